@@ -1,0 +1,26 @@
+"""favor: FAVOR+, FAVOR++ and FAVOR# linear attention for PyTorch and Hugging Face transformers.
+
+`import favor` registers the backends, so that any transformers model takes them by name:
+
+    model = AutoModel.from_pretrained(path, attn_implementation="favor#")
+"""
+
+from importlib.metadata import version
+
+from favor import features
+from favor.attention import favor_attention
+from favor.config import BACKENDS, FavorConfig
+from favor.integrations.layers import RedrawCounter
+from favor.integrations.transformers import configure, register
+
+__version__ = version("favor")
+__all__ = [
+    "BACKENDS",
+    "FavorConfig",
+    "RedrawCounter",
+    "configure",
+    "favor_attention",
+    "features",
+]
+
+register()

@@ -1,0 +1,121 @@
+"""`FavorConfig`: every option a user turns, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from favor import features as families
+
+SHARP_FEATURES = ("sderf", "saderf", "aderf")
+
+
+@dataclass(frozen=True)
+class FavorConfig:
+    """Options of the FAVOR backends; a model carries them as the plain dictionary `config.favor`.
+
+    Args:
+        num_features: number of random features M a head, default 256. `favor_elu` always has head_dim features, and
+            `favor_trig` needs an even number.
+        features: family behind the `favor#` backend: "sderf" (default), "saderf" or "aderf". Other backends have one
+            family each and do not read it.
+        factorization: how "sderf" factors its covariance: "eigh" (default, the paper's optimum) or "cholesky" (no
+            eigendecomposition: faster, and within 0.0071 of the optimal objective per direction).
+        orthogonal: orthogonal directions (default) or independent ones.
+        seed: seed of the directions, default 0. Each layer has its own.
+        redraw_interval: in training, draw new directions every so many forward passes of a layer; 0 (default) never.
+            Evaluation always uses the same ones.
+        statistics: where data-dependent parameters come from. "batch" (default, the only choice) takes them from each
+            sequence; causal layers and the cross attention of decoders then fall back to those of FAVOR+, since
+            statistics of a sequence show its tokens the future (see `favor.favor_attention`).
+        exact_below: layers with fewer keys than this run exact softmax attention, which is then cheaper and has no
+            error. "auto" (default) is 2 x num_features: linear attention needs about 2 L M d multiply-adds for the
+            keys and values and as many for the queries, exact attention 2 L^2 d. 0 never runs exact attention.
+
+    Raises:
+        ValueError, TypeError: naming the option, what was expected and what came.
+
+    """
+
+    num_features: int = 256
+    features: str | None = None
+    factorization: str = "eigh"
+    orthogonal: bool = True
+    seed: int = 0
+    redraw_interval: int = 0
+    statistics: str = "batch"
+    exact_below: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_integer("num_features", minimum=1)
+        self._check_integer("seed")
+        self._check_integer("redraw_interval", minimum=0)
+        if not isinstance(self.orthogonal, bool):
+            raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
+        if self.exact_below != "auto":
+            if isinstance(self.exact_below, str):
+                raise ValueError(f'exact_below must be "auto" or an integer, got {self.exact_below!r}.')
+            self._check_integer("exact_below", minimum=0)
+        for name, allowed in (
+            ("features", (None, *SHARP_FEATURES)),
+            ("factorization", ("eigh", "cholesky")),
+            ("statistics", ("batch",)),
+        ):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(repr(choice) for choice in allowed)
+                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
+
+    def _check_integer(self, name: str, minimum: int | None = None) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if minimum is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+    @property
+    def exact_threshold(self) -> int:
+        """Number of keys from which on the estimator runs."""
+        return 2 * self.num_features if self.exact_below == "auto" else int(self.exact_below)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionary that JSON can hold; `from_dict` reverses it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | None) -> FavorConfig:
+        """Validated options from a dictionary; absent ones take their defaults.
+
+        Raises:
+            ValueError: for an unknown option; the message lists the known ones.
+
+        """
+        options = dict(options or {})
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
+        return cls(**options)
+
+
+@lru_cache(maxsize=64)
+def feature_family(backend: str, config: FavorConfig) -> families.RandomFeatures:
+    """The random features a backend name stands for, under given options."""
+    name = FAMILIES[backend] or config.features or SHARP_FEATURES[0]
+    return families.get(name, factorization=config.factorization) if name == "sderf" else families.get(name)
+
+
+# None: chosen by the option `features`.
+FAMILIES: dict[str, str | None] = {
+    "favor+": "pos",
+    "favor_plus": "pos",
+    "favor++": "gerf",
+    "favor_plus_plus": "gerf",
+    "favor#": None,
+    "favor_sharp": None,
+    "favor_trig": "trig",
+    "favor_relu": "relu",
+    "favor_elu": "elu",
+}
+BACKENDS: tuple[str, ...] = tuple(FAMILIES)

@@ -1,0 +1,67 @@
+"""Random features: registry and public classes.
+
+Example:
+    >>> import torch, favor
+    >>> features = favor.features.get("sderf")
+    >>> x, y = torch.randn(5, 8) / 4, torch.randn(7, 8) / 4
+    >>> params = features.fit(x, y)
+    >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+    >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+    >>> bool(error.abs().max() < 0.2)
+    True
+
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.features.maps import ELUFeatures, ReLUFeatures
+from favor.features.moments import Moments
+from favor.features.omega import draw_omega
+from favor.features.parameters import Parameters
+from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, optimal_a
+from favor.features.trigonometric import TrigRF
+
+REGISTRY: dict[str, type[RandomFeatures]] = {
+    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, ReLUFeatures, ELUFeatures)
+}
+
+
+def get(name: str, **options: Any) -> RandomFeatures:
+    """A family of random features by its registry name.
+
+    Args:
+        name: one of "trig", "pos", "gerf", "saderf", "aderf", "sderf", "relu", "elu".
+        **options: keyword arguments of the class, such as `alpha`.
+
+    Raises:
+        ValueError: if the name is unknown; the message lists the known ones.
+
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"features must be one of {', '.join(sorted(REGISTRY))}; got {name!r}.")
+    return REGISTRY[name](**options)
+
+
+__all__ = [
+    "ADERF",
+    "DERF",
+    "GERF",
+    "REGISTRY",
+    "SADERF",
+    "SDERF",
+    "ELUFeatures",
+    "Moments",
+    "Parameters",
+    "PosRF",
+    "PositiveFeatures",
+    "RandomFeatures",
+    "ReLUFeatures",
+    "SignedFeatures",
+    "TrigRF",
+    "draw_omega",
+    "get",
+    "optimal_a",
+]

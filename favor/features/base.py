@@ -1,0 +1,168 @@
+"""The interface every family of random features implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from favor.features.moments import Moments
+from favor.features.omega import draw_omega
+from favor.features.parameters import Parameters
+
+Side = Literal["query", "key"]
+
+
+class RandomFeatures(ABC):
+    """A family of random features for the kernel K(x, y) = exp(alpha |x|^2 + x.y + alpha |y|^2).
+
+    Args:
+        alpha: scale of the quadratic terms; 0 (default) is the softmax kernel, -1/2 the Gaussian kernel.
+
+    """
+
+    name: str
+
+    def __init__(self, *, alpha: float = 0.0) -> None:
+        self.alpha = alpha
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha})"
+
+    def draw(
+        self,
+        num_features: int,
+        head_dim: int,
+        *,
+        orthogonal: bool = True,
+        antithetic: bool = False,
+        generator: torch.Generator | None = None,
+        batch_shape: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Draws omega `[*batch_shape, num_features, head_dim]`; see `favor.features.omega.draw_omega`."""
+        return draw_omega(
+            num_features,
+            head_dim,
+            orthogonal=orthogonal,
+            antithetic=antithetic,
+            generator=generator,
+            batch_shape=batch_shape,
+        )
+
+
+class PositiveFeatures(RandomFeatures):
+    """Positive random features: a DERF whose parameters come in closed form from statistics of the data.
+
+    A subclass says how by `fit_moments`; everything else is the same for all of them.
+    """
+
+    needs_statistics: bool = True
+
+    @abstractmethod
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """Parameters that minimise the objective (14) of FAVOR# in this family, from moments alone."""
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, y: Tensor, *, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> Parameters:
+        """Closed-form parameters for queries x `[..., L, d]` and keys y `[..., S, d]`.
+
+        The optimum does not depend on alpha. No gradient passes: any parameters keep the estimate unbiased, so they
+        are constants of the estimator.
+
+        Args:
+            x, y: samples; half precision is raised to float32.
+            x_mask, y_mask: boolean `[..., L]`, `[..., S]`; False rows are left out of every statistic.
+
+        """
+        return self.fit_moments(Moments.from_samples(x, y, x_mask, y_mask))
+
+    def directions(self, omega: Tensor, params: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """The three things per head that attention needs besides the key bias.
+
+        Up to terms that depend on the query alone, log(f_1 f_2) = x . uq_m + y . uk_m + offset_m + bias(y).
+
+        Returns:
+            query directions `[..., M, d]`, key directions `[..., M, d]` and offsets `[..., M]`.
+
+        """
+        u = omega @ params.factor.transpose(-1, -2)
+        offset = (omega.square().sum(-1) - u.square().sum(-1)) / 2
+        return u @ params.transform, u @ params.inverse.transpose(-1, -2), offset
+
+    def key_bias(self, y: Tensor, params: Parameters) -> Tensor:
+        """Quadratic term of the keys, -|G^-T y|^2/2 + alpha |y|^2, `[..., S]`."""
+        return self._quadratic(y, params.map_keys(y))
+
+    def log_phi(self, x: Tensor, omega: Tensor, params: Parameters, side: Side = "query") -> Tensor:
+        """Log f_1 (side "query") or log f_2 (side "key"), equation (13) of FAVOR#.
+
+        mean over m of exp(log_phi(x, side="query") + log_phi(y, side="key")) is an unbiased estimate of K(x, y).
+
+        Args:
+            x: `[..., L, d]`.
+            omega: `[..., M, d]` from `draw`.
+            params: from `fit`.
+            side: which of the two functions.
+
+        Returns:
+            `[..., L, M]`.
+
+        """
+        if side not in ("query", "key"):
+            raise ValueError(f'side must be "query" or "key", got {side!r}.')
+        u = omega @ params.factor.transpose(-1, -2)
+        mapped = params.map_queries(x) if side == "query" else params.map_keys(x)
+        weight = (omega.square().sum(-1) - u.square().sum(-1)) / 4 + params.log_det_sigma[..., None] / 4
+        return mapped @ u.transpose(-1, -2) + weight.unsqueeze(-2) + self._quadratic(x, mapped).unsqueeze(-1)
+
+    def kernel(self, x: Tensor, y: Tensor, omega: Tensor, params: Parameters) -> Tensor:
+        """Estimate of K for all pairs, `[..., L, S]`."""
+        log_x = self.log_phi(x, omega, params, side="query")
+        log_y = self.log_phi(y, omega, params, side="key")
+        top_x, top_y = log_x.amax(-1, keepdim=True), log_y.amax(-1, keepdim=True)
+        product = (log_x - top_x).exp() @ (log_y - top_y).exp().transpose(-1, -2)
+        return product * (top_x + top_y.transpose(-1, -2)).exp() / omega.shape[-2]
+
+    def log_second_moment(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
+        """Log E[(f_1(x_i) f_2(y_j))^2], the first term of equation (15), for all pairs `[..., L, S]`."""
+        return 2 * self._log_kernel(x, y) + self.log_relative_second_moment(x, y, params)
+
+    def log_variance(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
+        """Log Var(f_1(x_i) f_2(y_j)), equation (15), for all pairs `[..., L, S]`; -inf where it is zero."""
+        relative = self.log_relative_second_moment(x, y, params)
+        # log(expm1(r)) without overflow for large r.
+        return 2 * self._log_kernel(x, y) + relative + torch.log(-torch.expm1(-relative))
+
+    def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
+        """log(1 + Var / K^2) for all pairs `[..., L, S]`; does not depend on alpha."""
+        z = params.map_queries(x).unsqueeze(-2) + params.map_keys(y).unsqueeze(-3)
+        return params.log_relative_second_moment(z.flatten(-3, -2)).unflatten(-1, (x.shape[-2], y.shape[-2]))
+
+    def objective(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
+        """Shifted log-variance, equation (14): mean over all pairs of log E[(f_1 f_2)^2], `[...]`."""
+        return self.log_second_moment(x, y, params).mean((-1, -2))
+
+    def _log_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
+        return x @ y.transpose(-1, -2) + self.alpha * squares
+
+    def _quadratic(self, x: Tensor, mapped: Tensor) -> Tensor:
+        value = -mapped.square().sum(-1) / 2
+        return value if self.alpha == 0 else value + self.alpha * x.square().sum(-1)
+
+
+class SignedFeatures(RandomFeatures):
+    """Features with values of any sign, or that are not exponentials: the papers' baselines.
+
+    They have no parameters. Attention uses phi(x) exp(log_scale(x)) and cancels what depends on the query alone.
+    """
+
+    @abstractmethod
+    def phi(self, x: Tensor, omega: Tensor) -> Tensor:
+        """Feature values without their scale, `[..., L, F]`."""
+
+    def log_scale(self, x: Tensor) -> Tensor:
+        """Log of a positive factor of all features of a row, `[..., L]`; zero unless the family says otherwise."""
+        return x.new_zeros(x.shape[:-1])

@@ -1,0 +1,136 @@
+"""Parameters of dense-exponential random features (DERF), which hold every positive feature of this package.
+
+A DERF (FAVOR#, equation (13) and Theorem 4.1) is f_k(w, x) = D exp(w'A w + w'B_k x + x'C_k x) with w ~ N(0, I).
+Here it is stored in an equivalent form: an invertible map G, applied as x -> G x and y -> G^-T y, and a factor L of the
+covariance Sigma = L L' = I - 4A of a Gaussian proposal u = L w. Then B_1 = L'G, B_2 = L'G^-T, and
+
+    log f_1 = log det(Sigma)/4 + (|w|^2 - |u|^2)/4 + u.(G x)    - |G x|^2/2
+    log f_2 = log det(Sigma)/4 + (|w|^2 - |u|^2)/4 + u.(G^-T y) - |G^-T y|^2/2
+
+Any invertible G and L give an unbiased estimate of exp(x . y); the variance is finite if Sigma > I/2, that is 8A < I.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A DERF in proposal form; leading dimensions broadcast against those of the data.
+
+    Attributes:
+        transform: G, `[..., d, d]`.
+        inverse: G^-1, `[..., d, d]`.
+        factor: L, `[..., d, d]`.
+
+    """
+
+    transform: Tensor
+    inverse: Tensor
+    factor: Tensor
+
+    @classmethod
+    def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
+        """G = L = I: the positive features of FAVOR+, which need no statistics."""
+        eye = torch.eye(head_dim, dtype=dtype, device=device)
+        return cls(eye, eye, eye)
+
+    @classmethod
+    def from_matrices(cls, A: Tensor, B1: Tensor, B2: Tensor, *, tolerance: float = 1e-5) -> Parameters:
+        """General DERF from the matrices of Theorem 4.1; C_1, C_2 and D follow from them.
+
+        Args:
+            A: symmetric `[..., d, d]` with 8A < I in the order of symmetric matrices (finite variance).
+            B1, B2: `[..., d, d]` with B_1'(I - 4A)^-1 B_2 = I.
+            tolerance: largest entry by which A - A' and B_1'(I - 4A)^-1 B_2 - I may differ from zero.
+
+        Raises:
+            ValueError: if a shape is wrong or a condition of the theorem does not hold; the message says which one
+                and by how much.
+
+        """
+        d = A.shape[-1]
+        for name, matrix in (("A", A), ("B1", B1), ("B2", B2)):
+            if matrix.ndim < 2 or matrix.shape[-2:] != (d, d):
+                raise ValueError(f"{name} must be [..., {d}, {d}] like A, got {tuple(matrix.shape)}.")
+        eye = torch.eye(d, dtype=A.dtype, device=A.device)
+        asymmetry = (A - A.transpose(-1, -2)).abs().max().item()
+        if asymmetry > tolerance:
+            raise ValueError(f"A must be symmetric; the largest entry of A - A' is {asymmetry:.3g}.")
+        eigenvalues, eigenvectors = torch.linalg.eigh((A + A.transpose(-1, -2)) / 2)
+        largest = eigenvalues.max().item()
+        if largest >= 1 / 8:
+            raise ValueError(
+                f"8A < I must hold for a finite variance (Theorem 4.1), but A has the eigenvalue {largest:.4g} >= 1/8. "
+                "Subtract a multiple of the identity from A."
+            )
+        inverse_sigma = torch.linalg.inv(eye - 4 * A)
+        residual = (B1.transpose(-1, -2) @ inverse_sigma @ B2 - eye).abs().max().item()
+        if not residual <= tolerance:
+            raise ValueError(
+                "B1' (I - 4A)^-1 B2 = I must hold (Theorem 4.1), but the largest entry of the difference is "
+                f"{residual:.3g}. Given A and B1, take B2 = (I - 4A) inv(B1')."
+            )
+        root = (1 - 4 * eigenvalues).sqrt()
+        factor = eigenvectors * root.unsqueeze(-2) @ eigenvectors.transpose(-1, -2)
+        transform = torch.linalg.solve(factor, B1)
+        return cls(transform, torch.linalg.inv(transform), factor)
+
+    @property
+    def sigma(self) -> Tensor:
+        """Sigma = L L' = I - 4A, up to a rotation of w, `[..., d, d]`."""
+        return self.factor @ self.factor.transpose(-1, -2)
+
+    @property
+    def log_det_sigma(self) -> Tensor:
+        """Log det Sigma, `[...]`."""
+        return 2 * torch.linalg.slogdet(self.factor).logabsdet
+
+    @property
+    def A(self) -> Tensor:
+        """A of Theorem 4.1, `[..., d, d]`."""
+        gram = self.factor.transpose(-1, -2) @ self.factor
+        return (torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - gram) / 4
+
+    @property
+    def B1(self) -> Tensor:
+        """B_1 of Theorem 4.1, `[..., d, d]`."""
+        return self.factor.transpose(-1, -2) @ self.transform
+
+    @property
+    def B2(self) -> Tensor:
+        """B_2 of Theorem 4.1, `[..., d, d]`."""
+        return self.factor.transpose(-1, -2) @ self.inverse.transpose(-1, -2)
+
+    @property
+    def D(self) -> Tensor:
+        """D = det(I - 4A)^(1/4), `[...]`."""
+        return (self.log_det_sigma / 4).exp()
+
+    def map_queries(self, x: Tensor) -> Tensor:
+        """G x for rows x `[..., L, d]`."""
+        return x @ self.transform.transpose(-1, -2)
+
+    def map_keys(self, y: Tensor) -> Tensor:
+        """G^-T y for rows y `[..., S, d]`."""
+        return y @ self.inverse
+
+    def log_relative_second_moment(self, z: Tensor) -> Tensor:
+        """log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T y, `[..., d]` -> `[...]`.
+
+        Equals log det(Sigma) - log det(2 Sigma - I)/2 + z'(2 Sigma - I)^-1 z, which is equation (15) divided by K^2.
+        It is infinite where 2 Sigma - I is not positive definite.
+        """
+        sigma = self.sigma
+        precision = 2 * sigma - torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+        cholesky, info = torch.linalg.cholesky_ex(precision)
+        log_det = 2 * torch.diagonal(cholesky, dim1=-2, dim2=-1).log().sum(-1)
+        batch = torch.broadcast_shapes(z.shape[:-2], cholesky.shape[:-2])
+        columns = z.expand(*batch, *z.shape[-2:]).transpose(-1, -2)
+        half = torch.linalg.solve_triangular(cholesky.expand(*batch, *cholesky.shape[-2:]), columns, upper=False)
+        value = (self.log_det_sigma - log_det / 2).unsqueeze(-1) + half.square().sum(-2)
+        return torch.where((info == 0).unsqueeze(-1), value, torch.full_like(value, float("inf")))

@@ -1,0 +1,211 @@
+"""Positive random features: PosRF (FAVOR+), GERF (FAVOR++), SADERF, ADERF, SDERF (FAVOR#), and the general DERF.
+
+Each family is the DERF of `favor.features.parameters` with a restricted G and Sigma. Its `fit_moments` is the global
+minimiser of the shifted log-variance (14) in that family.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from favor.features.base import PositiveFeatures
+from favor.features.moments import Moments, trace
+from favor.features.parameters import Parameters
+
+Factorization = Literal["eigh", "cholesky"]
+
+
+def optimal_a(phi: Tensor) -> Tensor:
+    """Minimiser over A < 1/8 of log(1 - 4A) - log(1 - 8A)/2 + phi/(1 - 8A), phi >= 0 (FAVOR#, Lemma A.1)."""
+    return (1 - _inverse_gamma(phi)) / 8
+
+
+def optimal_sigma(phi: Tensor) -> Tensor:
+    """1 - 4 A with A = `optimal_a(phi)`: the variance of the proposal along one direction."""
+    return (1 + _inverse_gamma(phi)) / 2
+
+
+def _inverse_gamma(phi: Tensor) -> Tensor:
+    # phi is a mean of squares; rounding may put it below zero.
+    phi = phi.clamp(min=0)
+    return (2 * phi + 1 + ((2 * phi + 1).square() + 8 * phi).sqrt()) / 2
+
+
+class PosRF(PositiveFeatures):
+    """Positive features of FAVOR+: f(w, x) = exp(w.x - |x|^2/2).
+
+    Relative variance exp(|x + y|^2) - 1. Source: Choromanski et al., "Rethinking Attention with Performers" (2021),
+    Lemma 1.
+    """
+
+    name = "pos"
+    needs_statistics = False
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """No parameters: G = L = I, whatever the data."""
+        return Parameters.identity(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
+
+
+class GERF(PositiveFeatures):
+    """Generalised exponential features of FAVOR++: f(w, x) = D exp(A |w|^2 + B w.x - |x|^2/2).
+
+    B = sqrt(1 - 4A), D = (1 - 4A)^(d/4), and A = optimal_a(mean |x + y|^2 / d), one number for all directions.
+    Source: Likhosherstov et al., "Chefs' Random Tables" (2022), Theorem 3.1; FAVOR#, equations (11) to (13), where the
+    printed C |x|^2/2 has to read C |x|^2.
+    """
+
+    name = "gerf"
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """A from the mean squared norm of x + y, which follows from traces and means."""
+        eye = torch.eye(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
+        phi = (moments.trace_sum + 2 * moments.cross) / moments.head_dim
+        return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye)
+
+
+class _Regularised(PositiveFeatures):
+    """Families that divide by second moments and so need them regular.
+
+    Args:
+        alpha: see `RandomFeatures`.
+        regularization: t I is added to both second moments, t = regularization (tr M1 + tr M2)/(2d) + floor.
+            Default 1e-2; 0 with floor 0 is the paper's formula, which is undefined for singular data.
+        floor: absolute part of t, default 1e-4.
+
+    """
+
+    def __init__(self, *, alpha: float = 0.0, regularization: float = 1e-2, floor: float = 1e-4) -> None:
+        super().__init__(alpha=alpha)
+        if regularization < 0 or floor < 0:
+            raise ValueError(f"regularization and floor must not be negative, got {regularization} and {floor}.")
+        self.regularization = regularization
+        self.floor = floor
+
+
+class SADERF(_Regularised):
+    """Simplified asymmetric features of FAVOR#: GERF on Psi x and Psi^-1 y with a diagonal Psi.
+
+    Psi_ll = (mean y_l^2 / mean x_l^2)^(1/4), equation (20) of FAVOR#.
+    """
+
+    name = "saderf"
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """Psi from the diagonals of the second moments, then A as in GERF."""
+        moments = moments.regularised(self.regularization, self.floor)
+        diag_x = torch.diagonal(moments.second_x, dim1=-2, dim2=-1)
+        diag_y = torch.diagonal(moments.second_y, dim1=-2, dim2=-1)
+        psi = (diag_y / diag_x).pow(0.25)
+        scaled = (psi.square() * diag_x).sum(-1) + (diag_y / psi.square()).sum(-1)
+        sigma = optimal_sigma((scaled + 2 * moments.cross) / moments.head_dim)
+        eye = torch.eye(moments.head_dim, dtype=psi.dtype, device=psi.device)
+        return Parameters(torch.diag_embed(psi), torch.diag_embed(1 / psi), sigma.sqrt()[..., None, None] * eye)
+
+
+class ADERF(_Regularised):
+    """Asymmetric features of FAVOR# (Theorem 4.2): A a multiple of the identity, B_1 and B_2 dense.
+
+    G'G is the geometric mean of M_1^-1 and M_2, the only symmetric positive F with F M_1 F = M_2; this is Theorem 4.2
+    up to a rotation of w.
+    """
+
+    name = "aderf"
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """G by three symmetric eigendecompositions, then A as in GERF on the transformed data."""
+        moments = moments.regularised(self.regularization, self.floor)
+        values, vectors = _eigh(moments.second_x)
+        root = _from_spectrum(values.sqrt(), vectors)
+        inverse_root = _from_spectrum(values.rsqrt(), vectors)
+        values, vectors = _eigh(root @ moments.second_y @ root)
+        mean = inverse_root @ _from_spectrum(values.sqrt(), vectors) @ inverse_root
+        values, vectors = _eigh(mean)
+        # tr(G M_1 G') = tr(G^-T M_2 G^-1) = tr(F M_1) is the sum of the singular values in Theorem 4.2.
+        nuclear = trace(mean @ moments.second_x)
+        sigma = optimal_sigma((2 * nuclear + 2 * moments.cross) / moments.head_dim)
+        eye = torch.eye(moments.head_dim, dtype=mean.dtype, device=mean.device)
+        return Parameters(
+            _from_spectrum(values.pow(0.5), vectors),
+            _from_spectrum(values.pow(-0.5), vectors),
+            sigma.sqrt()[..., None, None] * eye,
+        )
+
+
+class SDERF(PositiveFeatures):
+    """Symmetric features of FAVOR# (Theorem 4.3): G = I and a dense A with the eigenvectors of N.
+
+    N = mean over pairs of (x + y)(x + y)'. No matrix of the data is inverted, so any data are valid: one token, fewer
+    tokens than dimensions, zeros.
+
+    Args:
+        alpha: see `RandomFeatures`.
+        factorization: "eigh" (default) is the optimum of the theorem. "cholesky" takes Sigma = I + N, which needs no
+            eigendecomposition and exceeds the optimal objective by at most 0.0071 per direction.
+
+    """
+
+    name = "sderf"
+
+    def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "eigh") -> None:
+        super().__init__(alpha=alpha)
+        if factorization not in ("eigh", "cholesky"):
+            raise ValueError(f'factorization must be "eigh" or "cholesky", got {factorization!r}.')
+        self.factorization = factorization
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """Sigma = g(N) by eigendecomposition, or I + N by Cholesky."""
+        second = moments.pair_second_moment
+        eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
+        if self.factorization == "cholesky":
+            factor, _ = torch.linalg.cholesky_ex(_finite(eye + second))
+        else:
+            values, vectors = _eigh(second)
+            # The symmetric root does not depend on signs or order of eigenvectors, which differ between devices.
+            factor = _from_spectrum(optimal_sigma(values).sqrt(), vectors)
+        return Parameters(eye, eye, factor)
+
+
+class DERF(PositiveFeatures):
+    """Dense-exponential features with parameters given by the user (FAVOR#, Theorem 4.1).
+
+    Args:
+        A, B1, B2: `[..., d, d]`, validated by `Parameters.from_matrices`.
+        alpha: see `RandomFeatures`.
+
+    Raises:
+        ValueError: if the conditions of Theorem 4.1 do not hold.
+
+    """
+
+    name = "derf"
+    needs_statistics = False
+
+    def __init__(self, A: Tensor, B1: Tensor, B2: Tensor, *, alpha: float = 0.0) -> None:
+        super().__init__(alpha=alpha)
+        self.parameters = Parameters.from_matrices(A, B1, B2)
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """The given parameters, in the type and on the device of the data."""
+        like = moments.mean_x
+        p = self.parameters
+        return Parameters(p.transform.to(like), p.inverse.to(like), p.factor.to(like))
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(_finite(matrix))
+    tiny = torch.finfo(values.dtype).tiny
+    return values.clamp(min=tiny), vectors
+
+
+def _from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
+    return vectors * values.unsqueeze(-2) @ vectors.transpose(-1, -2)
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.where(broken, eye, matrix)

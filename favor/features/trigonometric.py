@@ -1,0 +1,99 @@
+"""Trigonometric random features: unbiased, but of any sign."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from favor.features.base import SignedFeatures
+from favor.features.omega import draw_omega
+
+
+class TrigRF(SignedFeatures):
+    """Trigonometric features of the softmax kernel, in two forms.
+
+    - "sincos" (default): for each direction v the pair exp(|x|^2/2) (cos(v.x), sin(v.x)); relative variance per
+      direction cosh(|x - y|^2) - 1. Source: Rahimi and Recht (2007).
+    - "phase": sqrt(2) exp(|x|^2/2) cos(v.x + theta) on both sides, theta uniform on [0, 2 pi]; relative variance per
+      feature e^r + e^-r/2 - 1, r = |x - y|^2. FAVOR#, equation (7), where the second cosine is printed with the wrong
+      sign of v.y and would estimate exp(-x.y).
+
+    Estimated attention weights can be negative; use a positive family to replace softmax attention.
+
+    Args:
+        alpha: see `RandomFeatures`.
+        form: "sincos" or "phase".
+
+    """
+
+    name = "trig"
+
+    def __init__(self, *, alpha: float = 0.0, form: Literal["sincos", "phase"] = "sincos") -> None:
+        super().__init__(alpha=alpha)
+        if form not in ("sincos", "phase"):
+            raise ValueError(f'form must be "sincos" or "phase", got {form!r}.')
+        self.form = form
+
+    def draw(
+        self,
+        num_features: int,
+        head_dim: int,
+        *,
+        orthogonal: bool = True,
+        antithetic: bool = False,
+        generator: torch.Generator | None = None,
+        batch_shape: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Directions `[*batch_shape, num_features / 2, d]` ("sincos") or with a phase, `[..., num_features, d + 1]`.
+
+        Raises:
+            ValueError: for "sincos" and an odd number of features, since they come in pairs.
+
+        """
+        if self.form == "sincos":
+            if num_features % 2:
+                raise ValueError(f"sin/cos features come in pairs: num_features must be even, got {num_features}.")
+            num_features //= 2
+        omega = draw_omega(
+            num_features,
+            head_dim,
+            orthogonal=orthogonal,
+            antithetic=antithetic,
+            generator=generator,
+            batch_shape=batch_shape,
+        )
+        if self.form == "sincos":
+            return omega
+        theta = torch.rand(*omega.shape[:-1], 1, dtype=omega.dtype, generator=generator)
+        return torch.cat((omega, 2 * math.pi * theta), dim=-1)
+
+    def phi(self, x: Tensor, omega: Tensor) -> Tensor:
+        """cos(v.x), sin(v.x) or sqrt(2) cos(v.x + theta), without the factor exp(|x|^2/2), `[..., L, F]`.
+
+        mean over directions (rows of omega) of phi(x) phi(y) exp(log_scale(x) + log_scale(y)) is unbiased for K.
+        """
+        if self.form == "phase":
+            angle = x @ omega[..., :-1].transpose(-1, -2) + omega[..., -1].unsqueeze(-2)
+            return math.sqrt(2) * angle.cos()
+        angle = x @ omega.transpose(-1, -2)
+        return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+    def log_scale(self, x: Tensor) -> Tensor:
+        """(1/2 + alpha) |x|^2, `[..., L]`."""
+        return (0.5 + self.alpha) * x.square().sum(-1)
+
+    def kernel(self, x: Tensor, y: Tensor, omega: Tensor) -> Tensor:
+        """Unbiased estimate of K for all pairs, `[..., L, S]`."""
+        scale = self.log_scale(x).unsqueeze(-1) + self.log_scale(y).unsqueeze(-2)
+        product = self.phi(x, omega) @ self.phi(y, omega).transpose(-1, -2)
+        return product * scale.exp() / omega.shape[-2]
+
+    def log_relative_second_moment(self, x: Tensor, y: Tensor) -> Tensor:
+        """log(1 + Var / K^2) of one direction, for all pairs `[..., L, S]`."""
+        r = (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1)
+        if self.form == "phase":
+            return torch.logaddexp(r, -r - math.log(2))
+        return torch.logaddexp(r, -r) - math.log(2)

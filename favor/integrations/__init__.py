@@ -1,0 +1,1 @@
+"""Where favor meets other libraries."""

@@ -1,0 +1,148 @@
+"""Masks of transformers, reduced to what linear attention can use: which keys are padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+
+def favor_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask function of the FAVOR backends, called by transformers once a forward pass.
+
+    Returns:
+        None if no key is padding, else a boolean `[B, 1, q_length, kv_length]` view that holds B x kv_length numbers
+        (stride 0 over the queries; causality is left to the attention function). Sliding-window layers, which stay
+        exact, get transformers' own full mask.
+
+    Raises:
+        ValueError: for packed sequences, prefix or block masks and static caches.
+
+    """
+    if local_size is not None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,  # type: ignore[arg-type]
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **kwargs,
+        )
+    if mask_function is causal_mask_function:
+        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+            raise ValueError(
+                "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
+                'Use the default cache_implementation, or attn_implementation="sdpa".'
+            )
+    elif mask_function is not bidirectional_mask_function:
+        raise ValueError(
+            "favor attention supports causal and bidirectional masks with padding; this mask adds packed sequences, a "
+            "prefix or blocks, which would be ignored. Unpack the batch (pass attention_mask, and position_ids that "
+            'do not start again), or use attn_implementation="sdpa".'
+        )
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if padding.shape[1] < kv_length:
+        padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+    if not _is_tracing() and bool(padding.all()):
+        return None
+    return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+
+
+def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, is_causal: bool) -> Tensor | None:
+    """The padding behind an attention mask, boolean `[B, S]`, True for real keys; None without a mask.
+
+    Masks from `favor_mask` are read in O(B S). Masks made elsewhere are accepted if they are padding, with or without
+    the causal triangle of a causal layer, and say so in every entry.
+
+    Args:
+        mask: None, `[B, S]` or `[B, 1, L, S]`; boolean (True for visible) or additive (0 and -inf or very negative).
+        batch, length, key_length: B, L, S.
+        is_causal: whether the layer is causal.
+
+    Raises:
+        ValueError: if the mask holds anything else, such as an additive bias for each pair.
+
+    """
+    if mask is None:
+        return None
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    if mask.ndim != 4 or mask.shape[-1] < key_length:
+        raise ValueError(f"attention_mask must be [batch, keys] or [batch, 1, queries, keys], got {tuple(mask.shape)}.")
+    mask = mask[..., :key_length]
+    if mask.shape[1] > 1 and mask.stride(1) != 0:
+        raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
+    mask = mask[:, 0]
+    same_rows = mask.shape[1] == 1 or mask.stride(1) == 0
+    if same_rows:
+        mask = mask[:, :1]
+    visible = _visible(mask)
+    if same_rows:
+        return visible[:, 0].expand(batch, -1)
+    if _is_tracing():
+        raise ValueError(
+            f"cannot read a materialised mask of shape {tuple(mask.shape)} while compiling; pass a 2D one."
+        )
+    padding = visible.any(dim=1, keepdim=True)
+    expected = padding
+    if is_causal:
+        triangle = torch.ones(length, key_length, dtype=torch.bool, device=mask.device)
+        expected = padding & triangle.tril(key_length - length)
+    # Some models also mask the rows of padded queries; nobody reads those.
+    if not bool(((visible == expected) | ~visible.any(-1, keepdim=True)).all()):
+        raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
+    return padding[:, 0].expand(batch, -1)
+
+
+def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
+    """Boolean mask `[B, 1, L, S]` for exact attention, or None where its `is_causal` argument is enough."""
+    if not is_causal or length == 1:
+        return None if padding is None else padding[:, None, None, :].expand(-1, 1, length, -1)
+    if padding is None and length == key_length:
+        return None
+    triangle = torch.ones(length, key_length, dtype=torch.bool, device=like.device).tril(key_length - length)
+    return triangle[None, None] if padding is None else triangle & padding[:, None, None, :]
+
+
+def _visible(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return mask != 0
+    hidden = mask <= -1e4
+    if not _is_tracing() and not bool(((mask == 0) | hidden).all()):
+        raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
+    return ~hidden
+
+
+def _is_tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+_PAIRWISE = (
+    "favor attention cannot apply a mask or an additive bias for each pair of tokens (got one of shape {shape}): it "
+    "would need the L x L matrix that linear attention avoids. This happens with relative position biases, prefix and "
+    'block masks. Use attn_implementation="sdpa" or "eager" for this model.'
+)

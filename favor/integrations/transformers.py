@@ -1,0 +1,191 @@
+"""The FAVOR backends of transformers: attention function and mask function for every name."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from favor.attention import favor_attention
+from favor.config import BACKENDS, FavorConfig, feature_family
+from favor.integrations.layers import (
+    layer_number,
+    number_layers,
+    number_layers_of_new_models,
+    redraw_epoch,
+)
+from favor.integrations.masks import exact_mask, favor_mask, key_padding
+
+# Arguments that change the result: with a value, each is refused rather than dropped.
+_REFUSED = {
+    "position_bias": "a position bias for each pair of tokens (T5, relative positions)",
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by indices",
+    "head_mask": "a head mask",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
+    "cache": "a paged cache",
+}
+
+
+def register() -> None:
+    """Registers all backends with transformers; `import favor` calls it."""
+    for name in BACKENDS:
+        AttentionInterface.register(name, partial(favor_attention_forward, name))
+        AttentionMaskInterface.register(name, favor_mask)
+    number_layers_of_new_models()
+
+
+def favor_attention_forward(
+    backend: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of the backends, with the signature transformers calls.
+
+    Dropout drops each attention weight with the given probability, like softmax attention; the weights that one key
+    gives to the queries of a head are dropped together, since they are never formed one by one.
+
+    Args:
+        backend: name of the backend.
+        module: the attention module; its config holds the options, `config.favor`.
+        query: `[B, H, L, d]`.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
+        attention_mask: from `favor_mask`, or any mask that `key_padding` accepts.
+        scaling: factor of the logits, default 1/sqrt(d).
+        dropout: probability, 0 in evaluation.
+        is_causal: default `module.is_causal`.
+        **kwargs: what else the model passes; refused if it would change the result.
+
+    Returns:
+        `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
+
+    Raises:
+        ValueError: naming what is not supported and what to use instead.
+
+    """
+    options = model_options(module.config)
+    _refuse(kwargs, module)
+    if kwargs.get("sliding_window") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    causal = _causal(module, is_causal)
+    length, key_length = query.shape[2], key.shape[2]
+    padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
+    if key_length < options.exact_threshold:
+        mask = exact_mask(padding, length, key_length, causal, query)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)
+    if dropout > 0:
+        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+    out = favor_attention(
+        query,
+        key,
+        value,
+        features=feature_family(backend, options),
+        num_features=options.num_features,
+        key_padding_mask=padding,
+        is_causal=causal,
+        scale=scaling,
+        seed=options.seed,
+        layer=layer_number(module),
+        redraw=redraw_epoch(module, options.redraw_interval),
+        orthogonal=options.orthogonal,
+        use_statistics=not _decodes(module),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] | None = None, **options: Any) -> Any:
+    """Sets FAVOR options on a live model, and the backend if one is given.
+
+    Args:
+        model: any transformers model.
+        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one.
+        **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
+            (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError, TypeError: for an unknown option or a bad value; nothing is changed then.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> import favor
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.configure(BertModel(tiny), "favor#", num_features=64, exact_below=0)
+        >>> model.config.favor["num_features"]
+        64
+
+    """
+    merged = FavorConfig.from_dict({**(getattr(model.config, "favor", None) or {}), **options}).to_dict()
+    number_layers(model)
+    if attn_implementation is not None:
+        model.set_attn_implementation(attn_implementation)
+    model.config.favor = merged
+    for module in model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config.favor = merged  # type: ignore[union-attr]
+    return model
+
+
+def model_options(config: Any) -> FavorConfig:
+    """The validated options in `config.favor`; defaults where there are none."""
+    options = getattr(config, "favor", None) or {}
+    return _validated(tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=64)
+def _validated(items: tuple[tuple[str, Any], ...]) -> FavorConfig:
+    return FavorConfig.from_dict(dict(items))
+
+
+def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
+                f'"eager" for {type(module).__name__}.'
+            )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
+        )
+    if kwargs.get("sliding_window") is not None:
+        # Local layers between global ones stay exact, as the model meant them: they are linear in length already.
+        layer_types = getattr(module.config, "layer_types", None) or ()
+        if "full_attention" not in layer_types:
+            raise ValueError(
+                f"{type(module).__name__} has sliding-window attention only, which is already linear in length; favor "
+                "attention replaces global attention. Set config.sliding_window=None for global attention, or keep "
+                'attn_implementation="sdpa".'
+            )
+
+
+def _causal(module: nn.Module, is_causal: bool | None) -> bool:
+    if is_causal is not None:
+        return is_causal
+    own = getattr(module, "is_causal", None)
+    if own is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
+        )
+    return bool(own) and getattr(module.config, "is_causal", None) is not False
+
+
+def _decodes(module: nn.Module) -> bool:
+    """Whether the queries of this layer come from a decoder, so that statistics over them would show the future."""
+    return bool(getattr(module, "is_decoder", False) or getattr(module.config, "is_decoder", False))
