@@ -70,6 +70,10 @@ def favor_attention(
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
     if isinstance(features, str):
         features = _by_name(features)
+    if not isinstance(features, PositiveFeatures | SignedFeatures):
+        raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
+    if query.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
     head_dim, key_heads = query.shape[-1], key.shape[1]
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     root = (head_dim**-0.5 if scale is None else scale) ** 0.5
@@ -93,15 +97,13 @@ def favor_attention(
             log_key = log_key.masked_fill(hidden.unsqueeze(-1), -torch.inf)
         attend = causal_positive_attention if is_causal else positive_attention
         out = attend(log_query, log_key, v)
-    elif isinstance(features, SignedFeatures):
+    else:
         phi_query = features.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
         phi_key, log_scale = features.phi(y, omega), features.log_scale(y)
         if hidden is not None:
             log_scale = log_scale.masked_fill(hidden, -torch.inf)
         attend_signed = causal_signed_attention if is_causal else signed_attention
         out = attend_signed(phi_query, phi_key, log_scale, v)
-    else:
-        raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
     return out.transpose(2, 3).flatten(1, 2).to(query.dtype)
 
 

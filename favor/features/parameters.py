@@ -59,7 +59,7 @@ class Parameters:
                 raise ValueError(f"{name} must be [..., {d}, {d}] like A, got {tuple(matrix.shape)}.")
         eye = torch.eye(d, dtype=A.dtype, device=A.device)
         asymmetry = (A - A.transpose(-1, -2)).abs().max().item()
-        if asymmetry > tolerance:
+        if not asymmetry <= tolerance:  # NaN too
             raise ValueError(f"A must be symmetric; the largest entry of A - A' is {asymmetry:.3g}.")
         eigenvalues, eigenvectors = torch.linalg.eigh((A + A.transpose(-1, -2)) / 2)
         largest = eigenvalues.max().item()

@@ -1,0 +1,348 @@
+"""`favor_attention` against the definition, and the invariants every family has to keep."""
+
+import pytest
+import torch
+from reference import FAMILIES, NUM_FEATURES, POSITIVE, inputs, reference_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import favor
+from favor import features
+from favor.attention.causal import causal_positive_attention
+from favor.attention.functional import directions
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+
+
+def attend(*tensors, name, mask=None, **options):
+    return favor.favor_attention(*tensors, features=name, num_features=NUM_FEATURES, key_padding_mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("length", "key_length"), [(1, 1), (37, 37), (63, 63), (20, 37), (1, 37), (100, 100)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_equals_the_definition(name, is_causal, length, key_length, padded):
+    tensors = inputs(length, key_length)
+    mask = None
+    if padded:
+        mask = torch.ones(2, key_length, dtype=torch.bool)
+        mask[0, : key_length // 3] = False
+        mask[1, key_length - key_length // 4 :] = False
+    out = attend(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
+    expected = reference_attention(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-9 if name == "trig" else 1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("scale", [1, 2, 4])
+def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
+    """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
+    query, key, value = inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)
+    single = [t.float() for t in (query, key, value)]
+    exact = attend(*[t.double() for t in single], name=name, is_causal=is_causal)
+    error = (attend(*single, name=name, is_causal=is_causal) - exact).norm() / exact.norm()
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("scale", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name, is_causal, scale, dtype):
+    half = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
+    exact = attend(*[t.double() for t in half], name=name, is_causal=is_causal)
+    out = attend(*half, name=name, is_causal=is_causal)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert (out.double() - exact).norm() / exact.norm() < 1e-2
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_norms_of_a_thousand_stay_finite(name, is_causal):
+    tensors = [t.float().requires_grad_() for t in inputs(65, scale=1000 / 8**0.5)]
+    out = attend(*tensors, name=name, is_causal=is_causal)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(t.grad.isfinite().all() for t in tensors)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_rising_features_inside_a_chunk_do_not_underflow(name):
+    """Each key outweighs all earlier ones by hundreds of nats; early queries must still see their own past."""
+    query, key, value = inputs(64, heads=1, key_heads=1)
+    key = key * torch.linspace(1, 60, 64, dtype=torch.float64)[None, None, :, None]
+    exact = attend(query, key, value, name=name, is_causal=True)
+    out = attend(query.float(), key.float(), value.float(), name=name, is_causal=True)
+    assert (out - exact).norm() / exact.norm() < 1e-4
+    torch.testing.assert_close(out[:, :, 0], value.float()[:, :, 0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(name, is_causal, side):
+    """Outputs and gradients of real tokens are those without padding, whatever the padding holds."""
+    real, total = 41, 64
+    # Trigonometric normalisers come close to zero at larger norms, which magnifies rounding.
+    scale = 0.3 if name == "trig" else 1.0
+    plain = [t.float().requires_grad_() for t in inputs(real, batch=1, scale=scale)]
+    expected = attend(*plain, name=name, is_causal=is_causal)
+    generator = torch.Generator().manual_seed(9)
+    out_weight = torch.randn(expected.shape, generator=generator)
+    (expected * out_weight).sum().backward()
+
+    start = total - real if side == "left" else 0
+    tokens = slice(start, start + real)
+    padded = []
+    for tensor in plain:
+        batch = torch.randn(3, *tensor.shape[1:2], total, tensor.shape[-1], generator=generator) * 5
+        batch[1, :, tokens] = tensor.detach()[0]
+        padded.append(batch)
+    mask = torch.zeros(3, total, dtype=torch.bool)
+    mask[0], mask[1, tokens] = True, True  # the third row is all padding
+    for tensor in padded[1:]:
+        tensor[2, :, 3] = float("nan")
+    padded = [t.requires_grad_() for t in padded]
+    out = attend(*padded, name=name, mask=mask, is_causal=is_causal)
+    (out[1:2, :, tokens] * out_weight).sum().backward()
+    torch.testing.assert_close(out[1, :, tokens], expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+    for tensor, alone in zip(padded, plain, strict=True):
+        torch.testing.assert_close(tensor.grad[1, :, tokens], alone.grad[0], rtol=1e-5, atol=1e-5)
+        outside = torch.ones(3, total, dtype=torch.bool)
+        outside[1, tokens] = False
+        assert not tensor.grad.transpose(1, 2)[outside].any()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("length", [37, 200])
+def test_the_future_does_not_change_the_past(name, length):
+    tensors = inputs(length)
+    now = length // 2
+    out = attend(*tensors, name=name, is_causal=True)
+    later = [t.clone() for t in tensors]
+    for tensor in later:
+        tensor[:, :, now:] = 50 * torch.randn_like(tensor[:, :, now:])
+    changed = attend(*later, name=name, is_causal=True)
+    assert torch.equal(changed[:, :, :now], out[:, :, :now])
+    assert not torch.allclose(changed[:, :, now:], out[:, :, now:])
+
+
+@pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf"])
+def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name):
+    tensors = inputs()
+    with pytest.warns(UserWarning, match="let its tokens see later ones"):
+        out = attend(*tensors, name=name, is_causal=True)
+    torch.testing.assert_close(out, attend(*tensors, name="pos", is_causal=True), rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="let its tokens see later ones"):
+        out = attend(*tensors, name=name, use_statistics=False)
+    torch.testing.assert_close(out, attend(*tensors, name="pos"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_causal_equals_step_by_step(name):
+    """One query at a time over the keys so far gives what the chunked scan gives."""
+    query, key, value = inputs(75)
+    out = attend(query, key, value, name=name, is_causal=True)
+    steps = [
+        attend(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1], name=name, is_causal=True)
+        for t in range(75)
+    ]
+    torch.testing.assert_close(out, torch.cat(steps, dim=2), rtol=1e-10, atol=1e-10)
+
+
+def test_causal_equals_the_recurrence():
+    """S_t = S_(t-1) + exp(log phi(k_t)) v_t' with a running maximum, one token after another."""
+    query, key, value = inputs(75, heads=2, key_heads=2)
+    rf, root = features.PosRF(), 8**-0.25
+    omega = directions(rf, NUM_FEATURES, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64)
+    params = features.Parameters.identity(8, dtype=torch.float64, device="cpu")
+    log_query = rf.log_phi(root * query, omega, params)
+    log_key = rf.log_phi(root * key, omega, params, side="key")
+    top = torch.full((2, 2, NUM_FEATURES), -torch.inf, dtype=torch.float64)
+    state = torch.zeros(2, 2, NUM_FEATURES, 6, dtype=torch.float64)
+    ones = torch.ones(2, 2, 75, 1, dtype=torch.float64)
+    outs = []
+    for t in range(75):
+        risen = torch.maximum(top, log_key[:, :, t])
+        fresh = (log_key[:, :, t] - risen).exp()[..., None] * torch.cat((value, ones), -1)[:, :, t, None]
+        state, top = state * (top - risen).exp()[..., None] + fresh, risen
+        row = log_query[:, :, t] + top
+        sums = ((row - row.amax(-1, keepdim=True)).exp()[:, :, None] @ state)[:, :, 0]
+        assert (sums[..., -1] >= 1 - 1e-12).all()
+        outs.append(sums[..., :-1] / sums[..., -1:])
+    out = attend(query, key, value, name="pos", is_causal=True)
+    torch.testing.assert_close(out, torch.stack(outs, 2), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 16, 64, 128])
+def test_chunk_size_does_not_matter(chunk_size):
+    generator = torch.Generator().manual_seed(0)
+    log_query = 5 * torch.randn(1, 2, 90, 3, 6, dtype=torch.float64, generator=generator)
+    log_key = 5 * torch.randn(1, 2, 95, 6, dtype=torch.float64, generator=generator)
+    value = torch.randn(1, 2, 95, 4, dtype=torch.float64, generator=generator)
+    weights = (log_query[..., None, :] + log_key[:, :, None, None]).logsumexp(-1)  # [B, H, L, G, S]
+    visible = torch.ones(90, 95, dtype=torch.bool).tril(5)
+    weights = weights.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    expected = torch.einsum("bhlgs,bhsv->bhlgv", weights, value)
+    out = causal_positive_attention(log_query, log_key, value, chunk_size=chunk_size)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rf", ["pos", "trig", "relu", "elu"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_gradients_by_finite_differences(rf, is_causal):
+    tensors = [t.requires_grad_() for t in inputs(6, batch=1, heads=2, key_heads=1, dim=4, value_dim=3, scale=0.5)]
+    mask = torch.tensor([[True, True, True, True, True, False]])
+
+    def run(query, key, value):
+        return favor.favor_attention(
+            query, key, value, features=rf, num_features=8, key_padding_mask=mask, is_causal=is_causal
+        )
+
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+@pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf"])
+def test_gradients_hold_the_parameters_fixed(name):
+    tensors = [t.requires_grad_() for t in inputs(9, batch=1, heads=1, key_heads=1, scale=0.7)]
+    out = attend(*tensors, name=name)
+    reference = reference_attention(*tensors, name=name)
+    weight = torch.randn_like(out)
+    mine = torch.autograd.grad((out * weight).sum(), tensors)
+    theirs = torch.autograd.grad((reference * weight).sum(), tensors)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("subset", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_for_any_subset_of_inputs(subset):
+    tensors = inputs(10)
+    full = [t.clone().requires_grad_() for t in tensors]
+    attend(*full, name="sderf").sum().backward()
+    some = [t.clone().requires_grad_(i in subset) for i, t in enumerate(tensors)]
+    attend(*some, name="sderf").sum().backward()
+    for i in range(3):
+        if i in subset:
+            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=0, atol=0)
+        else:
+            assert some[i].grad is None
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
+    query, key, value = (t.float() for t in inputs(24))
+    key = key[:, :, :1].expand(-1, -1, 24, -1)
+    count = torch.arange(1, 25)[:, None]
+    mean = value.cumsum(2) / count if is_causal else value.mean(2, keepdim=True).expand_as(value)
+    out = attend(query, key, value, name=name, is_causal=is_causal)
+    torch.testing.assert_close(out, mean.repeat_interleave(2, dim=1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_length_zero(name, is_causal):
+    query, key, value = inputs(0)
+    assert attend(query, key, value, name=name, is_causal=is_causal).shape == (2, 4, 0, 5)
+    query, key, value = inputs(3, 0)
+    if not is_causal:
+        assert not attend(query, key, value, name=name).any()
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_converges_to_softmax_attention(name):
+    query, key, value = inputs(12, heads=2, key_heads=2, scale=0.7)
+    exact = scaled_dot_product_attention(query, key, value)
+    errors = []
+    for num_features in (16, 256, 4096, 65536):
+        out = favor.favor_attention(query, key, value, features=name, num_features=num_features)
+        errors.append(((out - exact).norm() / exact.norm()).item())
+    # The error of a mean over M features falls like 1/sqrt(M): by 4 each time, in expectation.
+    assert errors[3] < errors[1] / 4
+    assert errors[3] < 0.05
+
+
+def test_trigonometric_and_baseline_maps_are_their_formulas():
+    query, key, value = inputs(12, heads=2, key_heads=2, value_dim=8)
+    x, y = query * 8**-0.25, key * 8**-0.25
+    phi_x, phi_y = torch.nn.functional.elu(x) + 1, torch.nn.functional.elu(y) + 1
+    weights = phi_x @ phi_y.transpose(-1, -2)
+    expected = weights @ value / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(attend(query, key, value, name="elu"), expected, rtol=1e-10, atol=1e-10)
+    scaled = favor.favor_attention(7 * query, key, value, features="relu")
+    torch.testing.assert_close(scaled, favor.favor_attention(query, key, value, features="relu"))
+
+
+def test_non_contiguous_inputs():
+    tensors = inputs(30)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    assert not strided[0].is_contiguous()
+    torch.testing.assert_close(attend(*strided, name="sderf"), attend(*tensors, name="sderf"))
+
+
+def test_directions_depend_on_seed_layer_and_redraw():
+    tensors = inputs(30)
+    outs = [attend(*tensors, name="pos", **options) for options in ({}, {"seed": 1}, {"layer": 1}, {"redraw": 1})]
+    for i, one in enumerate(outs):
+        for two in outs[:i]:
+            assert not torch.allclose(one, two)
+    assert torch.equal(outs[0], attend(*tensors, name="pos"))
+
+
+def test_directions_cached_in_inference_mode_serve_training():
+    query, key, value = inputs(8)
+    with torch.inference_mode():
+        attend(query, key, value, name="pos", seed=987)
+    query.requires_grad_()
+    attend(query, key, value, name="pos", seed=987).sum().backward()
+    assert query.grad.isfinite().all()
+
+
+def test_query_mask_is_separate_in_cross_attention():
+    query, key, value = inputs(20, 37)
+    query_mask = torch.ones(2, 20, dtype=torch.bool)
+    query_mask[1, 15:] = False
+    out = attend(query, key, value, name="sderf", query_padding_mask=query_mask)
+    short = attend(query[1:, :, :15], key[1:], value[1:], name="sderf")
+    torch.testing.assert_close(out[1:, :, :15], short, rtol=1e-10, atol=1e-10)
+
+
+def test_user_given_parameters():
+    """A general DERF goes through attention like the built-in ones."""
+    query, key, value = inputs(9, heads=2, key_heads=2)
+    identity = torch.eye(8, dtype=torch.float64)
+    rf = features.DERF(0 * identity, identity, identity)
+    out = favor.favor_attention(query, key, value, features=rf, num_features=NUM_FEATURES)
+    torch.testing.assert_close(out, attend(query, key, value, name="pos"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 8)}, ValueError, r"query must be \[batch, heads, length, width\]"),
+        ({"query": torch.zeros(2, 4, 5, 8, dtype=torch.long)}, TypeError, "query must be a floating-point"),
+        ({"key": torch.zeros(2, 2, 5, 7)}, ValueError, "key must have the batch size 2 and width 8"),
+        ({"value": torch.zeros(2, 2, 6, 7)}, ValueError, "value must agree with key"),
+        ({"key": torch.zeros(2, 3, 5, 8), "value": torch.zeros(2, 3, 5, 8)}, ValueError, "multiple of the key heads"),
+        ({"key_padding_mask": torch.ones(2, 5)}, TypeError, "key_padding_mask must be boolean"),
+        ({"key_padding_mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"key_padding_mask must be \[2, 5\]"),
+        ({"query": torch.zeros(2, 4, 6, 8), "is_causal": True}, ValueError, "at least as many keys"),
+        ({"scale": -1.0}, ValueError, "scale must be positive"),
+        ({"features": "softmax"}, ValueError, "features must be one of"),
+        ({"features": 3}, TypeError, "RandomFeatures instance"),
+        ({"num_features": 0}, ValueError, "num_features must be a positive integer"),
+    ],
+)
+def test_errors_say_what_was_expected(change, error, message):
+    arguments = {
+        "query": torch.zeros(2, 4, 5, 8),
+        "key": torch.zeros(2, 2, 5, 8),
+        "value": torch.zeros(2, 2, 5, 8),
+        "features": "pos",
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        favor.favor_attention(**arguments)

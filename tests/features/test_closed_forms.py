@@ -1,0 +1,250 @@
+"""Closed-form parameters are the optimum of their family, and their objective is what the paper says."""
+
+import math
+
+import pytest
+import torch
+from features_table import POSITIVE, data, general_derf
+from scipy.optimize import minimize, minimize_scalar
+
+from favor import features
+from favor.features import Moments, Parameters
+
+EYE = torch.eye(4, dtype=torch.float64)
+UNREGULARISED = {"regularization": 0.0, "floor": 0.0}
+
+
+def gerf(theta: torch.Tensor) -> Parameters:
+    """theta[0] = log of sigma - 1/2, so that the variance is finite for every theta."""
+    return Parameters(EYE, EYE, (0.5 + theta[0].exp()).sqrt() * EYE)
+
+
+def saderf(theta: torch.Tensor) -> Parameters:
+    psi = theta[1:5].exp()
+    return Parameters(torch.diag(psi), torch.diag(1 / psi), gerf(theta).factor)
+
+
+def aderf(theta: torch.Tensor) -> Parameters:
+    G = theta[1:17].reshape(4, 4) + EYE
+    return Parameters(G, torch.linalg.inv(G), gerf(theta).factor)
+
+
+def sderf(theta: torch.Tensor) -> Parameters:
+    root = theta[:16].reshape(4, 4) + EYE
+    return Parameters(EYE, EYE, torch.linalg.cholesky(root @ root.T + 0.5 * EYE))
+
+
+def numerical_optimum(rf, build, size, x, y):
+    """Smallest objective that BFGS finds from several starts."""
+
+    def value_and_gradient(theta):
+        theta = torch.tensor(theta, requires_grad=True)
+        objective = rf.objective(x, y, build(theta))
+        if not objective.isfinite():
+            return 1e6, torch.zeros_like(theta).numpy()
+        (gradient,) = torch.autograd.grad(objective, theta)
+        return objective.item(), gradient.numpy()
+
+    generator = torch.Generator().manual_seed(0)
+    starts = [0.3 * torch.randn(size, dtype=torch.float64, generator=generator) for _ in range(4)]
+    results = [minimize(value_and_gradient, s.numpy(), jac=True, options={"gtol": 1e-9}).fun for s in starts]
+    return min(results)
+
+
+@pytest.mark.parametrize(
+    ("rf", "build", "size"),
+    [
+        (features.GERF(), gerf, 1),
+        (features.SADERF(**UNREGULARISED), saderf, 5),
+        (features.ADERF(**UNREGULARISED), aderf, 17),
+        (features.SDERF(), sderf, 16),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_closed_form_is_the_optimum_of_the_family(rf, build, size, seed):
+    x, y = data(12, 9, scale=0.8, seed=seed)
+    closed = rf.objective(x, y, rf.fit(x, y)).item()
+    numerical = numerical_optimum(rf, build, size, x, y)
+    assert closed == pytest.approx(numerical, abs=1e-6)
+
+
+def test_optimal_a_is_the_minimiser_of_lemma_a1():
+    for phi in (0.0, 0.01, 0.5, 3.0, 200.0):
+        numerical = minimize_scalar(
+            lambda a, phi=phi: math.log(1 - 4 * a) - math.log(1 - 8 * a) / 2 + phi / (1 - 8 * a),
+            bounds=(-300, 0.1249),
+            method="bounded",
+            options={"xatol": 1e-10},
+        )
+        assert features.optimal_a(torch.tensor(phi, dtype=torch.float64)).item() == pytest.approx(
+            numerical.x, abs=1e-5 * (1 + phi)
+        )
+    assert features.optimal_a(torch.zeros(())).item() == 0
+
+
+def test_objective_of_gerf_is_equations_12_and_13():
+    x, y = data(12, 9, scale=0.8)
+    rf = features.GERF()
+    params = rf.fit(x, y)
+    a = params.A[0, 0]
+    S = (x[:, None] + y[None]).square().sum(-1).mean()
+    norms = x.square().sum(-1).mean() + y.square().sum(-1).mean()
+    expected = 4 * ((1 - 4 * a) / (1 - 8 * a).sqrt()).log() + (2 - 8 * a) / (1 - 8 * a) * S - norms
+    # E (f1 f2)^2 of the sheet has 2 (1 - 4A)/(1 - 8A) |x + y|^2 - |x|^2 - |y|^2, the same thing.
+    torch.testing.assert_close(rf.objective(x, y, params), expected, rtol=0, atol=1e-10)
+
+
+def test_objective_of_aderf_is_equation_16():
+    x, y = data(12, 9, scale=0.8)
+    rf = features.ADERF(**UNREGULARISED)
+    params = rf.fit(x, y)
+    m1, m2 = x.T @ x / 12, y.T @ y / 9
+    values1, vectors1 = torch.linalg.eigh(m1)
+    values2, vectors2 = torch.linalg.eigh(m2)
+    inner = values1.sqrt()[:, None] * (vectors1.T @ vectors2) * values2.sqrt()
+    nuclear = torch.linalg.svdvals(inner).sum()
+    mu3 = x.mean(0) @ y.mean(0) / 4
+    a = features.optimal_a(2 * nuclear / 4 + 2 * mu3)
+    expected = 4 * ((1 - 4 * a).log() - (1 - 8 * a).log() / 2 + 2 / (1 - 8 * a) * (nuclear / 4 + mu3) + 2 * mu3)
+    torch.testing.assert_close(rf.objective(x, y, params), expected, rtol=0, atol=1e-10)
+
+
+def test_objective_of_sderf_is_equation_17():
+    x, y = data(12, 9, scale=0.8)
+    rf = features.SDERF()
+    pairs = (x[:, None] + y[None]).reshape(-1, 4)
+    eigenvalues = torch.linalg.eigvalsh(pairs.T @ pairs / pairs.shape[0])
+    a = features.optimal_a(eigenvalues)
+    terms = (1 - 4 * a).log() - (1 - 8 * a).log() / 2 + (1 + 1 / (1 - 8 * a)) * eigenvalues
+    expected = terms.sum() - x.square().sum(-1).mean() - y.square().sum(-1).mean()
+    torch.testing.assert_close(rf.objective(x, y, rf.fit(x, y)), expected, rtol=0, atol=1e-10)
+
+
+def test_order_of_the_families_and_lower_bound():
+    x, y = data(12, 9, scale=0.8)
+    objective = {f.name: f().objective(x, y, f().fit(x, y)).item() for f in POSITIVE if f.name != "derf"}
+    bound = 2 * (x @ y.T).mean().item()
+    assert bound < objective["sderf"] < objective["gerf"] < objective["pos"]
+    assert bound < objective["aderf"] < objective["saderf"] < objective["gerf"]
+    assert objective["sderf"] <= objective["sderf-cholesky"] <= objective["sderf"] + 4 * 0.0071
+
+
+def test_aderf_maps_both_second_moments_onto_each_other():
+    x, y = data(12, 9)
+    params = features.ADERF(**UNREGULARISED).fit(x, y)
+    G, inverse = params.transform, params.inverse
+    torch.testing.assert_close(G @ (x.T @ x / 12) @ G.T, inverse.T @ (y.T @ y / 9) @ inverse, rtol=0, atol=1e-12)
+    torch.testing.assert_close(G @ inverse, EYE, rtol=0, atol=1e-12)
+
+
+def test_saderf_is_aderf_for_diagonal_second_moments():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat((EYE, -EYE)) * torch.rand(4, dtype=torch.float64, generator=generator)
+    y = torch.cat((EYE, -EYE)) * torch.rand(4, dtype=torch.float64, generator=generator)
+    one, other = features.SADERF(**UNREGULARISED).fit(x, y), features.ADERF(**UNREGULARISED).fit(x, y)
+    torch.testing.assert_close(one.transform, other.transform, rtol=0, atol=1e-12)
+    torch.testing.assert_close(one.factor, other.factor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
+def test_masked_samples_do_not_count(family):
+    x, y = data(8, 9)
+    x_mask, y_mask = torch.arange(8) < 6, torch.arange(9) > 2
+    rf = family()
+    masked = rf.fit(x, y, x_mask=x_mask, y_mask=y_mask)
+    alone = rf.fit(x[:6], y[3:])
+    for name in ("transform", "inverse", "factor"):
+        torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-12)
+
+
+DEGENERATE = {
+    "zero keys": lambda x, y: (x, 0 * y),
+    "zero queries": lambda x, y: (0 * x, y),
+    "all zero": lambda x, y: (0 * x, 0 * y),
+    "one token": lambda x, y: (x[:1], y[:1]),
+    "equal tokens": lambda x, y: (x[:1].expand(8, -1), y[:1].expand(8, -1)),
+    "fewer tokens than dimensions": lambda x, y: (x[:2], y[:2]),
+    "dead coordinate": lambda x, y: (x * torch.tensor([1, 1, 0, 1]), y * torch.tensor([1, 0, 1, 1])),
+    "one key x 100": lambda x, y: (x, torch.cat((100 * y[:1], y[1:]))),
+    "norms of 1000": lambda x, y: (1000 * x, 1000 * y),
+    "norms of 1e-6": lambda x, y: (1e-6 * x, 1e-6 * y),
+    "opposite": lambda x, y: (x, -x),
+    "everything masked": None,
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+@pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
+def test_parameters_are_finite_on_degenerate_data(family, case):
+    x, y = (t.float() for t in data(8, 9, scale=1.0))
+    rf = family()
+    if case == "everything masked":
+        params = rf.fit(x, y, x_mask=torch.zeros(8, dtype=torch.bool), y_mask=torch.zeros(9, dtype=torch.bool))
+    else:
+        x, y = DEGENERATE[case](x, y)
+        params = rf.fit(x, y)
+    omega = rf.draw(8, 4, generator=torch.Generator().manual_seed(0)).float()
+    assert rf.log_phi(x, omega, params).isfinite().all()
+    assert rf.log_phi(y, omega, params, side="key").isfinite().all()
+    assert rf.objective(x, y, params).isfinite()
+
+
+@pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
+def test_broken_data_do_not_raise(family):
+    """Attention on NaN gives NaN, as softmax attention does; it must not stop a program inside LAPACK."""
+    x, y = (t.float() for t in data())
+    x[0, 0], y[0, 0] = float("nan"), float("inf")
+    family().fit(x, y)
+
+
+def test_shift_of_alpha_moves_the_objective_by_its_quadratic_terms():
+    x, y = data()
+    params = features.SDERF().fit(x, y)
+    difference = features.SDERF(alpha=-0.5).objective(x, y, params) - features.SDERF().objective(x, y, params)
+    expected = -(x.square().sum(-1).mean() + y.square().sum(-1).mean())
+    torch.testing.assert_close(difference, expected, rtol=0, atol=1e-12)
+
+
+def test_general_parameters_survive_the_round_trip():
+    rf = general_derf()
+    params = rf.parameters
+    again = Parameters.from_matrices(params.A, params.B1, params.B2)
+    for name in ("A", "B1", "B2", "D"):
+        torch.testing.assert_close(getattr(again, name), getattr(params, name), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("A", "B1", "B2", "message"),
+    [
+        (torch.ones(4, 4).triu(), EYE.float(), EYE.float(), "A must be symmetric"),
+        (EYE / 8, EYE, EYE, "8A < I must hold"),
+        (-EYE, EYE, EYE, r"B1' \(I - 4A\)\^-1 B2 = I must hold"),
+        (EYE, EYE[:3], EYE, "B1 must be"),
+        (torch.full((4, 4), float("nan")), EYE.float(), EYE.float(), "must"),
+    ],
+)
+def test_conditions_of_theorem_4_1_are_checked(A, B1, B2, message):
+    with pytest.raises(ValueError, match=message):
+        features.DERF(A, B1, B2)
+
+
+def test_variance_is_infinite_beyond_the_condition():
+    x, y = data()
+    params = Parameters(EYE, EYE, 0.6 * EYE)  # Sigma = 0.36 I < I/2: unbiased, but without a variance
+    assert features.PosRF().log_second_moment(x, y, params).isposinf().all()
+
+
+def test_negative_regularisation_is_refused():
+    with pytest.raises(ValueError, match="must not be negative"):
+        features.ADERF(regularization=-1.0)
+    with pytest.raises(ValueError, match="factorization must be"):
+        features.SDERF(factorization="svd")
+    with pytest.raises(ValueError, match="form must be"):
+        features.TrigRF(form="cosine")
+
+
+def test_moments_of_half_precision_are_float32():
+    x, y = data()
+    moments = Moments.from_samples(x.half(), y.half())
+    assert moments.second_x.dtype == torch.float32

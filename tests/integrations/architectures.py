@@ -1,0 +1,244 @@
+"""Tiny random models of many architectures, each with a padded batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+
+BATCH, LENGTH = 3, 24
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.06,
+    "pad_token_id": 0,
+}
+AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "num_mel_bins": 16,
+    "subsampling_conv_channels": 8,
+    "layerdrop": 0.0,
+    "initializer_range": 0.06,
+}
+
+
+def padding_mask() -> torch.Tensor:
+    """Row 0 whole, row 1 padded on the right, row 2 padded on the left."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, 16:] = 0
+    mask[2, :7] = 0
+    return mask
+
+
+def tokens(padded: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, 40, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": padding_mask()} if padded else {"input_ids": ids}
+
+
+def pixels(padded: bool) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(BATCH, 3, 20, 20, generator=torch.Generator().manual_seed(0))}
+
+
+def whisper_features(padded: bool) -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(BATCH, 16, 2 * LENGTH, generator=torch.Generator().manual_seed(0))}
+
+
+def mel_frames(padded: bool) -> dict[str, torch.Tensor]:
+    frames = {"input_features": torch.randn(BATCH, 100, 16, generator=torch.Generator().manual_seed(0))}
+    if padded:
+        frames["attention_mask"] = (torch.arange(100) < torch.tensor([[100], [60], [84]])).long()
+    return frames
+
+
+def waveform(padded: bool) -> dict[str, torch.Tensor]:
+    audio = {"input_values": torch.randn(BATCH, 600, generator=torch.Generator().manual_seed(0))}
+    if padded:
+        audio["attention_mask"] = (torch.arange(600) < torch.tensor([[600], [400], [520]])).long()
+    return audio
+
+
+def seq2seq(padded: bool) -> dict[str, torch.Tensor]:
+    inputs = tokens(padded)
+    generator = torch.Generator().manual_seed(1)
+    inputs["decoder_input_ids"] = torch.randint(4, 40, (BATCH, 9), generator=generator)
+    return inputs
+
+
+@dataclass
+class Architecture:
+    """How to build one model and feed it."""
+
+    name: str
+    model: type[hf.PreTrainedModel]
+    config: Callable[[], hf.PretrainedConfig]
+    inputs: Callable[[bool], dict[str, torch.Tensor]] = tokens
+    can_pad: bool = True
+    position_ids: str = "from 0"  # what tells the model where the tokens of a row padded on the left are
+
+    def build(self, attn_implementation: str = "sdpa", **options: object) -> hf.PreTrainedModel:
+        config = self.config()
+        config.favor = options
+        torch.manual_seed(0)
+        return self.model._from_config(config, attn_implementation=attn_implementation).eval()
+
+    def real(self, output: torch.Tensor, padded: bool) -> torch.Tensor:
+        """The rows of an output that belong to real tokens."""
+        if not padded or self.inputs is seq2seq:
+            return output
+        mask = self.inputs(True)["attention_mask"]
+        if self.inputs is tokens:
+            return output[mask.bool()]
+        # Audio: outputs are subsampled; take the frames that surely are real.
+        lengths = (mask.sum(-1) * output.shape[1] // mask.shape[1] - 1).clamp(min=1)
+        return output[torch.arange(output.shape[1]) < lengths[:, None]]
+
+
+ARCHITECTURES = [
+    Architecture("bert", hf.BertModel, lambda: hf.BertConfig(**COMMON)),
+    Architecture("roberta", hf.RobertaModel, lambda: hf.RobertaConfig(**COMMON), position_ids="from 1"),
+    Architecture(
+        "distilbert",
+        hf.DistilBertModel,
+        lambda: hf.DistilBertConfig(
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=32,
+            vocab_size=40,
+            max_position_embeddings=64,
+            initializer_range=0.06,
+        ),
+        position_ids="not taken",
+    ),
+    Architecture("electra", hf.ElectraModel, lambda: hf.ElectraConfig(**COMMON, embedding_size=16)),
+    Architecture(
+        "modernbert",
+        hf.ModernBertModel,
+        lambda: hf.ModernBertConfig(
+            **{**COMMON, "num_hidden_layers": 4},
+            local_attention=8,
+            cls_token_id=1,
+            sep_token_id=2,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    Architecture(
+        "vit",
+        hf.ViTModel,
+        lambda: hf.ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            image_size=20,
+            patch_size=4,
+            initializer_range=0.06,
+        ),
+        pixels,
+        can_pad=False,
+    ),
+    Architecture(
+        "whisper-encoder",
+        hf.models.whisper.modeling_whisper.WhisperEncoder,
+        lambda: hf.WhisperConfig(
+            d_model=32,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            num_mel_bins=16,
+            max_source_positions=LENGTH,
+            init_std=0.06,
+            pad_token_id=0,
+            vocab_size=40,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        ),
+        whisper_features,
+        can_pad=False,
+    ),
+    Architecture("lasr", hf.LasrEncoder, lambda: hf.LasrEncoderConfig(**AUDIO, conv_kernel_size=5), mel_frames),
+    Architecture(
+        "wav2vec2-conformer",
+        hf.Wav2Vec2ConformerModel,
+        lambda: hf.Wav2Vec2ConformerConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            conv_dim=(8, 8),
+            conv_stride=(5, 5),
+            conv_kernel=(10, 5),
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            conv_depthwise_kernel_size=3,
+            position_embeddings_type="rotary",
+            layerdrop=0.0,
+            initializer_range=0.06,
+            mask_time_prob=0.0,
+        ),
+        waveform,
+    ),
+    Architecture(
+        "gpt2",
+        hf.GPT2Model,
+        lambda: hf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=64, bos_token_id=1, eos_token_id=2
+        ),
+    ),
+    Architecture("llama", hf.LlamaModel, lambda: hf.LlamaConfig(**COMMON, num_key_value_heads=2)),
+    # Beyond the usual ones: an encoder-decoder with cross attention, a rotary protein encoder, a vision model, one
+    # decoder that rotates a part of its width, and one that shares its layers.
+    Architecture(
+        "bart",
+        hf.BartModel,
+        lambda: hf.BartConfig(
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            vocab_size=40,
+            max_position_embeddings=64,
+            init_std=0.06,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            forced_eos_token_id=2,
+        ),
+        seq2seq,
+    ),
+    Architecture(
+        "esm",
+        hf.EsmModel,
+        lambda: hf.EsmConfig(**COMMON, mask_token_id=3, position_embedding_type="rotary", token_dropout=False),
+        position_ids="not taken",
+    ),
+    Architecture(
+        "dinov2",
+        hf.Dinov2Model,
+        lambda: hf.Dinov2Config(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=20,
+            patch_size=4,
+            initializer_range=0.06,
+        ),
+        pixels,
+        can_pad=False,
+    ),
+    Architecture("gpt-neox", hf.GPTNeoXModel, lambda: hf.GPTNeoXConfig(**COMMON)),
+    Architecture("albert", hf.AlbertModel, lambda: hf.AlbertConfig(**COMMON, embedding_size=16)),
+]

@@ -1,0 +1,100 @@
+"""The backends in transformers' own models: right with padding, causality, cross attention, forward and backward."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, tokens
+
+import favor
+
+CASES = [(a, padded) for a in ARCHITECTURES for padded in (False, True) if a.can_pad or not padded]
+IDS = [f"{a.name}-{'padded' if padded else 'whole'}" for a, padded in CASES]
+over_cases = pytest.mark.parametrize(("architecture", "padded"), CASES, ids=IDS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+
+
+def run(model, architecture, padded):
+    """Real tokens' outputs and the gradients of a fixed function of them with respect to all parameters."""
+    out = architecture.real(model(**architecture.inputs(padded)).last_hidden_state, padded)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    model.zero_grad()
+    (out * weight).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return out.detach(), gradient
+
+
+def distance(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+@over_cases
+@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#"])
+def test_approaches_exact_attention(architecture, padded, backend):
+    """With very many features the model computes what it computes with softmax attention.
+
+    A mask, a scale, a causal triangle or a head that is off would not go away with more features.
+    """
+    exact = run(architecture.build("sdpa"), architecture, padded)
+    errors = []
+    for num_features in (64, 8192):
+        model = architecture.build(backend, num_features=num_features, exact_below=0)
+        out, gradient = run(model, architecture, padded)
+        assert gradient.isfinite().all()
+        errors.append((distance(out, exact[0]), distance(gradient, exact[1])))
+    assert errors[1][0] < 0.05
+    assert errors[1][0] < errors[0][0] / 3
+    assert errors[1][1] < errors[0][1] / 2
+
+
+@over_cases
+def test_exact_below_is_exact(architecture, padded):
+    exact = run(architecture.build("sdpa"), architecture, padded)
+    short = run(architecture.build("favor#", num_features=64), architecture, padded)
+    torch.testing.assert_close(short[0], exact[0], rtol=1e-4, atol=1e-5)
+    assert distance(short[1], exact[1]) < 1e-4
+
+
+@over_cases
+@pytest.mark.parametrize("backend", favor.BACKENDS)
+def test_every_backend_runs(architecture, padded, backend):
+    model = architecture.build(backend, num_features=16, exact_below=0)
+    with torch.no_grad():
+        out = model(**architecture.inputs(padded)).last_hidden_state
+    assert architecture.real(out, padded).isfinite().all()
+
+
+TOKEN_MODELS = [a for a in ARCHITECTURES if a.inputs is tokens]
+# A model that cannot be told the positions gives tokens after left padding other positions, whatever the attention.
+SIDES = [
+    (a, side) for a in TOKEN_MODELS for side in ("left", "right") if (a.position_ids, side) != ("not taken", "left")
+]
+
+
+@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor_relu", "favor_elu"])
+@pytest.mark.parametrize(("architecture", "side"), SIDES, ids=[f"{a.name}-{side}" for a, side in SIDES])
+def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backend):
+    ids = torch.randint(4, 40, (1, 13), generator=torch.Generator().manual_seed(3))
+    total = 20
+    start = total - 13 if side == "left" else 0
+    padded_ids = torch.randint(4, 40, (3, total), generator=torch.Generator().manual_seed(4))
+    padded_ids[1, start : start + 13] = ids
+    mask = torch.zeros(3, total, dtype=torch.long)
+    mask[0], mask[1, start : start + 13] = 1, 1  # the third row is padding only
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    model = architecture.build(backend, num_features=30, exact_below=0)
+    weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(5))
+    results = []
+    for inputs, rows in (
+        ({"input_ids": ids}, lambda out: out[0]),
+        ({"input_ids": padded_ids, "attention_mask": mask}, lambda out: out[1, start : start + 13]),
+    ):
+        if side == "left":
+            where = positions if "attention_mask" in inputs else torch.arange(13)[None]
+            inputs = {**inputs, "position_ids": where + int(architecture.position_ids[-1])}
+        model.zero_grad()
+        out = rows(model(**inputs).last_hidden_state)
+        (out * weight).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results.append((out.detach(), gradient))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
+    assert distance(results[1][1], results[0][1]) < 1e-5

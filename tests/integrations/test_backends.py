@@ -1,0 +1,436 @@
+"""What the backends refuse, accept and keep: masks, options, caches, redraws."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, AUDIO, COMMON, mel_frames, padding_mask, tokens, waveform
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import favor
+from favor.integrations.masks import favor_mask, key_padding
+from favor.integrations.transformers import favor_attention_forward, model_options
+
+BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+ignore_fallback = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+
+
+def test_every_name_has_an_attention_and_a_mask_function():
+    for name in favor.BACKENDS:
+        assert name in hf.AttentionInterface()
+        assert hf.AttentionMaskInterface()[name] is favor_mask
+
+
+def test_aliases_are_the_same_attention():
+    outs = {
+        name: BERT.build(name, num_features=16, exact_below=0)(**tokens(True)).last_hidden_state
+        for name in favor.BACKENDS
+    }
+    for name, alias in (("favor+", "favor_plus"), ("favor++", "favor_plus_plus"), ("favor#", "favor_sharp")):
+        assert torch.equal(outs[name], outs[alias])
+    distinct = [outs[n] for n in ("favor+", "favor++", "favor#", "favor_trig", "favor_relu", "favor_elu")]
+    assert all(not torch.allclose(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+
+
+# ---- what is refused
+
+
+T5 = {"d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32, "vocab_size": 40}
+REFUSED = {
+    "t5": (hf.T5EncoderModel, lambda: hf.T5Config(**T5), tokens, "position bias .*argument position_bias"),
+    "parakeet": (
+        hf.ParakeetEncoder,
+        lambda: hf.ParakeetEncoderConfig(**AUDIO, conv_kernel_size=5, subsampling_factor=4),
+        mel_frames,
+        "additive bias for each pair",
+    ),
+    "wav2vec2-conformer with relative positions": (
+        hf.Wav2Vec2ConformerModel,
+        lambda: hf.Wav2Vec2ConformerConfig(
+            **{**next(a for a in ARCHITECTURES if a.name == "wav2vec2-conformer").config().to_dict()}
+            | {"position_embeddings_type": "relative"}
+        ),
+        waveform,
+        "position bias .*argument position_bias",
+    ),
+    "mistral": (
+        hf.MistralModel,
+        lambda: hf.MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8),
+        tokens,
+        "sliding-window attention only",
+    ),
+    "gemma2": (
+        hf.Gemma2Model,
+        lambda: hf.Gemma2Config(**COMMON, num_key_value_heads=2, head_dim=8),
+        tokens,
+        "soft-capped logits",
+    ),
+    "gpt-oss": (
+        hf.GptOssModel,
+        lambda: hf.GptOssConfig(**COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2),
+        tokens,
+        "attention sinks",
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_result_is_refused(name, padded):
+    model_class, config, inputs, message = REFUSED[name]
+    model = model_class._from_config(config(), attn_implementation="favor#").eval()
+    with pytest.raises(ValueError, match=message):
+        model(**inputs(padded))
+
+
+def test_packed_sequences_are_refused():
+    model = LLAMA.build("favor+", exact_below=0)
+    ids = tokens(False)["input_ids"]
+    positions = torch.arange(24)[None].expand(3, -1).clone()
+    positions[:, 10:] -= 10
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    lengths = torch.tensor([0, 10, 24], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"packed sequences .*cu_seq_lens_q"):
+        model(input_ids=ids[:1], cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=14, max_length_k=14)
+
+
+def test_static_cache_is_refused():
+    model = LLAMA.build("favor+", exact_below=0)
+    cache = hf.StaticCache(config=model.config, max_cache_len=40)
+    with pytest.raises(ValueError, match="static cache"):
+        model(input_ids=tokens(False)["input_ids"], past_key_values=cache)
+
+
+def test_attention_weights_are_refused():
+    model = BERT.build("favor+", exact_below=0)
+    module = model.encoder.layer[0].attention.self
+    states = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match="output_attentions"):
+        favor_attention_forward("favor+", module, states, states, states, None, output_attentions=True)
+
+
+def test_unknown_causality_is_refused():
+    model = BERT.build("favor+", exact_below=0)
+    module = model.encoder.layer[0].attention.self
+    del module.is_causal
+    with pytest.raises(ValueError, match="set its attribute is_causal"):
+        model(**tokens(False))
+
+
+def test_a_custom_pairwise_mask_is_refused():
+    model = BERT.build("favor+", exact_below=0)
+    mask = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
+    with pytest.raises(ValueError, match="mask or an additive bias for each pair"):
+        model(input_ids=tokens(False)["input_ids"], attention_mask=mask)
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize("form", ["view", "materialised", "additive", "additive -inf", "queries masked too", "2d"])
+def test_padding_is_read_from_masks_of_any_make(form):
+    padding = padding_mask().bool()
+    mask = padding[:, None, None, :].expand(3, 1, 24, 24)
+    if form == "materialised":
+        mask = mask.contiguous()
+    elif form.startswith("additive"):
+        lowest = -torch.inf if "inf" in form else torch.finfo(torch.float32).min
+        mask = torch.zeros(3, 1, 24, 24).masked_fill(~mask, lowest)
+    elif form == "queries masked too":
+        mask = mask & padding[:, None, :, None]
+    elif form == "2d":
+        mask = padding
+    assert torch.equal(key_padding(mask, 3, 24, 24, is_causal=False), padding)
+
+
+def test_padding_is_read_from_causal_masks():
+    padding = padding_mask().bool()
+    triangle = torch.ones(5, 24, dtype=torch.bool).tril(19)
+    mask = padding[:, None, None, :] & triangle
+    assert torch.equal(key_padding(mask, 3, 5, 24, is_causal=True), padding)
+    with pytest.raises(ValueError, match="each pair"):
+        key_padding(mask, 3, 5, 24, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.full((3, 1, 24, 24), -0.5), torch.ones(3, 4, 24, 24), torch.ones(3, 24, 24), torch.ones(3, 7)]
+)
+def test_other_masks_are_refused(mask):
+    with pytest.raises(ValueError, match=r"each pair|attention_mask must be"):
+        key_padding(mask, 3, 24, 24, is_causal=False)
+
+
+def test_the_mask_costs_no_square():
+    mask = favor_mask(
+        3, 24, 24, mask_function=hf.masking_utils.bidirectional_mask_function, attention_mask=padding_mask()
+    )
+    assert mask.shape == (3, 1, 24, 24)
+    assert mask.stride(2) == 0
+    assert mask.untyped_storage().nbytes() == 3 * 24
+    assert favor_mask(3, 24, 24, attention_mask=torch.ones(3, 24, dtype=torch.bool)) is None
+    assert favor_mask(3, 24, 24) is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 24])
+def test_exact_path_with_fully_padded_rows(length, is_causal):
+    """Under `exact_below` the result is SDPA's, aligned with the last keys, and zero for rows without a key."""
+    module = BERT.build("favor+", num_features=64).encoder.layer[0].attention.self
+    module.is_causal = is_causal
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, length, 8, generator=generator)
+    key, value = torch.randn(2, 3, 4, 24, 8, generator=generator)
+    padding = padding_mask().bool()
+    padding[2] = False
+    out, _ = favor_attention_forward("favor+", module, query, key, value, padding)
+    mask = padding[:, None, None, :].expand(-1, 1, length, -1)
+    if is_causal:
+        mask = mask & torch.ones(length, 24, dtype=torch.bool).tril(24 - length)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert not out[2].any()
+
+
+def test_sliding_window_layers_stay_exact():
+    modernbert = next(a for a in ARCHITECTURES if a.name == "modernbert")
+    model = modernbert.build("favor#", num_features=16, exact_below=0)
+    exact = modernbert.build("sdpa")
+    seen = {}
+    for name, m in (("favor", model), ("exact", exact)):
+        for i, layer in enumerate(m.layers):
+            layer.attn.register_forward_hook(lambda _, __, out, key=(name, i): seen.__setitem__(key, out[0]))
+    hidden = torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(0))
+    for m in (model, exact):
+        m.embeddings.forward = lambda *args, **kwargs: hidden
+        for layer in m.layers:
+            layer.mlp.forward = lambda x: torch.zeros_like(x)
+        m(**tokens(True))
+    kinds = model.config.layer_types
+    assert kinds == ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    # Give every layer the same input, so that a difference is that layer's own.
+    for i, kind in enumerate(kinds):
+        outs = []
+        for m in (model, exact):
+            masks = m.config._attn_implementation
+            local = kind == "sliding_attention"
+            create = (
+                hf.masking_utils.create_bidirectional_sliding_window_mask
+                if local
+                else hf.masking_utils.create_bidirectional_mask
+            )
+            mask = create(m.config, hidden, padding_mask())
+            assert masks in ("favor#", "sdpa")
+            rotary = m.rotary_emb(hidden, torch.arange(24)[None], kind)
+            outs.append(m.layers[i].attn(hidden, rotary, mask)[0][padding_mask().bool()])
+        assert torch.equal(*outs) == local
+
+
+# ---- options
+
+
+def test_options_are_merged_validated_and_stored():
+    model = BERT.build("favor#")
+    favor.configure(model, num_features=32, features="saderf")
+    favor.configure(model, exact_below=0)
+    options = model_options(model.config)
+    assert (options.num_features, options.features, options.exact_below) == (32, "saderf", 0)
+    assert json.loads(json.dumps(model.config.favor)) == options.to_dict()
+    before = dict(model.config.favor)
+    with pytest.raises(ValueError, match="unknown option num_feature; the options are num_features"):
+        favor.configure(model, num_feature=3)
+    assert model.config.favor == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_features": 0}, ValueError, "num_features must be at least 1"),
+        ({"num_features": "256"}, TypeError, "num_features must be an integer"),
+        ({"num_features": True}, TypeError, "num_features must be an integer"),
+        ({"features": "pos"}, ValueError, "features must be one of None, 'sderf', 'saderf', 'aderf'"),
+        ({"factorization": "svd"}, ValueError, "factorization must be one of"),
+        ({"statistics": "calibrated"}, ValueError, "statistics must be one of 'batch'"),
+        ({"exact_below": "always"}, ValueError, "exact_below must be"),
+        ({"exact_below": -1}, ValueError, "exact_below must be at least 0"),
+        ({"exact_below": 0.5}, TypeError, "exact_below must be an integer"),
+        ({"redraw_interval": -1}, ValueError, "redraw_interval must be at least 0"),
+        ({"orthogonal": 1}, TypeError, "orthogonal must be"),
+        ({"seed": None}, TypeError, "seed must be an integer"),
+    ],
+)
+def test_bad_options_name_what_was_expected(options, error, message):
+    with pytest.raises(error, match=message):
+        favor.FavorConfig(**options)
+
+
+def test_exact_below_auto_is_twice_the_features():
+    assert favor.FavorConfig(num_features=100).exact_threshold == 200
+    assert favor.FavorConfig(exact_below=0).exact_threshold == 0
+    exact = BERT.build("sdpa")(**tokens(True)).last_hidden_state
+    below = BERT.build("favor#", num_features=13)(**tokens(True)).last_hidden_state  # 26 > 24 keys
+    at = BERT.build("favor#", num_features=12)(**tokens(True)).last_hidden_state
+    torch.testing.assert_close(below[padding_mask().bool()], exact[padding_mask().bool()])
+    assert not torch.allclose(at, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"features": "saderf"},
+        {"features": "aderf"},
+        {"factorization": "cholesky"},
+        {"orthogonal": False},
+        {"seed": 1},
+        {"num_features": 17},
+    ],
+    ids=str,
+)
+def test_every_option_has_an_effect(option):
+    default = BERT.build("favor#", **{"num_features": 16, "exact_below": 0})(**tokens(True)).last_hidden_state
+    changed = BERT.build("favor#", **{"num_features": 16, "exact_below": 0, **option})(**tokens(True)).last_hidden_state
+    assert not torch.allclose(default, changed, atol=1e-4)
+
+
+def test_backend_switches_on_a_live_model():
+    model = BERT.build("sdpa", num_features=16, exact_below=0)
+    exact = model(**tokens(False)).last_hidden_state
+    model.set_attn_implementation("favor+")
+    assert not torch.allclose(model(**tokens(False)).last_hidden_state, exact, atol=1e-4)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(**tokens(False)).last_hidden_state, exact)
+
+
+def test_options_survive_saving_in_a_fresh_process(tmp_path: Path):
+    """Any architecture: options travel in config.json, so the reloaded model is the same to the bit."""
+    model = next(a for a in ARCHITECTURES if a.name == "distilbert").build("favor#", num_features=20, exact_below=0)
+    model.save_pretrained(tmp_path)
+    torch.save(model(**tokens(True)).last_hidden_state, tmp_path / "out.pt")
+    code = """if True:
+        import sys, torch, favor
+        from transformers import AutoModel
+        sys.path.insert(0, sys.argv[2])
+        from architectures import tokens
+        torch.set_num_threads(1)
+        model = AutoModel.from_pretrained(sys.argv[1], attn_implementation="favor#").eval()
+        out = model(**tokens(True)).last_hidden_state
+        assert torch.equal(out, torch.load(sys.argv[1] + "/out.pt")), "outputs differ"
+        print("same")
+    """
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), here], capture_output=True, text=True)
+    assert done.stdout.strip() == "same", done.stderr
+
+
+def test_a_model_built_before_the_import_is_told_what_to_do():
+    model = BERT.build("favor+", num_features=16, exact_below=0)
+    expected = model(**tokens(False)).last_hidden_state
+    for module in model.modules():
+        vars(module).pop("favor_layer", None)
+    with pytest.raises(ValueError, match=r"Import favor before building the model, or call favor.configure"):
+        model(**tokens(False))
+    favor.configure(model)
+    assert torch.equal(model(**tokens(False)).last_hidden_state, expected)
+
+
+# ---- generation, dropout, redraws
+
+
+@ignore_fallback
+@pytest.mark.parametrize("backend", ["favor+", "favor#", "favor_elu"])
+def test_decoding_with_a_cache_is_the_full_forward_pass(backend):
+    config = LLAMA.config()
+    config.favor = {"num_features": 16, "exact_below": 0}
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM._from_config(config, attn_implementation=backend).eval()
+    ids = tokens(False)["input_ids"]
+    mask = padding_mask()
+    mask[1] = 1
+    full = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    torch.testing.assert_close(out.logits[0], full[:, -1], rtol=1e-4, atol=1e-5)
+    longer = torch.cat((mask, torch.ones(3, 6, dtype=torch.long)), dim=1)
+    positions = (longer.cumsum(-1) - 1).clamp(min=0)
+    again = model(input_ids=out.sequences, attention_mask=longer, position_ids=positions).logits
+    torch.testing.assert_close(torch.stack(out.logits, 1), again[:, 23:-1], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_drops_weights_without_bias():
+    module = BERT.build("favor+", num_features=16, exact_below=0).encoder.layer[0].attention.self
+    query, key, value = torch.randn(3, 1, 4, 12, 8, generator=torch.Generator().manual_seed(0))
+    value = value.double()
+    plain, _ = favor_attention_forward("favor+", module, query.double(), key.double(), value, None)
+    torch.manual_seed(0)
+    outs = torch.stack(
+        [
+            favor_attention_forward("favor+", module, query.double(), key.double(), value, None, dropout=0.3)[0]
+            for _ in range(2000)
+        ]
+    )
+    z = (outs.mean(0) - plain) / (outs.std(0) / 2000**0.5)
+    assert z.abs().max() < 5
+    assert outs.std(0).min() > 0
+
+
+def redrawing(interval: int) -> hf.BertModel:
+    model = BERT.build("favor+", num_features=16, exact_below=0, redraw_interval=interval)
+    model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_redraws_happen_in_training_at_their_interval():
+    model = redrawing(2)
+    evaluated = model(**tokens(False)).last_hidden_state
+    model.train()
+    outs = [model(**tokens(False)).last_hidden_state for _ in range(6)]
+    same = [torch.equal(a, b) for a, b in zip(outs[1:], outs[:-1], strict=True)]
+    assert same == [True, False, True, False, True]
+    model.eval()
+    assert torch.equal(model(**tokens(False)).last_hidden_state, evaluated)
+
+
+def test_redraw_counts_continue_from_a_checkpoint():
+    model = redrawing(2).train()
+    for _ in range(3):
+        model(**tokens(False))
+    state = favor.RedrawCounter(model).state_dict()
+    expected = [model(**tokens(False)).last_hidden_state for _ in range(3)]
+    fresh = redrawing(2).train()
+    favor.RedrawCounter(fresh).load_state_dict(json.loads(json.dumps(state)))
+    for out in expected:
+        assert torch.equal(fresh(**tokens(False)).last_hidden_state, out)
+    with pytest.raises(ValueError, match="another model"):
+        favor.RedrawCounter(LLAMA.build("sdpa")).load_state_dict({})
+
+
+def test_recomputed_activations_see_the_same_directions():
+    """Activation checkpointing runs forward again in the backward pass; it must not count as another pass."""
+    gradients = []
+    for recompute in (False, True):
+        model = redrawing(1).train()
+        for _ in range(2):
+            hidden = torch.ones(1, 24, 32) * torch.linspace(-1, 1, 24)[None, :, None]
+            hidden.requires_grad_()
+            layer = model.encoder.layer[0]
+            out = checkpoint(layer, hidden, use_reentrant=False) if recompute else layer(hidden)
+            out.square().sum().backward()
+        gradients.append(hidden.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_layers_have_their_own_directions():
+    model = BERT.build("favor+")
+    numbers = [layer.attention.self.favor_layer for layer in model.encoder.layer]
+    assert len(set(numbers)) == 2
+    head = hf.BertForMaskedLM._from_config(BERT.config(), attn_implementation="favor+")
+    assert [layer.attention.self.favor_layer for layer in head.bert.encoder.layer] == numbers
