@@ -77,34 +77,61 @@ def favor_attention(
     head_dim, key_heads = query.shape[-1], key.shape[1]
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     root = (head_dim**-0.5 if scale is None else scale) ** 0.5
-    x = query.to(compute).unflatten(1, (key_heads, -1)).transpose(2, 3) * root  # [B, Hk, L, G, d]
-    y, v = key.to(compute) * root, value.to(compute)
-    hidden = None
-    if key_padding_mask is not None:
-        # Whatever padding holds, NaN included, must not reach a real token: 0 * NaN is NaN.
-        hidden = ~key_padding_mask[:, None, :]
-        y, v = y.masked_fill(hidden.unsqueeze(-1), 0.0), v.masked_fill(hidden.unsqueeze(-1), 0.0)
-
-    omega = directions(
-        features, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute
-    )
-    if isinstance(features, PositiveFeatures):
-        params = _parameters(features, x, y, key_padding_mask, query_padding_mask, is_causal or not use_statistics)
-        to_query, to_key, offset = features.directions(omega, params)  # [(B,) Hk, M, d], [(B,) Hk, M]
-        log_query = (x.flatten(2, 3) @ to_query.transpose(-1, -2)).unflatten(2, x.shape[2:4])
-        log_key = y @ to_key.transpose(-1, -2) + offset.unsqueeze(-2) + features.key_bias(y, params).unsqueeze(-1)
-        if hidden is not None:
-            log_key = log_key.masked_fill(hidden.unsqueeze(-1), -torch.inf)
-        attend = causal_positive_attention if is_causal else positive_attention
-        out = attend(log_query, log_key, v)
-    else:
-        phi_query = features.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
-        phi_key, log_scale = features.phi(y, omega), features.log_scale(y)
-        if hidden is not None:
-            log_scale = log_scale.masked_fill(hidden, -torch.inf)
-        attend_signed = causal_signed_attention if is_causal else signed_attention
-        out = attend_signed(phi_query, phi_key, log_scale, v)
+    # Autocast would run the projections, and so the exponents, in half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        x = query.to(compute).unflatten(1, (key_heads, -1)).transpose(2, 3) * root  # [B, Hk, L, G, d]
+        y, v = key.to(compute) * root, value.to(compute)
+        hidden = None
+        if key_padding_mask is not None:
+            # Whatever padding holds, NaN included, must not reach a real token: 0 * NaN is NaN.
+            hidden = ~key_padding_mask[:, None, :]
+            y, v = y.masked_fill(hidden.unsqueeze(-1), 0.0), v.masked_fill(hidden.unsqueeze(-1), 0.0)
+        omega = directions(
+            features, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute
+        )
+        if isinstance(features, PositiveFeatures):
+            without_data = is_causal or not use_statistics
+            params = _parameters(features, x, y, key_padding_mask, query_padding_mask, without_data)
+            out = _positive(features, x, y, v, hidden, omega, params, is_causal)
+        else:
+            out = _signed(features, x, y, v, hidden, omega, is_causal)
     return out.transpose(2, 3).flatten(1, 2).to(query.dtype)
+
+
+def _positive(
+    features: PositiveFeatures,
+    x: Tensor,
+    y: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    omega: Tensor,
+    params: Parameters,
+    is_causal: bool,
+) -> Tensor:
+    to_query, to_key, offset = features.directions(omega, params)  # [(B,) Hk, M, d], [(B,) Hk, M]
+    log_query = (x.flatten(2, 3) @ to_query.transpose(-1, -2)).unflatten(2, x.shape[2:4])
+    log_key = y @ to_key.transpose(-1, -2) + offset.unsqueeze(-2) + features.key_bias(y, params).unsqueeze(-1)
+    if hidden is not None:
+        log_key = log_key.masked_fill(hidden.unsqueeze(-1), -torch.inf)
+    attend = causal_positive_attention if is_causal else positive_attention
+    return attend(log_query, log_key, value)
+
+
+def _signed(
+    features: SignedFeatures,
+    x: Tensor,
+    y: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    omega: Tensor,
+    is_causal: bool,
+) -> Tensor:
+    phi_query = features.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
+    phi_key, log_scale = features.phi(y, omega), features.log_scale(y)
+    if hidden is not None:
+        log_scale = log_scale.masked_fill(hidden, -torch.inf)
+    attend = causal_signed_attention if is_causal else signed_attention
+    return attend(phi_query, phi_key, log_scale, value)
 
 
 @lru_cache(maxsize=128)

@@ -346,3 +346,15 @@ def test_errors_say_what_was_expected(change, error, message):
     }
     with pytest.raises(error, match=message):
         favor.favor_attention(**arguments)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_autocast_does_not_reach_the_features(name, is_causal):
+    """Mixed precision hands over bfloat16 tensors; exponents in bfloat16 would be off by several per cent."""
+    tensors = [t.bfloat16() for t in inputs(65, scale=2)]
+    expected = attend(*tensors, name=name, is_causal=is_causal)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(*tensors, name=name, is_causal=is_causal), expected)
+        single = attend(*[t.float() for t in tensors], name=name, is_causal=is_causal)
+    assert torch.equal(single.bfloat16(), expected)

@@ -434,3 +434,14 @@ def test_layers_have_their_own_directions():
     assert len(set(numbers)) == 2
     head = hf.BertForMaskedLM._from_config(BERT.config(), attn_implementation="favor+")
     assert [layer.attention.self.favor_layer for layer in head.bert.encoder.layer] == numbers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
+@pytest.mark.parametrize("backend", ["favor+", "favor#", "favor_elu"])
+def test_compiled_models_give_the_same(backend):
+    model = BERT.build(backend, num_features=16, exact_below=0)
+    expected = model(**tokens(True)).last_hidden_state
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(**tokens(True)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
