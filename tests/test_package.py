@@ -1,0 +1,87 @@
+"""The package as a whole: which part may import which, what is shipped, and that documented examples run."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import favor
+import favor.eval
+import favor.models
+import favor.train
+
+ROOT = Path(__file__).parent.parent
+# Each part may import itself and what is named here.
+MAY_IMPORT = {
+    "favor": set(),
+    "models": {"favor"},
+    "train": {"favor", "models"},
+    "eval": {"favor", "models", "train"},
+}
+
+
+def part_of(module: str) -> str | None:
+    """The part a module name belongs to, None for other packages."""
+    names = module.split(".")
+    if names[0] != "favor":
+        return None
+    return names[1] if len(names) > 1 and names[1] in MAY_IMPORT else "favor"
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_point_one_way(part):
+    files = list((ROOT / part).rglob("*.py"))
+    assert files
+    for path in files:
+        parts = {part_of(name) for name in imports(path)} - {None, part}
+        assert parts <= MAY_IMPORT[part], f"{path} imports {parts}"
+
+
+def test_transformers_stays_in_the_integrations():
+    for path in (ROOT / "favor").rglob("*.py"):
+        if "integrations" not in path.parts:
+            assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
+
+
+def test_every_folder_with_code_is_shipped():
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"favor": "favor", "models": "favor.models", "train": "favor.train", "eval": "favor.eval"}
+    expected = set()
+    for folder, package in folders.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            expected.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
+    assert set(setup["packages"]) == expected
+
+
+def test_version_has_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert favor.__version__ == project["version"]
+    assert f"## {favor.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_examples_in_docstrings_run():
+    tried = 0
+    for package in (favor, favor.models, favor.train, favor.eval):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if info.name.endswith("__main__"):
+                continue
+            module = importlib.import_module(info.name)
+            result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+            assert result.failed == 0, info.name
+            tried += result.attempted
+    assert tried > 0
