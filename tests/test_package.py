@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib
 import pkgutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,11 @@ import favor
 import favor.eval
 import favor.models
 import favor.train
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings it under its old name
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 # Each part may import itself and what is named here.

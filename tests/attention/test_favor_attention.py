@@ -265,6 +265,16 @@ def test_converges_to_softmax_attention(name):
     assert errors[3] < 0.05
 
 
+@pytest.mark.parametrize("family", [features.PosRF, features.GERF, features.ADERF, features.SDERF])
+def test_gaussian_kernel_attention(family):
+    """alpha = -1/2 is attention with the weights exp(-|x - y|^2 / 2)."""
+    query, key, value = inputs(12, heads=2, key_heads=2, scale=0.7)
+    distances = torch.cdist(query * 8**-0.25, key * 8**-0.25)
+    exact = (-distances.square() / 2).softmax(-1) @ value
+    out = favor.favor_attention(query, key, value, features=family(alpha=-0.5), num_features=65536)
+    assert (out - exact).norm() / exact.norm() < 0.05
+
+
 def test_trigonometric_and_baseline_maps_are_their_formulas():
     query, key, value = inputs(12, heads=2, key_heads=2, value_dim=8)
     x, y = query * 8**-0.25, key * 8**-0.25
