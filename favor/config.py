@@ -36,7 +36,6 @@ class FavorConfig:
 
     Raises:
         ValueError, TypeError: naming the option, what was expected and what came.
-
     """
 
     num_features: int = 256
@@ -89,7 +88,6 @@ class FavorConfig:
 
         Raises:
             ValueError: for an unknown option; the message lists the known ones.
-
         """
         options = dict(options or {})
         known = [field.name for field in fields(cls)]

@@ -20,7 +20,6 @@ def positive_attention(log_query: Tensor, log_key: Tensor, value: Tensor) -> Ten
 
     Returns:
         `[B, H, L, G, dv]`; zeros where every key is masked.
-
     """
     rows = log_query.flatten(2, 3)
     top_key = finite_max(log_key, dim=-2)
@@ -41,7 +40,6 @@ def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tenso
 
     Returns:
         `[B, H, L, G, dv]`.
-
     """
     scale = (log_scale - finite_max(log_scale, dim=-1)).exp().unsqueeze(-1)
     state = (key * scale).transpose(-1, -2) @ append_one(value)

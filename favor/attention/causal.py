@@ -31,7 +31,6 @@ def causal_positive_attention(log_query: Tensor, log_key: Tensor, value: Tensor,
 
     Returns:
         `[B, H, L, G, dv]`.
-
     """
     length = log_query.shape[2]
     prefix = log_key.shape[2] - length

@@ -65,7 +65,6 @@ def favor_attention(
     Raises:
         TypeError: if an input is not a floating-point tensor, or a mask not boolean.
         ValueError: if shapes do not fit together, `scale` is not positive, or L > S with `is_causal`.
-
     """
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
     if isinstance(features, str):

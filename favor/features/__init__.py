@@ -38,7 +38,6 @@ def get(name: str, **options: Any) -> RandomFeatures:
 
     Raises:
         ValueError: if the name is unknown; the message lists the known ones.
-
     """
     if name not in REGISTRY:
         raise ValueError(f"features must be one of {', '.join(sorted(REGISTRY))}; got {name!r}.")

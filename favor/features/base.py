@@ -20,7 +20,6 @@ class RandomFeatures(ABC):
 
     Args:
         alpha: scale of the quadratic terms; 0 (default) is the softmax kernel, -1/2 the Gaussian kernel.
-
     """
 
     name: str
@@ -74,7 +73,6 @@ class PositiveFeatures(RandomFeatures):
         Args:
             x, y: samples; half precision is raised to float32.
             x_mask, y_mask: boolean `[..., L]`, `[..., S]`; False rows are left out of every statistic.
-
         """
         return self.fit_moments(Moments.from_samples(x, y, x_mask, y_mask))
 
@@ -85,7 +83,6 @@ class PositiveFeatures(RandomFeatures):
 
         Returns:
             query directions `[..., M, d]`, key directions `[..., M, d]` and offsets `[..., M]`.
-
         """
         u = omega @ params.factor.transpose(-1, -2)
         offset = (omega.square().sum(-1) - u.square().sum(-1)) / 2
@@ -108,7 +105,6 @@ class PositiveFeatures(RandomFeatures):
 
         Returns:
             `[..., L, M]`.
-
         """
         if side not in ("query", "key"):
             raise ValueError(f'side must be "query" or "key", got {side!r}.')

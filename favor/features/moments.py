@@ -15,7 +15,6 @@ class Moments:
     Attributes:
         mean_x, mean_y: `[..., d]`.
         second_x, second_y: uncentred second moments, mean of x x' and of y y', `[..., d, d]`.
-
     """
 
     mean_x: Tensor
@@ -31,7 +30,6 @@ class Moments:
             x, y: samples; half precision is raised to float32.
             x_mask, y_mask: boolean `[..., L]` and `[..., S]`, True for the rows that count. A set without any
                 row that counts has zero moments.
-
         """
         mean_x, second_x = _first_two(x, x_mask)
         mean_y, second_y = _first_two(y, y_mask)

@@ -38,7 +38,6 @@ def draw_omega(
 
     Raises:
         ValueError: if `num_features` or `head_dim` is not a positive integer.
-
     """
     for name, size in (("num_features", num_features), ("head_dim", head_dim)):
         if not isinstance(size, int) or size < 1:

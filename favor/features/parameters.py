@@ -26,7 +26,6 @@ class Parameters:
         transform: G, `[..., d, d]`.
         inverse: G^-1, `[..., d, d]`.
         factor: L, `[..., d, d]`.
-
     """
 
     transform: Tensor
@@ -51,7 +50,6 @@ class Parameters:
         Raises:
             ValueError: if a shape is wrong or a condition of the theorem does not hold; the message says which one
                 and by how much.
-
         """
         d = A.shape[-1]
         for name, matrix in (("A", A), ("B1", B1), ("B2", B2)):

@@ -74,7 +74,6 @@ class _Regularised(PositiveFeatures):
         regularization: t I is added to both second moments, t = regularization (tr M1 + tr M2)/(2d) + floor.
             Default 1e-2; 0 with floor 0 is the paper's formula, which is undefined for singular data.
         floor: absolute part of t, default 1e-4.
-
     """
 
     def __init__(self, *, alpha: float = 0.0, regularization: float = 1e-2, floor: float = 1e-4) -> None:
@@ -144,7 +143,6 @@ class SDERF(PositiveFeatures):
         alpha: see `RandomFeatures`.
         factorization: "eigh" (default) is the optimum of the theorem. "cholesky" takes Sigma = I + N, which needs no
             eigendecomposition and exceeds the optimal objective by at most 0.0071 per direction.
-
     """
 
     name = "sderf"
@@ -177,7 +175,6 @@ class DERF(PositiveFeatures):
 
     Raises:
         ValueError: if the conditions of Theorem 4.1 do not hold.
-
     """
 
     name = "derf"

@@ -26,7 +26,6 @@ class TrigRF(SignedFeatures):
     Args:
         alpha: see `RandomFeatures`.
         form: "sincos" or "phase".
-
     """
 
     name = "trig"
@@ -51,7 +50,6 @@ class TrigRF(SignedFeatures):
 
         Raises:
             ValueError: for "sincos" and an odd number of features, since they come in pairs.
-
         """
         if self.form == "sincos":
             if num_features % 2:

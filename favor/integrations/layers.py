@@ -44,7 +44,6 @@ def layer_number(module: nn.Module) -> int:
 
     Raises:
         ValueError: if the module has none, because its model was built before `favor` was imported.
-
     """
     number = getattr(module, _LAYER, None)
     if number is None:
@@ -75,7 +74,6 @@ class RedrawCounter:
 
     Args:
         model: the model, wrapped or not.
-
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +92,6 @@ class RedrawCounter:
 
         Raises:
             ValueError: if the layers are not those of the saved model.
-
         """
         modules = self._attention()
         if modules.keys() != state.keys():

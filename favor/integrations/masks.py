@@ -34,7 +34,6 @@ def favor_mask(
 
     Raises:
         ValueError: for packed sequences, prefix or block masks and static caches.
-
     """
     if local_size is not None:
         return sdpa_mask(
@@ -83,7 +82,6 @@ def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, i
 
     Raises:
         ValueError: if the mask holds anything else, such as an additive bias for each pair.
-
     """
     if mask is None:
         return None

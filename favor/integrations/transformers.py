@@ -75,7 +75,6 @@ def favor_attention_forward(
 
     Raises:
         ValueError: naming what is not supported and what to use instead.
-
     """
     options = model_options(module.config)
     _refuse(kwargs, module)
@@ -129,7 +128,6 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
         >>> model = favor.configure(BertModel(tiny), "favor#", num_features=64, exact_below=0)
         >>> model.config.favor["num_features"]
         64
-
     """
     merged = FavorConfig.from_dict({**(getattr(model.config, "favor", None) or {}), **options}).to_dict()
     number_layers(model)
