@@ -1,0 +1,67 @@
+"""Performer BERT: transformers' BERT, parameter for parameter, under a configuration that keeps its backend."""
+
+from __future__ import annotations
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    BertTokenizer,
+)
+
+from favor.models.bert.configuration_performer_bert import PerformerBertConfig
+
+
+class PerformerBertModel(BertModel):
+    """BERT's encoder with a pooler.
+
+    Any BERT checkpoint loads unchanged, in this class and in those below:
+
+        model = PerformerBertModel.from_pretrained(path, favor={"num_features": 128})
+
+    What `save_pretrained` writes, `AutoModel.from_pretrained(folder)` reads back with backend and options.
+    """
+
+    config_class = PerformerBertConfig
+
+
+class PerformerBertForMaskedLM(BertForMaskedLM):
+    """BERT with its masked language modelling head."""
+
+    config_class = PerformerBertConfig
+
+
+class PerformerBertForSequenceClassification(BertForSequenceClassification):
+    """BERT with a classification or regression head on the pooled output."""
+
+    config_class = PerformerBertConfig
+
+
+class PerformerBertForTokenClassification(BertForTokenClassification):
+    """BERT with a classification head on every token."""
+
+    config_class = PerformerBertConfig
+
+
+class PerformerBertForQuestionAnswering(BertForQuestionAnswering):
+    """BERT with a head for the start and the end of an answer span."""
+
+    config_class = PerformerBertConfig
+
+
+AutoConfig.register(PerformerBertConfig.model_type, PerformerBertConfig, exist_ok=True)
+AutoTokenizer.register(PerformerBertConfig, fast_tokenizer_class=BertTokenizer, exist_ok=True)
+AutoModel.register(PerformerBertConfig, PerformerBertModel, exist_ok=True)
+AutoModelForMaskedLM.register(PerformerBertConfig, PerformerBertForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(PerformerBertConfig, PerformerBertForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(PerformerBertConfig, PerformerBertForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(PerformerBertConfig, PerformerBertForQuestionAnswering, exist_ok=True)

@@ -1,0 +1,78 @@
+"""What tests share: a tiny BERT checkpoint, tiny GLUE files, and how to start the training program.
+
+Nothing here needs a network or a GPU.
+"""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Bits are compared, also where there is a GPU.
+os.environ["ACCELERATE_USE_CPU"] = "true"
+# One thread a worker: pytest-xdist and the processes that tests start share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of plain BERT with random weights, dropout included, and a WordPiece tokenizer."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    folder = tmp_path_factory.mktemp("bert")
+    vocabulary = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)
+    BertTokenizer(vocab={word: number for number, word in enumerate(vocabulary)}).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).bert
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def glue_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLUE tasks in the official layout: SST-2 that a model can learn, STS-B and MNLI with odd numbers of rows."""
+    root = tmp_path_factory.mktemp("glue")
+    source = random.Random(0)
+
+    def sentence() -> str:
+        return " ".join(source.choice(WORDS[2:]) for _ in range(source.randint(2, 9)))
+
+    for split, size in (("train", 40), ("dev", 13)):
+        rows = [f"{sentence()} {word}\t{label}" for label, word in enumerate(("bad", "good")) for _ in range(size // 2)]
+        source.shuffle(rows)
+        write_tsv(root / "SST-2" / f"{split}.tsv", ["sentence\tlabel", *rows])
+        columns = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore"
+        scored = [
+            f"{i}\tg\tf\t2012\t{i}\tn\tn\t{sentence()}\t{sentence()}\t{source.random() * 5:.3f}" for i in range(size)
+        ]
+        write_tsv(root / "STS-B" / f"{split}.tsv", [columns, *scored])
+    for split, size in (("train", 9), ("dev_matched", 5), ("dev_mismatched", 5)):
+        labels = ("entailment", "neutral", "contradiction")
+        rows = [f"{i}\t{sentence()}\t{sentence()}\t{labels[i % 3]}" for i in range(size)]
+        write_tsv(root / "MNLI" / f"{split}.tsv", ["index\tsentence1\tsentence2\tgold_label", *rows])
+    return root
+
+
+def write_tsv(path: Path, lines: list[str]) -> Path:
+    """Writes lines, making the folder if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,156 @@
+"""Performer BERT: saved and loaded by the Auto classes alone, and any BERT checkpoint into it."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertModel
+
+from favor.models import bert as zoo
+
+PAIRS = {
+    "AutoModel": zoo.PerformerBertModel,
+    "AutoModelForMaskedLM": zoo.PerformerBertForMaskedLM,
+    "AutoModelForSequenceClassification": zoo.PerformerBertForSequenceClassification,
+    "AutoModelForTokenClassification": zoo.PerformerBertForTokenClassification,
+    "AutoModelForQuestionAnswering": zoo.PerformerBertForQuestionAnswering,
+}
+OPTIONS = {"num_features": 12, "features": "saderf", "exact_below": 0, "seed": 5}
+
+RELOAD = """
+import sys, favor.models, transformers
+from safetensors.torch import load_file, save_file
+auto, folder = sys.argv[1:]
+model = getattr(transformers, auto).from_pretrained(folder).eval()
+outputs = model(**load_file(folder + "/inputs.safetensors")).to_tuple()
+save_file({str(i): t.detach().contiguous() for i, t in enumerate(outputs)}, folder + "/outputs.safetensors")
+print(type(model).__name__, model.config._attn_implementation, model.config.favor["num_features"])
+"""
+
+
+def tiny_config(**changes) -> zoo.PerformerBertConfig:
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return zoo.PerformerBertConfig(**{**sizes, "intermediate_size": 32, "max_position_embeddings": 40, **changes})
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(3, 24, dtype=torch.long)
+    mask[1, 17:] = 0
+    return {"input_ids": torch.randint(5, 19, (3, 24), generator=generator), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("auto", PAIRS)
+def test_auto_class_restores_class_backend_and_options(auto, tmp_path):
+    saved = PAIRS[auto](tiny_config(favor=OPTIONS, attn_implementation="favor++" if auto == "AutoModel" else None))
+    saved.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto).from_pretrained(tmp_path)
+    assert type(loaded) is PAIRS[auto]
+    assert loaded.config._attn_implementation == ("favor++" if auto == "AutoModel" else "favor#")
+    assert {name: loaded.config.favor[name] for name in OPTIONS} == OPTIONS
+    expected, found = saved.eval()(**inputs()).to_tuple(), loaded.eval()(**inputs()).to_tuple()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.slow
+def test_fresh_process_gives_the_same_bits(tmp_path):
+    model = zoo.PerformerBertForSequenceClassification(tiny_config(favor=OPTIONS, num_labels=3)).eval()
+    model.save_pretrained(tmp_path)
+    save_file(inputs(), tmp_path / "inputs.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, "AutoModelForSequenceClassification", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["PerformerBertForSequenceClassification", "favor#", "12"]
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["0"], model(**inputs()).logits)
+
+
+@pytest.mark.parametrize("auto", PAIRS)
+def test_plain_bert_checkpoint_loads_unchanged(auto, bert_folder):
+    model, info = PAIRS[auto].from_pretrained(bert_folder, output_loading_info=True)
+    assert all(name.split(".")[0] in ("cls", "classifier", "qa_outputs") for name in info["missing_keys"])
+    assert all("pooler" in name for name in info["unexpected_keys"])
+    weights = load_file(bert_folder / "model.safetensors")
+    loaded = dict(model.named_parameters())
+    prefix = "" if auto == "AutoModel" else "bert."
+    shared = [name for name in weights if prefix + name in loaded]
+    assert len(shared) >= len(weights) - 2
+    assert all(torch.equal(weights[name], loaded[prefix + name]) for name in shared)
+    assert model.config._attn_implementation == "favor#"
+
+
+def test_plain_bert_checkpoint_is_read_without_a_warning_about_its_type(bert_folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    zoo.PerformerBertConfig.from_pretrained(bert_folder)
+    assert "model of type" not in caplog.text
+    transformers.RobertaConfig.from_pretrained(bert_folder)
+    assert "model of type" in caplog.text
+
+
+def test_exact_attention_in_performer_bert_is_bert(bert_folder):
+    performer = zoo.PerformerBertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
+    bert = BertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
+    assert torch.equal(performer(**inputs()).last_hidden_state, bert(**inputs()).last_hidden_state)
+
+
+def test_backend_changes_the_output_and_long_enough_inputs_only(bert_folder):
+    model = zoo.PerformerBertModel.from_pretrained(bert_folder, favor={"num_features": 8, "exact_below": 24}).eval()
+    exact = zoo.PerformerBertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
+    short = {name: tensor[:, :20] for name, tensor in inputs().items()}
+    assert not torch.allclose(model(**inputs())[0], exact(**inputs())[0], atol=1e-6)
+    torch.testing.assert_close(model(**short)[0], exact(**short)[0])
+
+
+def test_options_given_to_from_pretrained_are_merged_into_the_saved_ones(tmp_path):
+    zoo.PerformerBertModel(tiny_config(favor=OPTIONS)).save_pretrained(tmp_path)
+    for load in (AutoModel.from_pretrained, zoo.PerformerBertModel.from_pretrained):
+        options = load(tmp_path, favor={"num_features": 20}).config.favor
+        assert {name: options[name] for name in OPTIONS} == {**OPTIONS, "num_features": 20}
+
+
+def test_explicit_backend_wins_and_is_what_the_next_save_writes(tmp_path):
+    zoo.PerformerBertForSequenceClassification(tiny_config(favor=OPTIONS)).save_pretrained(tmp_path / "one")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one", attn_implementation="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path / "two")
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["attn_implementation"] == "sdpa"
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two")
+    assert again.config._attn_implementation == "sdpa"
+    again.set_attn_implementation("favor+")
+    again.save_pretrained(tmp_path / "three")
+    assert AutoModel.from_pretrained(tmp_path / "three").config._attn_implementation == "favor+"
+
+
+def test_config_alone_makes_the_round_trip(tmp_path):
+    tiny_config(favor={"num_features": 7}, attn_implementation="favor_plus").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is zoo.PerformerBertConfig
+    assert (config._attn_implementation, config.favor["num_features"]) == ("favor_plus", 7)
+    assert AutoModel.from_config(config).config._attn_implementation == "favor_plus"
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_loss_is_that_of_bert(labels, bert_folder):
+    target = torch.tensor([0.5, 1.0, 2.0]) if labels == 1 else torch.tensor([0, 2, 1])
+    model = zoo.PerformerBertForSequenceClassification.from_pretrained(bert_folder, num_labels=labels).eval()
+    output = model(**inputs(), labels=target)
+    logits = output.logits
+    expected = (logits[:, 0] - target).square().mean() if labels == 1 else torch.nn.CrossEntropyLoss()(logits, target)
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"num_featurs": 3}, "num_featurs"), ({"num_features": 0}, "num_features")]
+)
+def test_bad_options_are_refused(options, message, bert_folder):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(favor=options)
+    with pytest.raises(ValueError, match=message):
+        zoo.PerformerBertModel.from_pretrained(bert_folder, favor=options)

@@ -1,0 +1,149 @@
+"""The training program as users start it: `accelerate launch`, a kill in the middle, two processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import favor.models  # noqa: F401  registers Performer BERT
+from favor.train.glue_data import load_glue
+from favor.train.metrics import load_glue_metric
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
+LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
+
+RELOAD = """
+import sys, torch, favor.models
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+folder, out = sys.argv[1:3]
+model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+with torch.no_grad():
+    save_file({"logits": model(**tokenizer(sys.argv[3:], padding=True, return_tensors="pt")).logits}, out)
+print(type(model).__name__, model.config._attn_implementation)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[str]:
+    settings = {"model_name_or_path": bert, "data_dir": data, "output_dir": output, **values}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_folder, tmp_path):
+    backend = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
+    words = arguments(bert_folder, glue_folder, tmp_path / "run", task_name="sst2", max_train_steps=20, **backend)
+    printed = run(*LAUNCH, "--num_processes", 1, ROOT / "train" / "glue.py", *words, "--learning_rate", "1e-2")
+    results = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    assert "majority baseline accuracy 0.5000" in printed
+    assert results["num_processes"] == 1
+
+    data = load_glue("sst2", glue_folder).evaluation["validation"]
+    sentences, out = data["sentence"][:], tmp_path / "logits.safetensors"
+    printed = run(sys.executable, "-c", RELOAD, tmp_path / "run", out, *sentences)
+    assert printed.split() == ["PerformerBertForSequenceClassification", "favor#"]
+    logits = load_file(out)["logits"]
+    assert torch.equal(logits, logits_of(tmp_path / "run", sentences, padding=True))
+    scores = load_glue_metric("sst2").compute(predictions=logits.argmax(-1), references=data["label"][:])
+    assert scores == results["metrics"]
+
+
+def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path):
+    run_settings = {
+        "task_name": "stsb",
+        "attn_implementation": "favor+",
+        "num_features": 8,
+        "exact_below": 0,
+        "redraw_interval": 7,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 3,
+        "max_train_steps": 300,
+        "checkpointing_steps": 10,
+    }
+    program = [sys.executable, "-m", "favor.train.glue"]
+    run(*program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
+
+    killed = tmp_path / "killed"
+    words = arguments(bert_folder, glue_folder, killed, **run_settings)
+    process = subprocess.Popen(
+        [*program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while last_step(killed) < 30:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "all_results.json").exists()
+    printed = run(*program, *words, "--resume")
+    assert "continuing from checkpoint-" in printed
+
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    first, second = (json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("whole", "killed"))
+    assert first["metrics"] == second["metrics"]
+    assert first["per_seed"][0]["history"] == second["per_seed"][0]["history"]
+
+
+def last_step(folder: Path) -> int:
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
+
+
+def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_folder, tmp_path):
+    # 13 samples in batches of 2 x 2: the last round has one sample for two processes.
+    words = arguments(bert_folder, glue_folder, tmp_path / "two", task_name="stsb", per_device_eval_batch_size=2)
+    words += ["--num_train_epochs", "2", "--checkpointing_steps", "3", "--per_device_train_batch_size", "3"]
+    # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
+    two = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
+    launch = (*LAUNCH, *two, "-m", "favor.train.glue", *words, "--learning_rate", "1e-2")
+    printed = run(*launch)
+    assert printed.count("majority baseline") == 1
+    results = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    assert results["num_processes"] == 2
+    # 40 samples, 3 a process: 7 steps an epoch.
+    assert results["steps"] == 14
+    assert [path.name for path in sorted((tmp_path / "two").glob("checkpoint*"))] == ["checkpoint-12", "checkpoint-9"]
+
+    data = load_glue("stsb", glue_folder).evaluation["validation"]
+    pairs = zip(data["sentence1"][:], data["sentence2"][:], strict=True)
+    said = [logits_of(tmp_path / "two", *pair).item() for pair in pairs]
+    assert len(said) == 13
+    expected = load_glue_metric("stsb").compute(predictions=said, references=data["label"][:])
+    assert results["metrics"]["spearmanr"] == pytest.approx(expected["spearmanr"], abs=1e-9)
+    assert results["metrics"]["pearson"] == pytest.approx(expected["pearson"], abs=1e-4)
+
+    # As if both processes had been killed in the second epoch.
+    before = load_file(tmp_path / "two" / "model.safetensors")
+    shutil.rmtree(tmp_path / "two" / "checkpoint-12")
+    for name in ("all_results.json", "model.safetensors"):
+        (tmp_path / "two" / name).unlink()
+    assert "continuing from checkpoint-9" in run(*launch, "--resume")
+    after = load_file(tmp_path / "two" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "two" / "all_results.json").read_text())["metrics"] == results["metrics"]
+
+
+def logits_of(folder: Path, *texts: object, **options: bool) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(**AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt", **options)).logits

@@ -1,0 +1,159 @@
+"""The command line of `train/glue.py`: names as in transformers' GLUE example, values checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import HfArgumentParser, SchedulerType
+
+import favor
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with a help text."""
+    return field(default=default, metadata={"help": text})
+
+
+def check_positive(arguments: Any, *names: str) -> None:
+    """Raises ValueError for a named value that is given and not above 0."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+@dataclass
+class ModelArguments:
+    """The model and its attention."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
+    attn_implementation: str | None = option(
+        None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else sdpa."
+    )
+    num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
+    features: str | None = option(None, "Features of favor#: sderf (default), saderf or aderf.")
+    factorization: str | None = option(None, "Of the covariance in sderf: eigh (default) or cholesky.")
+    exact_below: str | None = option(
+        None, "Exact attention for fewer tokens than this: a number, 0 for never, or auto (default): 2 x num_features."
+    )
+    redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
+    ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
+    trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
+    allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
+
+    def __post_init__(self) -> None:
+        """Checks the options of the backend; raises ValueError."""
+        if self.exact_below not in (None, "auto") and not self.exact_below.isdecimal():
+            raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
+        favor.FavorConfig.from_dict(self.favor_options())
+        if self.features is not None and self.attn_implementation not in (None, "favor#", "favor_sharp"):
+            raise ValueError(f"features is an option of favor#, not of {self.attn_implementation}")
+
+    def favor_options(self) -> dict[str, Any]:
+        """The options of the FAVOR backends that were given."""
+        names = ("num_features", "features", "factorization", "redraw_interval")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.exact_below is not None:
+            options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)
+        return options
+
+
+@dataclass
+class DataArguments:
+    """The task and its samples."""
+
+    task_name: str = field(metadata={"help": "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."})
+    data_dir: str | None = option(None, "GLUE's folder, or the task's, as TSV files. Default: nyu-mll/glue on the hub.")
+    max_length: int = option(128, "Tokens after which a sample is cut.")
+    pad_to_max_length: bool = option(False, "Pad every sample to max_length, not only to the longest of its batch.")
+    max_train_samples: int | None = option(None, "Train on the first so many samples only.")
+    max_eval_samples: int | None = option(None, "Evaluate on the first so many samples only.")
+    skip_bad_rows: bool = option(False, "Leave out and count malformed rows of TSV files instead of stopping.")
+
+    def __post_init__(self) -> None:
+        """Checks the numbers; raises ValueError."""
+        check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
+
+
+@dataclass
+class TrainArguments:
+    """The optimization and where its results go."""
+
+    output_dir: str = field(metadata={"help": "Folder of all results."})
+    per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
+    per_device_eval_batch_size: int = option(64, "The same in evaluation.")
+    learning_rate: float = option(5e-5, "Peak learning rate.")
+    weight_decay: float = option(0.01, "Weight decay of matrices; biases and normalisations have none.")
+    num_train_epochs: float = option(3.0, "Epochs.")
+    max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
+    gradient_accumulation_steps: int = option(1, "Forward and backward passes an optimizer step.")
+    lr_scheduler_type: SchedulerType = field(default=SchedulerType.LINEAR, metadata={"help": "Learning rate schedule."})
+    num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: by warmup_ratio.")
+    warmup_ratio: float = option(0.0, "Warm-up as a part of all steps.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 for no clipping.")
+    mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: what accelerate launch says, else no.")
+    seed: int | None = option(None, "Seed of head, order, dropout and random features. Default 42.")
+    seeds: list[int] | None = field(
+        default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
+    )
+    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: none are written.")
+    resume: bool = option(False, "Continue from the last checkpoint; finished seeds are not trained again.")
+    overwrite_output_dir: bool = option(False, "Start again in a folder that holds a run.")
+    report_to: str = option("none", "tensorboard or none.")
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        check_positive(
+            self,
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "max_train_steps",
+            "checkpointing_steps",
+            "num_train_epochs",
+            "learning_rate",
+        )
+        for name, allowed in (
+            ("report_to", ("tensorboard", "none")),
+            ("mixed_precision", (None, "no", "fp16", "bf16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+        if self.seed is not None and self.seeds:
+            raise ValueError(f"seed is {self.seed} and seeds is {self.seeds}: give one of them")
+        if len(set(self.seeds or ())) != len(self.seeds or ()):
+            raise ValueError(f"seeds must be different, got {self.seeds}")
+        if self.num_warmup_steps is not None and self.warmup_ratio:
+            raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
+
+
+@dataclass
+class Arguments:
+    """All arguments of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    train: TrainArguments
+
+    def settings(self, num_processes: int) -> dict[str, Any]:
+        """What the result of one seed depends on."""
+        free = ("output_dir", "seed", "seeds", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
+        return {name: value for name, value in self.to_dict().items() if name not in free} | {
+            "num_processes": num_processes
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument with its value."""
+        return asdict(self.model) | asdict(self.data) | asdict(self.train)
+
+
+def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
+    """Reads a command line, without the program's name; None is that of this process.
+
+    Raises:
+        ValueError: for a value that cannot be used; the message says which, and what was expected.
+    """
+    kinds: Any = (ModelArguments, DataArguments, TrainArguments)
+    parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
+    return Arguments(*parser.parse_args_into_dataclasses(argv))

@@ -1,0 +1,365 @@
+"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
+
+    accelerate launch -m favor.train.glue --model_name_or_path bert-base-uncased --task_name mrpc \
+        --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/mrpc
+
+Without `--data_dir` the task comes from the hub (`nyu-mll/glue`). The output folder gets the model of the last
+step, its tokenizer, `all_results.json` and a model card; with `--seeds` each seed has a folder of its own and the
+output folder mean and standard deviation. Runs on CPU, one GPU, or several, as `accelerate launch` sets it up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    get_scheduler,
+)
+
+import favor
+from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
+from favor.train import checkpoint, report
+from favor.train.arguments import Arguments, ModelArguments, TrainArguments, parse
+from favor.train.batches import make_loaders, mix
+from favor.train.glue_data import GlueData, Task, get_task, load_glue
+from favor.train.metrics import load_glue_metric
+
+
+def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
+    """The pretrained model with a head for the task, its attention switched.
+
+    BERT with a FAVOR backend becomes a `PerformerBertForSequenceClassification`, whose saved folder remembers the
+    backend. The seed draws the head and the random features.
+
+    Raises:
+        ValueError: if there are no safetensors weights, or there are options but no FAVOR backend.
+    """
+    path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
+    remote = {"trust_remote_code": arguments.trust_remote_code}
+    config, model_class = AutoConfig.from_pretrained(path, **remote), AutoModelForSequenceClassification
+    if config.model_type == "bert" and backend in favor.BACKENDS:
+        config, model_class = PerformerBertConfig.from_pretrained(path), PerformerBertForSequenceClassification
+    labels = task.labels or ("score",)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    config.problem_type = "regression" if task.is_regression else "single_label_classification"
+    set_seed(seed)
+    try:
+        model = model_class.from_pretrained(
+            path,
+            config=config,
+            attn_implementation=backend or config._attn_implementation,
+            dtype=torch.float32,
+            use_safetensors=None if arguments.allow_pickle_weights else True,
+            ignore_mismatched_sizes=arguments.ignore_mismatched_sizes,
+            **remote,
+        )
+    except OSError as error:
+        raise ValueError(f"{error}\nWeights in a pickle file that you trust: add --allow_pickle_weights.") from error
+    if model.config._attn_implementation in favor.BACKENDS:
+        return favor.configure(model, **options, seed=seed)
+    if options and backend is None:
+        raise ValueError(f"{', '.join(options)}: options of FAVOR attention, so add --attn_implementation favor#")
+    return model
+
+
+def load_tokenizer(arguments: ModelArguments) -> Any:
+    """The checkpoint's tokenizer; one without a padding token pads with its end-of-text token."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@dataclass
+class Run:
+    """One training: what `accelerator.prepare` returned, and how far it is."""
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+    train_loader: Any
+    eval_loaders: dict[str, Any]
+    progress: checkpoint.Progress
+    tokenizer: Any
+    seed: int
+    folder: Path
+    steps_per_epoch: int
+    total_steps: int
+    seconds: list[float] = field(default_factory=list)
+
+
+def make_optimizer(model: torch.nn.Module, arguments: TrainArguments) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices alone: biases and normalisations are vectors."""
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=arguments.learning_rate)
+
+
+def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> Run:
+    """Model, optimizer, schedule and loaders of one seed, at the last checkpoint if it is resumed."""
+    train = arguments.train
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=train.gradient_accumulation_steps),
+        mixed_precision=train.mixed_precision,
+        log_with="tensorboard" if train.report_to == "tensorboard" else None,
+        project_dir=folder,
+    )
+    model, tokenizer = load_model(arguments.model, data.task, seed), load_tokenizer(arguments.model)
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    if arguments.data.max_length > positions:
+        raise ValueError(f"max_length is {arguments.data.max_length}, but the model has {positions} positions")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    # Tensor cores want multiples of 8.
+    multiple = 8 if accelerator.mixed_precision != "no" else None
+    train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
+    optimizer = make_optimizer(model, train)
+    model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
+    eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
+
+    steps_per_epoch = math.ceil(len(train_loader) / train.gradient_accumulation_steps)
+    total_steps = train.max_train_steps or math.ceil(train.num_train_epochs * steps_per_epoch)
+    warmup = math.ceil(train.warmup_ratio * total_steps) if train.num_warmup_steps is None else train.num_warmup_steps
+    # Around the bare optimizer: a prepared scheduler would advance once for each process.
+    scheduler = get_scheduler(train.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
+    progress = checkpoint.Progress()
+    accelerator.register_for_checkpointing(scheduler, progress, favor.RedrawCounter(model))
+    saved = checkpoint.checkpoints(folder)
+    if train.resume and saved:
+        accelerator.load_state(str(saved[-1]))
+        accelerator.print(f"continuing from {saved[-1].name}, step {progress.step} of {total_steps}")
+    if train.report_to != "none":
+        accelerator.init_trackers("tensorboard")
+    return Run(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        train_loader,
+        eval_loaders,
+        progress,
+        tokenizer,
+        seed,
+        folder,
+        steps_per_epoch,
+        total_steps,
+    )
+
+
+def train_epoch(run: Run, arguments: TrainArguments, bar: tqdm) -> None:
+    """Trains from where the run is to the end of the epoch, or of all steps.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
+    done = (progress.step - epoch * run.steps_per_epoch) * arguments.gradient_accumulation_steps
+    batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader
+    # Both: each passes on to the sampler, when it is iterated, the epoch that it holds itself.
+    for loader in (run.train_loader, batches):
+        loader.set_epoch(epoch)
+    run.model.train()
+    losses: list[torch.Tensor] = []
+    clock = time.perf_counter()
+    for index, batch in enumerate(batches, done):
+        if progress.step == run.total_steps:
+            break
+        # Dropout depends on the place in the run alone, so that a resumed run repeats it.
+        torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
+        with accelerator.accumulate(run.model):
+            loss = run.model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and arguments.max_grad_norm > 0:
+                accelerator.clip_grad_norm_(run.model.parameters(), arguments.max_grad_norm)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not accelerator.sync_gradients:
+            continue
+        rate = run.scheduler.get_last_lr()[0]
+        if not accelerator.optimizer_step_was_skipped:
+            run.scheduler.step()
+        mean_loss = torch.stack(losses).mean().item()
+        losses.clear()
+        if not math.isfinite(mean_loss):
+            raise FloatingPointError(f"the loss is {mean_loss} at step {progress.step + 1}: lower the learning rate")
+        progress.step += 1
+        progress.loss_sum += mean_loss
+        run.seconds.append(time.perf_counter() - clock)
+        bar.update()
+        accelerator.log({"train_loss": mean_loss, "learning_rate": rate}, step=progress.step)
+        if arguments.checkpointing_steps and progress.step % arguments.checkpointing_steps == 0:
+            checkpoint.save_checkpoint(accelerator, run.folder, progress.step)
+        clock = time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(run: Run, task: Task) -> dict[str, Any]:
+    """Scores on the development sets, and whether the predictions are constant.
+
+    Raises:
+        FloatingPointError: if a logit is not finite.
+    """
+    metric = load_glue_metric(task.name)
+    run.model.eval()
+    scores: dict[str, float] = {}
+    constant = False
+    for split, loader in run.eval_loaders.items():
+        predictions, references = [], []
+        for batch in loader:
+            logits = run.model(**batch).logits.float()
+            if not logits.isfinite().all():
+                raise FloatingPointError(f"a logit is not finite at step {run.progress.step}: lower the learning rate")
+            guess = logits.squeeze(-1) if task.is_regression else logits.argmax(-1)
+            guess, labels = run.accelerator.gather_for_metrics((guess, batch["labels"]))
+            predictions.append(guess.cpu())
+            references.append(labels.cpu())
+        said, true = torch.cat(predictions).numpy(), torch.cat(references).numpy()
+        scores.update(report.named(metric.compute(predictions=said, references=true), split))
+        constant = constant or report.is_constant(said)
+    return {"epoch": len(run.progress.history) + 1, "step": run.progress.step, "metrics": scores, "constant": constant}
+
+
+def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> dict[str, Any]:
+    """One whole training: the model and its tokenizer end up in `folder`; returns what the results say of it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    run = prepare_run(arguments, data, seed, folder)
+    accelerator, progress = run.accelerator, run.progress
+    bar = tqdm(
+        total=run.total_steps, initial=progress.step, desc=f"seed {seed}", disable=not accelerator.is_local_main_process
+    )
+    while len(progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
+        train_epoch(run, arguments.train, bar)
+        entry = evaluate(run, data.task)
+        progress.history.append(entry)
+        accelerator.log(entry["metrics"], step=progress.step)
+        accelerator.print(
+            f"\nseed {seed}, epoch {entry['epoch']}, step {progress.step}: {report.describe(entry['metrics'])}"
+        )
+    bar.close()
+    last = progress.history[-1]
+    if last["constant"]:
+        accelerator.print(f"WARNING: seed {seed} predicts the same for every sample; try another learning rate")
+    model = accelerator.unwrap_model(run.model)
+    if accelerator.is_main_process:
+        model.save_pretrained(folder)
+        run.tokenizer.save_pretrained(folder)
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    backend = model.config._attn_implementation
+    result = {
+        "seed": seed,
+        "metrics": last["metrics"],
+        "constant_predictions": last["constant"],
+        "train_loss": progress.loss_sum / progress.step,
+        "steps": progress.step,
+        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
+        "peak_memory_bytes": report.peak_memory(accelerator.device),
+        "history": progress.history,
+        "model_type": model.config.model_type,
+        "attn_implementation": backend,
+        "favor": model.config.favor if backend in favor.BACKENDS else None,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+    accelerator.free_memory()
+    return result
+
+
+def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
+    """Prints what there is to know before the training: rows left out, options without effect, the baseline."""
+    if data.skipped.count:
+        accelerator.print(f"skipped {data.skipped.count} malformed rows, first {'; '.join(data.skipped.first)}")
+    if arguments.model.attn_implementation in ("sdpa", "eager") and arguments.model.favor_options():
+        names = ", ".join(arguments.model.favor_options())
+        accelerator.print(f"{arguments.model.attn_implementation} is exact attention: it does not use {names}")
+    scores = report.describe(report.baseline(data, load_glue_metric(data.task.name)))
+    accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains every seed and returns what `all_results.json` holds.
+
+    Args:
+        argv: the command line without the program's name. Default None: `sys.argv`.
+
+    Raises:
+        ValueError: for arguments, files or rows that cannot be used; the message says which and why.
+    """
+    arguments = parse(argv, __doc__)
+    train, task = arguments.train, get_task(arguments.data.task_name)
+    accelerator = Accelerator(mixed_precision=train.mixed_precision)
+    if not accelerator.is_local_main_process:
+        transformers.utils.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
+    output = Path(train.output_dir)
+    seeds = train.seeds or [42 if train.seed is None else train.seed]
+    folders = {seed: output / f"seed_{seed}" if len(seeds) > 1 else output for seed in seeds}
+    settings = arguments.settings(accelerator.num_processes)
+    for folder in {output, *folders.values()}:
+        checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    with accelerator.main_process_first():
+        data = load_glue(task.name, arguments.data.data_dir, arguments.data.skip_bad_rows)
+    data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
+    announce(accelerator, arguments, data)
+    command = shlex.join(["python", "-m", "favor.train.glue", *(sys.argv[1:] if argv is None else argv)])
+    per_seed = []
+    for seed, folder in folders.items():
+        finished = folder / checkpoint.RESULTS
+        if train.resume and finished.exists():
+            per_seed += json.loads(finished.read_text())["per_seed"]
+            continue
+        if accelerator.is_main_process:
+            checkpoint.start_run(folder, settings, train.overwrite_output_dir)
+        accelerator.wait_for_everyone()
+        per_seed.append(train_seed(arguments, data, seed, folder))
+        write_results(
+            accelerator, folder, report.all_results(arguments, data, per_seed[-1:], command, accelerator.state), task
+        )
+    results = report.all_results(arguments, data, per_seed, command, accelerator.state)
+    if len(seeds) > 1:
+        write_results(accelerator, output, results, task)
+    accelerator.print(
+        f"{task.folder}: {report.describe(results['metrics'], results['metrics_std'])}; "
+        f"baseline {report.describe(results['baseline'])}; {output / checkpoint.RESULTS}"
+    )
+    accelerator.end_training()
+    return results
+
+
+def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
+    """Model card, then `all_results.json`, which marks the run as finished."""
+    if accelerator.is_main_process:
+        (folder / "README.md").write_text(report.model_card(task, results, folder.resolve().name))
+        checkpoint.write_json(folder / checkpoint.RESULTS, results)
+
+
+def cli() -> None:
+    """The console script: its exit status must not be what `main` returns."""
+    main()
+
+
+if __name__ == "__main__":
+    cli()

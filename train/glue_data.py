@@ -1,0 +1,316 @@
+"""The nine GLUE tasks: their columns, labels and metrics, read from the hub or from the official TSV files.
+
+Columns and label numbers are those of the hub's `nyu-mll/glue`. The TSV files are read as they are: a field ends at a
+tab, a row at a newline, and quotation marks mean nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+
+HUB_ID = "nyu-mll/glue"
+MAX_SCORE = 5.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What distinguishes one GLUE task.
+
+    Args:
+        name: name on the hub and on the command line.
+        folder: folder of the official TSV files.
+        sentences: the one or two text columns, as on the hub.
+        labels: label strings; a label's number is its place. None: a score from 0 to 5 (STS-B).
+        metrics: names of the metrics; GLUE's leaderboard averages them. The first is the one to report alone.
+        tsv_sentences: header names of the text columns in the TSV files. Default: `sentences`.
+        tsv_label: header name of the label column.
+        coded: whether the TSV files hold label numbers, not strings.
+        headerless: columns of a TSV file without a header row (CoLA), in order.
+    """
+
+    name: str
+    folder: str
+    sentences: tuple[str, ...]
+    labels: tuple[str, ...] | None
+    metrics: tuple[str, ...] = ("accuracy",)
+    tsv_sentences: tuple[str, ...] | None = None
+    tsv_label: str = "label"
+    coded: bool = False
+    headerless: tuple[str, ...] | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classification head: 1 for a regression."""
+        return len(self.labels) if self.labels else 1
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the label is a score."""
+        return self.labels is None
+
+    @property
+    def eval_splits(self) -> tuple[str, ...]:
+        """Development sets on the hub; the first is the one to report."""
+        return ("validation_matched", "validation_mismatched") if self.name == "mnli" else ("validation",)
+
+    def parse_label(self, text: str) -> int | float:
+        """The label of a TSV field; raises ValueError for a label the task does not have."""
+        if self.labels is None:
+            try:
+                score = float(text)
+            except ValueError:
+                score = math.nan
+            if not 0.0 <= score <= MAX_SCORE:
+                raise ValueError(f"expected a score between 0 and {MAX_SCORE:g}, got {text!r}")
+            return score
+        known = [str(number) for number in range(len(self.labels))] if self.coded else list(self.labels)
+        if text not in known:
+            raise ValueError(f"expected a label of {', '.join(known)}, got {text!r}")
+        return known.index(text)
+
+
+PAIR = ("sentence1", "sentence2")
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "cola",
+            "CoLA",
+            ("sentence",),
+            ("unacceptable", "acceptable"),
+            metrics=("matthews_correlation",),
+            coded=True,
+            headerless=("source", "label", "mark", "sentence"),
+        ),
+        Task("sst2", "SST-2", ("sentence",), ("negative", "positive"), coded=True),
+        Task(
+            "mrpc",
+            "MRPC",
+            PAIR,
+            ("not_equivalent", "equivalent"),
+            metrics=("f1", "accuracy"),
+            tsv_sentences=("#1 String", "#2 String"),
+            tsv_label="Quality",
+            coded=True,
+        ),
+        Task("stsb", "STS-B", PAIR, None, metrics=("spearmanr", "pearson"), tsv_label="score"),
+        Task(
+            "qqp",
+            "QQP",
+            ("question1", "question2"),
+            ("not_duplicate", "duplicate"),
+            metrics=("accuracy", "f1"),
+            tsv_label="is_duplicate",
+            coded=True,
+        ),
+        Task(
+            "mnli",
+            "MNLI",
+            ("premise", "hypothesis"),
+            ("entailment", "neutral", "contradiction"),
+            tsv_sentences=PAIR,
+            tsv_label="gold_label",
+        ),
+        Task("qnli", "QNLI", ("question", "sentence"), ENTAILMENT),
+        Task("rte", "RTE", PAIR, ENTAILMENT),
+        Task("wnli", "WNLI", PAIR, ("not_entailment", "entailment"), coded=True),
+    )
+}
+
+
+def get_task(name: str) -> Task:
+    """The task of a name, in any case.
+
+    Raises:
+        ValueError: for an unknown name; the message lists the nine.
+    """
+    if name.lower() not in TASKS:
+        raise ValueError(f"unknown GLUE task {name!r}: task_name must be one of {', '.join(TASKS)}")
+    return TASKS[name.lower()]
+
+
+@dataclass
+class SkippedRows:
+    """Malformed rows that were left out: how many, and the first few as `file:line: reason`."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, message: str) -> None:
+        """Counts one row."""
+        self.count += 1
+        if len(self.first) < 5:
+            self.first.append(message)
+
+
+@dataclass
+class GlueData:
+    """The splits of one task; `evaluation` holds one entry, for MNLI one or two. Label columns are named `label`.
+
+    `sources` says where each split came from: the hub's name of the task, or a file of the task's folder.
+    """
+
+    task: Task
+    train: Dataset
+    evaluation: dict[str, Dataset]
+    skipped: SkippedRows
+    sources: dict[str, str]
+
+    def keep_first(self, train: int | None, evaluation: int | None) -> None:
+        """Drops all but the first so many samples of each split; None keeps all."""
+        if train is not None:
+            self.train = self.train.take(train)
+        if evaluation is not None:
+            self.evaluation = {split: part.take(evaluation) for split, part in self.evaluation.items()}
+
+
+def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False) -> GlueData:
+    """Training and development sets of a task.
+
+    Args:
+        name: one of the nine task names.
+        data_dir: GLUE's folder, or the task's own, in the official TSV layout, each file plain or with .gz behind its
+            name. Where a plain name is missing, a file that is marked as a sample of it is taken: `train.sub9999.tsv`
+            for `train.tsv`. Default None: `nyu-mll/glue` from the hub.
+        skip_bad_rows: leave out malformed rows and count them, instead of raising. Default False.
+
+    Raises:
+        ValueError: for an unknown task, a missing or empty file, or a malformed row; the message names
+            what was looked for, or the file and the line.
+    """
+    task = get_task(name)
+    skipped = SkippedRows()
+    if data_dir is None:
+        return load_from_hub(task)
+    folder = find_folder(task, Path(data_dir))
+    skipped = SkippedRows()
+    files = {split: find_file(folder, split.replace("validation", "dev")) for split in ("train", *task.eval_splits)}
+    for split in ("train", task.eval_splits[0]):
+        if files[split] is None:
+            raise missing_file(folder, split.replace("validation", "dev"))
+    splits = {
+        split: read_tsv(task, path, skipped if skip_bad_rows else None)
+        for split, path in files.items()
+        if path is not None
+    }
+    sources = {split: f"{task.folder}/{path.name}" for split, path in files.items() if path is not None}
+    return GlueData(task, splits.pop("train"), splits, skipped, sources)
+
+
+def load_from_hub(task: Task) -> GlueData:
+    """The task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download.
+
+    Raises:
+        ValueError: if the hub cannot be reached and nothing is cached.
+    """
+    try:
+        hub = load_dataset(HUB_ID, task.name)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {HUB_ID} from the hub ({error}); with local files, set data_dir to the folder of GLUE's TSVs"
+        ) from error
+    evaluation = {split: hub[split] for split in task.eval_splits}
+    sources = dict.fromkeys(("train", *evaluation), f"{HUB_ID} {task.name}")
+    return GlueData(task, hub["train"], evaluation, SkippedRows(), sources)
+
+
+def find_folder(task: Task, data_dir: Path) -> Path:
+    """The task's folder: `data_dir/FOLDER` if it is there, else `data_dir` itself.
+
+    Raises:
+        ValueError: if `data_dir` is no folder, or neither of the two holds a TSV file.
+    """
+    if not data_dir.is_dir():
+        raise ValueError(f"data_dir must be an existing folder, got {data_dir}")
+    for folder in (data_dir / task.folder, data_dir):
+        if any(folder.glob("*.tsv")) or any(folder.glob("*.tsv.gz")):
+            return folder
+    raise ValueError(
+        f"found no .tsv or .tsv.gz file for {task.name} in {data_dir / task.folder}, nor in {data_dir}; data_dir must "
+        f"be GLUE's folder, with {task.folder} in it, or {task.folder} itself"
+    )
+
+
+def find_file(folder: Path, stem: str) -> Path | None:
+    """`stem.tsv`, `stem.tsv.gz` or a marked sample of it; None if there is none."""
+    for path in (folder / f"{stem}.tsv", folder / f"{stem}.tsv.gz"):
+        if path.is_file():
+            return path
+    samples = sorted([*folder.glob(f"{stem}.sub*.tsv"), *folder.glob(f"{stem}.sub*.tsv.gz")])
+    return samples[0] if samples else None
+
+
+def missing_file(folder: Path, stem: str) -> ValueError:
+    """The error for a file that must be there, naming what was looked for."""
+    names = ", ".join(f"{stem}{ending}" for ending in (".tsv", ".tsv.gz", ".sub*.tsv", ".sub*.tsv.gz"))
+    found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    return ValueError(f"expected one of {names} in {folder}, which holds {found}")
+
+
+def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Dataset:
+    """One TSV file as a dataset with the task's hub columns.
+
+    Args:
+        task: the task.
+        path: the file, plain or gzip.
+        skipped: takes the malformed rows. Default None: the first one raises.
+
+    Raises:
+        ValueError: for an empty file, a header without the task's columns, and, with `skipped` None, a malformed row.
+    """
+    rows = numbered_rows(path)
+    header = task.headerless or next(rows, (1, ("nothing",)))[1]
+    wanted = [*(task.tsv_sentences or task.sentences), task.tsv_label]
+    if not set(wanted) <= set(header):
+        raise ValueError(f"{path}:1: expected columns {', '.join(wanted)} in the header, got {', '.join(header)}")
+    places = [header.index(name) for name in wanted]
+    columns: dict[str, list[Any]] = {name: [] for name in (*task.sentences, "label")}
+    for line, fields in rows:
+        try:
+            if len(fields) != len(header):
+                raise ValueError(f"expected {len(header)} fields, got {len(fields)}")
+            label = task.parse_label(fields[places[-1]])
+        except ValueError as error:
+            message = f"{path}:{line}: {error}"
+            if skipped is None:
+                raise ValueError(f"{message}; skip_bad_rows leaves such rows out and counts them") from None
+            skipped.add(message)
+            continue
+        for name, place in zip(task.sentences, places, strict=False):
+            columns[name].append(fields[place])
+        columns["label"].append(label)
+    if not columns["label"]:
+        raise ValueError(f"{path}:1: expected rows, found none that can be used")
+    return Dataset.from_dict(columns)
+
+
+def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
+    """Line numbers, from 1, and fields; a byte-order mark, Windows line ends and blank lines at the end are dropped.
+
+    Raises:
+        ValueError: for a file that is not UTF-8 or a damaged gzip file.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    blank: list[int] = []
+    try:
+        # newline="\n": other characters that Python takes for line ends occur inside sentences.
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as stream:
+            for number, line in enumerate(stream, 1):
+                line = line.rstrip("\r\n")
+                if not line:
+                    blank.append(number)
+                    continue
+                yield from ((empty, ("",)) for empty in blank)
+                blank.clear()
+                yield number, line.split("\t")
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error

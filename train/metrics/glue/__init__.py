@@ -1,0 +1,1 @@
+"""The folder that `evaluate.load` takes as the metric `glue`."""
