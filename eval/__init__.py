@@ -1,0 +1,1 @@
+"""Evaluation programs: tables, figures and the demo."""

