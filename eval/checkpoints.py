@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 import favor
 import favor.models  # registers the zoo, so that its checkpoints reload with their backend
 from favor.eval.launch import Backend
+from favor.train.arguments import DataArguments
+from favor.train.batches import tokenized
 from favor.train.glue_data import get_task, load_glue
 from favor.train.metrics import load_glue_metric
 
@@ -23,7 +26,6 @@ def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
 
     Raises:
         ValueError: if there are none.
-
     """
     found = [(path.parent, json.loads(path.read_text())) for path in sorted(root.rglob("all_results.json"))]
     runs = [(folder, results) for folder, results in found if (folder / "config.json").exists()]
@@ -50,7 +52,7 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     backend = results["attn_implementation"]
     if model.config._attn_implementation != backend:
-        if model.config.model_type in ("performer_bert",):
+        if model.config.model_type == "performer_bert":
             raise ValueError(
                 f"{folder} should reload with {backend} by itself, but came with {model.config._attn_implementation}"
             )
@@ -66,28 +68,19 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> dic
         folder: where `save_pretrained` wrote model and tokenizer.
         results: the run's `all_results.json`.
         data_dir: as in `favor.train.glue`. Default None: the folder the run was trained on, else the hub.
-
     """
-    arguments = results["arguments"]
+    arguments = DataArguments(**{field.name: results["arguments"][field.name] for field in fields(DataArguments)})
     task = get_task(results["task_name"])
-    data = load_glue(task.name, data_dir or arguments["data_dir"], arguments["skip_bad_rows"])
-    rows = data.evaluation[task.eval_splits[0]]
-    if arguments["max_eval_samples"] is not None:
-        rows = rows.select(range(min(arguments["max_eval_samples"], len(rows))))
+    data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows)
+    data.keep_first(None, arguments.max_eval_samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
-    padding = "max_length" if arguments["pad_to_max_length"] else False
-
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        texts = [batch[column] for column in task.sentences]
-        return tokenizer(*texts, truncation=True, max_length=arguments["max_length"], padding=padding)
-
-    encoded = rows.map(encode, batched=True, remove_columns=[name for name in rows.column_names if name != "label"])
+    encoded = tokenized(data.evaluation[task.eval_splits[0]], task, tokenizer, arguments)
     mixed = results["mixed_precision"]
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=None if mixed == "no" else 8)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
     guesses, labels = [], []
-    for batch in DataLoader(encoded, arguments["per_device_eval_batch_size"], collate_fn=collate):
+    for batch in DataLoader(encoded, results["arguments"]["per_device_eval_batch_size"], collate_fn=collate):
         labels.append(batch.pop("labels"))
         with torch.autocast(device.type, precision) if precision else contextlib.nullcontext():
             logits = model(**batch.to(device)).logits.float()

@@ -109,10 +109,10 @@ def write_report(
         "",
         *table_lines(results, cosines),
         "",
-        f"{arguments.num_features} random features a head, exact_below 0, seed {SEED}; one run each, so differences of a",
-        "few percent mean nothing. A model that relates nothing gets 50 %, one that reads the verdicts but not which of",
-        "them is asked for 75 %. Cosine: embedding before any fine-tuning, to that of exact attention. Peak memory: that",
-        f"of the whole process. {launch.machine()}; {versions}.",
+        f"{arguments.num_features} random features a head, exact_below 0, seed {SEED}; one run each, so differences of",
+        "a few percent mean nothing. A model that relates nothing gets 50 %, one that reads the verdicts but not which",
+        "of them is asked for gets 75 %. Cosine: embedding before any fine-tuning, to that of exact attention. Peak",
+        f"memory: that of the whole process. {launch.machine()}; {versions}.",
     ]
     (arguments.output_dir / "demo.md").write_text("\n".join(lines) + "\n")
     content = {"cosine_before_fine_tuning": cosines, "results": results, "machine": launch.machine()}

@@ -33,7 +33,6 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
 
     Raises:
         ValueError: if the rest sets what the evaluation varies itself.
-
     """
     parser = argparse.ArgumentParser(
         prog="favor.eval.glue",
@@ -104,7 +103,6 @@ def train_cell(
     Raises:
         ValueError: if the folder holds a finished run that had other arguments.
         RuntimeError: if the training fails.
-
     """
     arguments = ["--task_name", task, *backend.arguments(), "--seed", str(seed), *common]
     record, finished = folder / "cell.json", folder / "all_results.json"

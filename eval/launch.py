@@ -77,7 +77,6 @@ def train(
 
     Raises:
         RuntimeError: if the program fails; the message ends with the last lines it printed.
-
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "log.txt"

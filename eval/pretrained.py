@@ -26,7 +26,6 @@ def minilm_path(expected: str = SHA256) -> Path:
 
     Raises:
         ValueError: if the package is not installed, has no weights, or its weights are not the expected ones.
-
     """
     spec = find_spec(MODULE)
     if spec is None or spec.origin is None:
