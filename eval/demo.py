@@ -24,7 +24,7 @@ BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
 LABELS = {"sdpa": "exact (sdpa)"}
 SEED = 0
 BATCH_SIZE = 16
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-4
 WARMUP_RATIO = 0.1
 MAX_LENGTH = 128
 COSINE_ROWS = 32
@@ -110,9 +110,9 @@ def write_report(
         *table_lines(results, cosines),
         "",
         f"{arguments.num_features} random features a head, exact_below 0, seed {SEED}; one run each, so differences of",
-        "a few percent mean nothing. A model that relates nothing gets 50 %, one that reads the verdicts but not which",
-        "of them is asked for gets 75 %. Cosine: embedding before any fine-tuning, to that of exact attention. Peak",
-        f"memory: that of the whole process. {launch.machine()}; {versions}.",
+        "a few percent mean nothing. Who relates nothing gets 50 %, who reads the verdicts but not which one is asked",
+        "for gets 75 %. Cosine: embedding before any fine-tuning, to that of exact attention. Peak memory: that of the",
+        f"whole process. {launch.machine()}; {versions}.",
     ]
     (arguments.output_dir / "demo.md").write_text("\n".join(lines) + "\n")
     content = {"cosine_before_fine_tuning": cosines, "results": results, "machine": launch.machine()}

@@ -148,7 +148,7 @@ def directions(
 ) -> Tensor:
     """Omega `[num_heads, M, d]`, a pure function of its arguments: drawn on the CPU and cached on the device."""
     digest = hashlib.sha256(f"{seed},{layer},{redraw}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.
     with torch.inference_mode(False), torch.no_grad():
         omega = features.draw(
@@ -165,7 +165,9 @@ def _parameters(
     query_mask: Tensor | None,
     without_data: bool,
 ) -> Parameters:
-    if without_data and features.needs_statistics:
+    if not features.needs_statistics:
+        return features.fit(x.new_zeros(0, x.shape[-1]), y.new_zeros(0, y.shape[-1]))  # nothing to average
+    if without_data:
         warnings.warn(
             f"{features.name}: parameters from this sequence would let its tokens see later ones; "
             "using those of FAVOR+ (A = 0, B = I), which need no data.",

@@ -65,7 +65,7 @@ class TrigRF(SignedFeatures):
         )
         if self.form == "sincos":
             return omega
-        theta = torch.rand(*omega.shape[:-1], 1, dtype=omega.dtype, generator=generator)
+        theta = torch.rand(*omega.shape[:-1], 1, dtype=omega.dtype, device="cpu", generator=generator)
         return torch.cat((omega, 2 * math.pi * theta), dim=-1)
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:

@@ -12,17 +12,45 @@ from transformers import PreTrainedModel
 
 _LAYER = "favor_layer"
 _CALLS = "favor_calls"
+_DECODES = "favor_decodes"
+_OLDEST = "favor_oldest_draw"
 
 
 def number_layers(model: nn.Module) -> None:
-    """Numbers the attention modules of a model by their place in `named_modules()`.
+    """Numbers the attention modules of a model by their place in `named_modules()`, and marks those of decoders.
 
     Many models do not number their layers, and some give the same number to two of them (self and cross attention),
     so the modules' own `layer_idx` is not used.
     """
-    attention = (module for module in model.modules() if "Attention" in type(module).__name__)
-    for number, module in enumerate(attention):
+    attention = {
+        name: module
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
+    }
+    for number, (name, module) in enumerate(attention.items()):
         setattr(module, _LAYER, number)
+        setattr(module, _DECODES, _stands_in_a_decoder(name, attention))
+
+
+def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
+    """Whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
+    path = name.split(".")
+    for depth in reversed(range(len(path))):
+        inside = ".".join([*path[:depth], ""]) if depth else ""
+        others = [
+            module
+            for other, module in attention.items()
+            if other.startswith(inside) and not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.")
+        ]
+        if others:
+            return any(getattr(module, "is_causal", False) for module in others)
+    return False
+
+
+def decodes(module: nn.Module) -> bool:
+    """Whether the queries of a layer are those of a decoder, so that statistics over them would show the future."""
+    marks = (getattr(module, _DECODES, False), getattr(module, "is_decoder", False))
+    return any(marks) or bool(getattr(module.config, "is_decoder", False))
 
 
 def number_layers_of_new_models() -> None:
@@ -55,15 +83,31 @@ def layer_number(module: nn.Module) -> int:
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:
-    """Which draw of the directions a forward pass uses: 0 in evaluation, 1, 2, ... in training with redraws."""
+    """Which draw of the directions a forward pass uses: 0 in evaluation, 1, 2, ... in training with redraws.
+
+    Raises:
+        ValueError: if a backward pass recomputes activations of forward passes that had different directions.
+    """
     if not module.training or interval == 0:
         return 0
-    calls = getattr(module, _CALLS, 0)
-    # Activation checkpointing runs the forward pass again inside the backward pass: it has to see the same directions.
+    calls, oldest = getattr(module, _CALLS, 0), getattr(module, _OLDEST, None)
+    # Activation checkpointing runs the forward pass again inside the backward pass: it has to see the same directions,
+    # which are known if all passes since the last backward pass had the same.
     if torch._C._current_graph_task_id() != -1:
-        return 1 + (calls - 1) // interval
+        epoch = 1 + (calls - 1) // interval
+        setattr(module, _OLDEST, None)
+        if oldest not in (None, epoch):
+            raise ValueError(
+                f"redraw_interval={interval} changed the random directions between two forward passes of one backward "
+                "pass, and activation checkpointing cannot tell them apart. Call backward after each forward pass, "
+                "set redraw_interval=0, or switch gradient checkpointing off."
+            )
+        return epoch
+    epoch = 1 + calls // interval
     setattr(module, _CALLS, calls + 1)
-    return 1 + calls // interval
+    if oldest is None:
+        setattr(module, _OLDEST, epoch)
+    return epoch
 
 
 class RedrawCounter:
@@ -79,22 +123,23 @@ class RedrawCounter:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def _attention(self) -> dict[str, nn.Module]:
-        # Numbers, not module names: wrappers change the names.
-        return {str(m.favor_layer): m for m in self.model.modules() if hasattr(m, _LAYER)}
+    def _attention(self) -> list[nn.Module]:
+        return [module for module in self.model.modules() if hasattr(module, _LAYER)]
 
-    def state_dict(self) -> dict[str, int]:
-        """Number of training passes by layer number."""
-        return {name: getattr(module, _CALLS, 0) for name, module in self._attention().items()}
+    def state_dict(self) -> dict[str, list[int]]:
+        """Number of training passes of each attention module, in the order of `model.modules()`."""
+        return {"calls": [getattr(module, _CALLS, 0) for module in self._attention()]}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
         """Restores what `state_dict` returned.
 
         Raises:
-            ValueError: if the layers are not those of the saved model.
+            ValueError: if the model has another number of attention modules.
         """
         modules = self._attention()
-        if modules.keys() != state.keys():
-            raise ValueError(f"expected counts for {len(modules)} attention modules, got {len(state)}: another model.")
-        for name, count in state.items():
-            setattr(modules[name], _CALLS, count)
+        if len(modules) != len(state["calls"]):
+            raise ValueError(
+                f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}: another model."
+            )
+        for module, count in zip(modules, state["calls"], strict=True):
+            setattr(module, _CALLS, count)

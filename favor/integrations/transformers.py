@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from favor.attention import favor_attention
 from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.integrations.layers import (
+    decodes,
     layer_number,
     number_layers,
     number_layers_of_new_models,
@@ -101,7 +102,7 @@ def favor_attention_forward(
         layer=layer_number(module),
         redraw=redraw_epoch(module, options.redraw_interval),
         orthogonal=options.orthogonal,
-        use_statistics=not _decodes(module),
+        use_statistics=not decodes(module),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -129,14 +130,16 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
         >>> model.config.favor["num_features"]
         64
     """
-    merged = FavorConfig.from_dict({**(getattr(model.config, "favor", None) or {}), **options}).to_dict()
+    configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
+    merged = {
+        key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options}).to_dict()
+        for key, config in configs.items()
+    }
     number_layers(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
-    model.config.favor = merged
-    for module in model.modules():
-        if getattr(module, "config", None) is not None:
-            module.config.favor = merged  # type: ignore[union-attr]
+    for key, config in configs.items():
+        config.favor = merged[key]
     return model
 
 
@@ -182,8 +185,3 @@ def _causal(module: nn.Module, is_causal: bool | None) -> bool:
             f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
         )
     return bool(own) and getattr(module.config, "is_causal", None) is not False
-
-
-def _decodes(module: nn.Module) -> bool:
-    """Whether the queries of this layer come from a decoder, so that statistics over them would show the future."""
-    return bool(getattr(module, "is_decoder", False) or getattr(module.config, "is_decoder", False))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
+from favor import features
 from favor.features import draw_omega
 
 
@@ -61,3 +62,11 @@ def test_sizes_are_checked(size):
         draw_omega(size, 4)
     with pytest.raises(ValueError, match="head_dim must be a positive integer"):
         draw_omega(4, size)
+
+
+def test_drawn_on_the_cpu_whatever_the_default_device():
+    rf = features.TrigRF(form="phase")
+    expected = rf.draw(6, 4, generator=generator())
+    with torch.device("meta"):
+        assert torch.equal(rf.draw(6, 4, generator=generator()), expected)
+        assert draw_omega(6, 4, orthogonal=False).device.type == "cpu"

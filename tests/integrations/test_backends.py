@@ -410,7 +410,7 @@ def test_redraw_counts_continue_from_a_checkpoint():
     for out in expected:
         assert torch.equal(fresh(**tokens(False)).last_hidden_state, out)
     with pytest.raises(ValueError, match="another model"):
-        favor.RedrawCounter(LLAMA.build("sdpa")).load_state_dict({})
+        favor.RedrawCounter(LLAMA.build("sdpa")).load_state_dict({"calls": []})
 
 
 def test_recomputed_activations_see_the_same_directions():
@@ -445,3 +445,79 @@ def test_compiled_models_give_the_same(backend):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(**tokens(True)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+CROSS = {
+    "gpt2": (
+        hf.GPT2Model,
+        lambda: hf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=64, add_cross_attention=True,
+            bos_token_id=1, eos_token_id=2,
+        ),
+    ),
+    "moonshine": (
+        hf.models.moonshine.modeling_moonshine.MoonshineDecoder,
+        lambda: hf.MoonshineConfig(
+            hidden_size=32, intermediate_size=32, vocab_size=40, encoder_num_hidden_layers=1,
+            decoder_num_hidden_layers=2, encoder_num_attention_heads=4, decoder_num_attention_heads=4,
+            max_position_embeddings=64, pad_token_id=0,
+        ),
+    ),
+    "bart": (hf.models.bart.modeling_bart.BartDecoder, next(a for a in ARCHITECTURES if a.name == "bart").config),
+}  # fmt: skip
+
+
+@ignore_fallback
+@pytest.mark.parametrize("name", CROSS)
+def test_cross_attention_of_decoders_does_not_show_the_future(name):
+    """Its queries are the decoder's tokens, so statistics over them would; not all decoders say that they are one."""
+    model_class, config = CROSS[name]
+    config = config()
+    config.favor = {"num_features": 16, "exact_below": 0}
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation="favor#").eval()
+    ids = tokens(False)["input_ids"]
+    later = ids.clone()
+    later[:, 12:] = (later[:, 12:] + 7) % 36 + 4
+    states = torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(1))
+    out, changed = (model(input_ids=i, encoder_hidden_states=states).last_hidden_state for i in (ids, later))
+    torch.testing.assert_close(changed[:, :12], out[:, :12], rtol=0, atol=1e-6)
+    assert not torch.allclose(changed[:, 12:], out[:, 12:])
+
+
+def test_encoders_beside_decoders_keep_their_statistics():
+    model = next(a for a in ARCHITECTURES if a.name == "bart").build("favor#")
+    marks = {name: m.favor_decodes for name, m in model.named_modules() if hasattr(m, "favor_decodes")}
+    assert not any(mark for name, mark in marks.items() if name.startswith("encoder."))
+    assert all(mark for name, mark in marks.items() if name.endswith("encoder_attn"))
+
+
+def test_recomputing_two_different_draws_is_refused():
+    layer = redrawing(1).train().encoder.layer[0]
+    hidden = torch.randn(1, 24, 32, requires_grad=True)
+    loss = sum(checkpoint(layer, hidden, use_reentrant=False).square().sum() for _ in range(2))
+    with pytest.raises(ValueError, match="redraw_interval=1 changed the random directions"):
+        loss.backward()
+
+
+def test_counts_of_two_models_in_one_wrapper():
+    pair = torch.nn.ModuleDict({"a": redrawing(2).train(), "b": redrawing(2).train()})
+    pair["a"](**tokens(False))
+    state = favor.RedrawCounter(pair).state_dict()["calls"]
+    assert max(state[: len(state) // 2]) == 1
+    assert max(state[len(state) // 2 :]) == 0
+
+
+def test_configure_keeps_options_of_sub_models():
+    config = hf.CLIPConfig(
+        text_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40},
+        vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+                       "patch_size": 4},
+    )  # fmt: skip
+    model = hf.CLIPModel(config)
+    favor.configure(model.vision_model, num_features=64)
+    favor.configure(model, "favor+", exact_below=0)
+    assert model_options(model.vision_model.config).num_features == 64
+    assert model_options(model.text_model.config).num_features == 256
+    assert model_options(model.vision_model.config).exact_below == 0
+    assert model.vision_model.config.favor is not model.text_model.config.favor
