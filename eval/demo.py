@@ -24,9 +24,9 @@ BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
 LABELS = {"sdpa": "exact (sdpa)"}
 SEED = 0
 BATCH_SIZE = 16
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 3e-4
 WARMUP_RATIO = 0.1
-MAX_LENGTH = 128
+MAX_LENGTH = 160
 COSINE_ROWS = 32
 
 
@@ -34,7 +34,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the demo; the defaults are made for ten minutes on two cores, installation included."""
     parser = argparse.ArgumentParser(prog="favor.eval.demo", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
-    parser.add_argument("--max_train_steps", type=int, default=48)
+    parser.add_argument("--max_train_steps", type=int, default=64)
     parser.add_argument("--num_features", type=int, default=128)
     return parser.parse_args(argv)
 

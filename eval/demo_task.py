@@ -1,13 +1,13 @@
 """A small generated task in the layout of GLUE's RTE, in which only the order of the words decides.
 
-sentence1 judges two things, each in one long sentence: "The food was lovely and by no means horrible, great and by
-no means bad, ... The room was ...". sentence2 names one of them: "The food was good." The label is entailment if the
-verdict on that thing is a good one.
+sentence1 judges two or three things, each in one long sentence: "The food was lovely and by no means horrible, great
+and by no means bad, ...". sentence2 names one of them: "The food was good." The label is entailment if the verdict on
+that thing is a good one. A third thing is judged in a third of the rows, and never asked for.
 
 Whatever the label, the words are the same: turning a verdict round exchanges the adjectives of each pair and adds no
-word. No bag of words, and no mean over embeddings that do not know their neighbours, can beat a guess. Who reads the
-verdicts but not sentence2 is right in three rows of four, as the two verdicts agree in every other row. For the rest,
-sentence2 has to be related to its place in sentence1.
+word. No bag of words, and no mean over embeddings that do not know their neighbours, can beat a guess. A model that
+reads the verdicts but not sentence2 is right in about three rows of four, as both asked things agree in every other
+row. For the rest, sentence2 has to be related to its place in sentence1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-THINGS = ("food", "room")
+ASKED = ("food", "room")
+OTHER = ("weather", "traffic", "beach", "music", "view", "garden", "pool", "street")
 VERDICTS = (
     ("delicious", "disgusting"),
     ("wonderful", "terrible"),
@@ -26,6 +27,7 @@ VERDICTS = (
     ("superb", "dreadful"),
     ("great", "bad"),
 )
+CLAUSES = (4, 5, 6)
 LABELS = ("not_entailment", "entailment")
 TRAIN_SEED, DEV_SEED = 0, 1
 DEV_ROWS = 256
@@ -42,16 +44,17 @@ class Example:
 
 def verdict(rng: random.Random, thing: str, good: bool) -> str:
     """A judgement whose words do not depend on which way it goes; only their order does."""
-    pairs = rng.sample(VERDICTS, len(VERDICTS))
+    pairs = rng.sample(VERDICTS, rng.choice(CLAUSES))
     turned = pairs if good else [pair[::-1] for pair in pairs]
     return f"The {thing} was {', '.join(f'{said} and by no means {denied}' for said, denied in turned)}."
 
 
 def example(seed: int, good: bool) -> Example:
-    """The row of a seed whose label is `good`; the verdict on the other thing is drawn by coin."""
+    """The row of a seed whose label is `good`; the verdicts on the other things are drawn by coin."""
     rng = random.Random(seed)
-    asked = rng.choice(THINGS)
-    sentences = [verdict(rng, thing, good if thing == asked else rng.random() < 0.5) for thing in THINGS]
+    asked = rng.choice(ASKED)
+    things = [*ASKED, *rng.sample(OTHER, int(rng.random() < 1 / 3))]
+    sentences = [verdict(rng, thing, good if thing == asked else rng.random() < 0.5) for thing in things]
     rng.shuffle(sentences)
     return Example(" ".join(sentences), f"The {asked} was good.", int(good))
 
