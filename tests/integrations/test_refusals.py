@@ -1,0 +1,166 @@
+"""What the backends refuse, and which masks they can read."""
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, AUDIO, COMMON, mel_frames, padding_mask, tokens, waveform
+from torch.nn.functional import scaled_dot_product_attention
+
+from favor.integrations.masks import favor_mask, key_padding
+from favor.integrations.transformers import favor_attention_forward
+
+BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+
+
+T5 = {"d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32, "vocab_size": 40}
+REFUSED = {
+    "t5": (hf.T5EncoderModel, lambda: hf.T5Config(**T5), tokens, "position bias .*argument position_bias"),
+    "parakeet": (
+        hf.ParakeetEncoder,
+        lambda: hf.ParakeetEncoderConfig(**AUDIO, conv_kernel_size=5, subsampling_factor=4),
+        mel_frames,
+        "additive bias for each pair",
+    ),
+    "wav2vec2-conformer with relative positions": (
+        hf.Wav2Vec2ConformerModel,
+        lambda: hf.Wav2Vec2ConformerConfig(
+            **{**next(a for a in ARCHITECTURES if a.name == "wav2vec2-conformer").config().to_dict()}
+            | {"position_embeddings_type": "relative"}
+        ),
+        waveform,
+        "position bias .*argument position_bias",
+    ),
+    "mistral": (
+        hf.MistralModel,
+        lambda: hf.MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8),
+        tokens,
+        "sliding-window attention only",
+    ),
+    "gemma2": (
+        hf.Gemma2Model,
+        lambda: hf.Gemma2Config(**COMMON, num_key_value_heads=2, head_dim=8),
+        tokens,
+        "soft-capped logits",
+    ),
+    "gpt-oss": (
+        hf.GptOssModel,
+        lambda: hf.GptOssConfig(**COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2),
+        tokens,
+        "attention sinks",
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_result_is_refused(name, padded):
+    model_class, config, inputs, message = REFUSED[name]
+    model = model_class._from_config(config(), attn_implementation="favor#").eval()
+    with pytest.raises(ValueError, match=message):
+        model(**inputs(padded))
+
+
+def test_packed_sequences_are_refused():
+    model = LLAMA.build("favor+", exact_below=0)
+    ids = tokens(False)["input_ids"]
+    positions = torch.arange(24)[None].expand(3, -1).clone()
+    positions[:, 10:] -= 10
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    lengths = torch.tensor([0, 10, 24], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"packed sequences .*cu_seq_lens_q"):
+        model(input_ids=ids[:1], cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=14, max_length_k=14)
+
+
+def test_static_cache_is_refused():
+    model = LLAMA.build("favor+", exact_below=0)
+    cache = hf.StaticCache(config=model.config, max_cache_len=40)
+    with pytest.raises(ValueError, match="static cache"):
+        model(input_ids=tokens(False)["input_ids"], past_key_values=cache)
+
+
+def test_attention_weights_are_refused():
+    model = BERT.build("favor+", exact_below=0)
+    module = model.encoder.layer[0].attention.self
+    states = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match="output_attentions"):
+        favor_attention_forward("favor+", module, states, states, states, None, output_attentions=True)
+
+
+def test_unknown_causality_is_refused():
+    model = BERT.build("favor+", exact_below=0)
+    module = model.encoder.layer[0].attention.self
+    del module.is_causal
+    with pytest.raises(ValueError, match="set its attribute is_causal"):
+        model(**tokens(False))
+
+
+def test_a_custom_pairwise_mask_is_refused():
+    model = BERT.build("favor+", exact_below=0)
+    mask = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
+    with pytest.raises(ValueError, match="mask or an additive bias for each pair"):
+        model(input_ids=tokens(False)["input_ids"], attention_mask=mask)
+
+
+@pytest.mark.parametrize("form", ["view", "materialised", "additive", "additive -inf", "queries masked too", "2d"])
+def test_padding_is_read_from_masks_of_any_make(form):
+    padding = padding_mask().bool()
+    mask = padding[:, None, None, :].expand(3, 1, 24, 24)
+    if form == "materialised":
+        mask = mask.contiguous()
+    elif form.startswith("additive"):
+        lowest = -torch.inf if "inf" in form else torch.finfo(torch.float32).min
+        mask = torch.zeros(3, 1, 24, 24).masked_fill(~mask, lowest)
+    elif form == "queries masked too":
+        mask = mask & padding[:, None, :, None]
+    elif form == "2d":
+        mask = padding
+    assert torch.equal(key_padding(mask, 3, 24, 24, is_causal=False), padding)
+
+
+def test_padding_is_read_from_causal_masks():
+    padding = padding_mask().bool()
+    triangle = torch.ones(5, 24, dtype=torch.bool).tril(19)
+    mask = padding[:, None, None, :] & triangle
+    assert torch.equal(key_padding(mask, 3, 5, 24, is_causal=True), padding)
+    with pytest.raises(ValueError, match="each pair"):
+        key_padding(mask, 3, 5, 24, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.full((3, 1, 24, 24), -0.5), torch.ones(3, 4, 24, 24), torch.ones(3, 24, 24), torch.ones(3, 7)]
+)
+def test_other_masks_are_refused(mask):
+    with pytest.raises(ValueError, match=r"each pair|attention_mask must be"):
+        key_padding(mask, 3, 24, 24, is_causal=False)
+
+
+def test_the_mask_costs_no_square():
+    mask = favor_mask(
+        3, 24, 24, mask_function=hf.masking_utils.bidirectional_mask_function, attention_mask=padding_mask()
+    )
+    assert mask.shape == (3, 1, 24, 24)
+    assert mask.stride(2) == 0
+    assert mask.untyped_storage().nbytes() == 3 * 24
+    assert favor_mask(3, 24, 24, attention_mask=torch.ones(3, 24, dtype=torch.bool)) is None
+    assert favor_mask(3, 24, 24) is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 24])
+def test_exact_path_with_fully_padded_rows(length, is_causal):
+    """Under `exact_below` the result is SDPA's, aligned with the last keys, and zero for rows without a key."""
+    module = BERT.build("favor+", num_features=64).encoder.layer[0].attention.self
+    module.is_causal = is_causal
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, length, 8, generator=generator)
+    key, value = torch.randn(2, 3, 4, 24, 8, generator=generator)
+    padding = padding_mask().bool()
+    padding[2] = False
+    out, _ = favor_attention_forward("favor+", module, query, key, value, padding)
+    mask = padding[:, None, None, :].expand(-1, 1, length, -1)
+    if is_causal:
+        mask = mask & torch.ones(length, 24, dtype=torch.bool).tril(24 - length)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert not out[2].any()
