@@ -35,6 +35,11 @@ class Moments:
         mean_y, second_y = _first_two(y, y_mask)
         return cls(mean_x, mean_y, second_x, second_y)
 
+    @classmethod
+    def cat(cls, moments: list[Moments]) -> Moments:
+        """Moments of several batches as those of one, along the first dimension."""
+        return cls(*(torch.cat(parts) for parts in zip(*map(_fields, moments), strict=True)))
+
     @property
     def head_dim(self) -> int:
         """Dimension d."""
@@ -65,6 +70,10 @@ class Moments:
         t = regularization * self.trace_sum / (2 * self.head_dim) + floor
         ridge = t[..., None, None] * eye
         return Moments(self.mean_x, self.mean_y, self.second_x + ridge, self.second_y + ridge)
+
+
+def _fields(moments: Moments) -> tuple[Tensor, ...]:
+    return moments.mean_x, moments.mean_y, moments.second_x, moments.second_y
 
 
 def trace(matrix: Tensor) -> Tensor:

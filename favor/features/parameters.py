@@ -26,17 +26,19 @@ class Parameters:
         transform: G, `[..., d, d]`.
         inverse: G^-1, `[..., d, d]`.
         factor: L, `[..., d, d]`.
+        maps: False where G = I, which then need not be applied.
     """
 
     transform: Tensor
     inverse: Tensor
     factor: Tensor
+    maps: bool = True
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
         """G = L = I: the positive features of FAVOR+, which need no statistics."""
         eye = torch.eye(head_dim, dtype=dtype, device=device)
-        return cls(eye, eye, eye)
+        return cls(eye, eye, eye, maps=False)
 
     @classmethod
     def from_matrices(cls, A: Tensor, B1: Tensor, B2: Tensor, *, tolerance: float = 1e-5) -> Parameters:

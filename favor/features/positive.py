@@ -63,7 +63,7 @@ class GERF(PositiveFeatures):
         """A from the mean squared norm of x + y, which follows from traces and means."""
         eye = torch.eye(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
         phi = (moments.trace_sum + 2 * moments.cross) / moments.head_dim
-        return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye)
+        return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye, maps=False)
 
 
 class _Regularised(PositiveFeatures):
@@ -163,7 +163,7 @@ class SDERF(PositiveFeatures):
             values, vectors = _eigh(second)
             # The symmetric root does not depend on signs or order of eigenvectors, which differ between devices.
             factor = _from_spectrum(optimal_sigma(values).sqrt(), vectors)
-        return Parameters(eye, eye, factor)
+        return Parameters(eye, eye, factor, maps=False)
 
 
 class DERF(PositiveFeatures):

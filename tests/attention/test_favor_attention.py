@@ -7,8 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
-from favor.attention.causal import causal_positive_attention
 from favor.attention.functional import directions
+from favor.kernels import chunked_causal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
@@ -187,7 +187,12 @@ def test_chunk_size_does_not_matter(chunk_size):
     visible = torch.ones(90, 95, dtype=torch.bool).tril(5)
     weights = weights.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
     expected = torch.einsum("bhlgs,bhsv->bhlgv", weights, value)
-    out = causal_positive_attention(log_query, log_key, value, chunk_size=chunk_size)
+    # With the unit vectors as directions, queries and keys are their own logits.
+    eye = torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6)
+    zeros = torch.zeros(1, 2, 6, dtype=torch.float64), torch.zeros(1, 2, 95, dtype=torch.float64)
+    query = log_query.transpose(2, 3).flatten(1, 2)
+    out, *_ = chunked_causal.forward(query, log_key, value, eye, eye, *zeros, None, None, chunk_size=chunk_size)
+    expected = expected.transpose(2, 3).flatten(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 

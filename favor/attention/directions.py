@@ -1,0 +1,54 @@
+"""Random directions as a pure function of a few numbers: the same on every device, and in no state dict."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from favor import features as families
+from favor.features import RandomFeatures
+
+
+@torch.compiler.assume_constant_result
+def directions(
+    features: str | RandomFeatures,
+    num_features: int,
+    head_dim: int,
+    num_heads: int,
+    orthogonal: bool,
+    seed: int,
+    layer: int,
+    redraw: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Omega `[num_heads, M, d]`, drawn on the CPU and cached on the device."""
+    return _cached(features, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype)
+
+
+@lru_cache(maxsize=128)
+def _cached(
+    features: str | RandomFeatures,
+    num_features: int,
+    head_dim: int,
+    num_heads: int,
+    orthogonal: bool,
+    seed: int,
+    layer: int,
+    redraw: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    if isinstance(features, str):
+        features = families.get(features)
+    digest = hashlib.sha256(f"{seed},{layer},{redraw}".encode()).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    # A tensor made in inference mode could not be used in training later.
+    with torch.inference_mode(False), torch.no_grad():
+        omega = features.draw(
+            num_features, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=(num_heads,)
+        )
+        return omega.to(device=device, dtype=dtype)

@@ -1,0 +1,105 @@
+"""Packed batches: the cumulative lengths of sequences that lie one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Packing:
+    """Where the sequences of a packed batch begin and end.
+
+    Attributes:
+        queries, keys: cumulative lengths `[N + 1]`, int32, from 0 to L and to S.
+        longest_query, longest_key: the largest lengths.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool,
+    ) -> Packing | None:
+        """Checked lengths; None if the batch is not packed.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+        """
+        if cu_seqlens_q is None and cu_seqlens_k is None:
+            return None
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_q and cu_seqlens_k go together; for self-attention pass the same tensor twice.")
+        if query.shape[0] != 1:
+            raise ValueError(f"packed sequences lie in a batch of size 1, got {query.shape[0]}.")
+        for name, lengths, total in (
+            ("cu_seqlens_q", cu_seqlens_q, query.shape[2]),
+            ("cu_seqlens_k", cu_seqlens_k, key.shape[2]),
+        ):
+            _check(name, lengths, total, query.device)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must count the same sequences, "
+                f"got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}."
+            )
+        packing = cls(
+            cu_seqlens_q.to(torch.int32),
+            cu_seqlens_k.to(torch.int32),
+            _longest(cu_seqlens_q) if max_seqlen_q is None else int(max_seqlen_q),
+            _longest(cu_seqlens_k) if max_seqlen_k is None else int(max_seqlen_k),
+        )
+        if is_causal and cu_seqlens_q is not cu_seqlens_k and bool((cu_seqlens_q.diff() > cu_seqlens_k.diff()).any()):
+            raise ValueError("causal attention needs at least as many keys as queries in every packed sequence.")
+        return packing
+
+    def for_kernel(self) -> dict[str, Any]:
+        """Arguments of `favor.kernels.linear_attention`."""
+        return {
+            "cu_seqlens_q": self.queries,
+            "cu_seqlens_k": self.keys,
+            "max_seqlen_q": self.longest_query,
+            "max_seqlen_k": self.longest_key,
+        }
+
+    def split(self, query: Tensor, *keys: Tensor) -> list[tuple[Tensor, ...]]:
+        """Queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
+        parts = [self.split_keys(tensor) for tensor in keys]
+        return list(zip(query.split(_lengths(self.queries), dim=2), *parts, strict=True))
+
+    def split_keys(self, key: Tensor) -> tuple[Tensor, ...]:
+        """Keys (or values) of each sequence, `[1, Hk, length, d]`."""
+        return key.split(_lengths(self.keys), dim=2)
+
+
+def _lengths(cumulative: Tensor) -> list[int]:
+    return cumulative.diff().tolist()
+
+
+def _longest(cumulative: Tensor) -> int:
+    return int(cumulative.diff().max()) if len(cumulative) > 1 else 0
+
+
+def _check(name: str, lengths: Tensor, total: int, device: torch.device) -> None:
+    if lengths.is_floating_point() or lengths.ndim != 1 or len(lengths) < 2:
+        raise ValueError(
+            f"{name} must hold the cumulative lengths [0, ..., {total}] as integers, one more than there are "
+            f"sequences; got shape {tuple(lengths.shape)} of {lengths.dtype}."
+        )
+    if lengths.device != device:
+        raise ValueError(f"{name} must be on {device} like query, got {lengths.device}.")
+    # Reading the values would stall a GPU.
+    if device.type == "cpu" and not (lengths[0] == 0 and lengths[-1] == total and bool((lengths.diff() >= 0).all())):
+        raise ValueError(f"{name} must rise from 0 to {total}, got {lengths.tolist()}.")

@@ -1,0 +1,129 @@
+"""Attention by features of any sign (trigonometric features, ReLU and ELU maps), bidirectional and causal.
+
+Shapes: keys are `[B, H, S, F]`, with H the number of key heads. The queries of the G heads that share a key head are
+rows of it, `[B, H, L, G, F]`, so that grouped-query attention never repeats a key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from favor.features import SignedFeatures
+
+
+def attention(
+    features: SignedFeatures,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    omega: Tensor,
+    *,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, omega `[Hk, M, d]`."""
+    compute = omega.dtype
+    x = query.to(compute).unflatten(1, (key.shape[1], -1)).transpose(2, 3) * scale**0.5  # [B, Hk, L, G, d]
+    y, value = key.to(compute) * scale**0.5, value.to(compute)
+    hidden = None if key_mask is None else ~key_mask[:, None, :]
+    if hidden is not None:
+        # Whatever padding holds, NaN included, must not reach a real token: 0 * NaN is NaN.
+        y, value = y.masked_fill(hidden.unsqueeze(-1), 0.0), value.masked_fill(hidden.unsqueeze(-1), 0.0)
+    phi_query = features.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
+    phi_key, log_scale = features.phi(y, omega), features.log_scale(y)
+    if hidden is not None:
+        log_scale = log_scale.masked_fill(hidden, -torch.inf)
+    attend = causal_signed_attention if is_causal else signed_attention
+    return attend(phi_query, phi_key, log_scale, value).transpose(2, 3).flatten(1, 2).to(query.dtype)
+
+
+def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:
+    """Attention with weights (query . key) exp(log_scale).
+
+    Args:
+        query: feature values `[B, H, L, G, F]`.
+        key: feature values `[B, H, S, F]`.
+        log_scale: `[B, H, S]`, -inf for masked keys.
+        value: `[B, H, S, dv]`, finite everywhere.
+
+    Returns:
+        `[B, H, L, G, dv]`.
+    """
+    scale = (log_scale - _finite_max(log_scale, dim=-1)).exp().unsqueeze(-1)
+    state = (key * scale).transpose(-1, -2) @ _append_one(value)
+    return _normalise(query.flatten(2, 3) @ state).unflatten(2, query.shape[2:4])
+
+
+def causal_signed_attention(
+    query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor, *, chunk_size: int = 64
+) -> Tensor:
+    """Causal form of `signed_attention`; shapes as there, S >= L. Returns `[B, H, L, G, dv]`."""
+    length, groups = query.shape[2:4]
+    prefix = key.shape[2] - length
+    value = _append_one(value)
+    top = _finite_max(log_scale[:, :, :prefix], dim=-1)
+    scaled = key[:, :, :prefix] * (log_scale[:, :, :prefix] - top).exp().unsqueeze(-1)
+    state = scaled.transpose(-1, -2) @ value[:, :, :prefix]
+    if not prefix:
+        top = torch.full_like(top, -torch.inf)
+
+    chunk_size = min(chunk_size, _power_of_two(length))
+    query = _chunks(query, chunk_size, 0.0)
+    key = _chunks(key[:, :, prefix:], chunk_size, 0.0)
+    value = _chunks(value[:, :, prefix:], chunk_size, 0.0)
+    log_scale = _chunks(log_scale[:, :, prefix:].unsqueeze(-1), chunk_size, -torch.inf)[..., 0]
+    outside = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device).triu(1)
+
+    outputs = []
+    for q, k, v, s in zip(query.unbind(2), key.unbind(2), value.unbind(2), log_scale.unbind(2), strict=True):
+        row_top = torch.maximum(s.detach().cummax(-1).values, top)  # [B, H, C]
+        row_top = row_top.masked_fill(row_top == -torch.inf, 0.0)
+        rows = q.flatten(2, 3)
+        decay = (s.unsqueeze(-2) - row_top.unsqueeze(-1)).masked_fill(outside, -torch.inf).exp()
+        inside = (rows @ k.transpose(-1, -2)).unflatten(2, (chunk_size, groups)) * decay.unsqueeze(-2)
+        before = (rows @ state).unflatten(2, (chunk_size, groups)) * (top - row_top).exp()[..., None, None]
+        outputs.append((inside.flatten(2, 3) @ v).unflatten(2, (chunk_size, groups)) + before)
+        last = row_top[..., -1:]
+        fresh = k * (s - last).exp().unsqueeze(-1)
+        state = state * (top - last).exp().unsqueeze(-1) + fresh.transpose(-1, -2) @ v
+        top = last
+    return _normalise(torch.stack(outputs, dim=2)).flatten(2, 3)[:, :, :length]
+
+
+def _append_one(value: Tensor) -> Tensor:
+    """Value columns and a column of ones `[..., dv + 1]`: one product then gives numerator and normaliser."""
+    return torch.cat((value, value.new_ones(*value.shape[:-1], 1)), dim=-1)
+
+
+def _normalise(sums: Tensor) -> Tensor:
+    """Numerator over normaliser, `[..., dv + 1]` -> `[..., dv]`; rows without a key give zeros and no gradient."""
+    total = sums[..., -1:]
+    return sums[..., :-1] / total.masked_fill(total == 0, 1.0)
+
+
+def _finite_max(values: Tensor, dim: int) -> Tensor:
+    """Maximum kept as a dimension, without gradient; 0 where everything is -inf, so that -inf - max is -inf.
+
+    Subtracting it is an identity of the normalised result, so it is a constant for the gradient.
+    """
+    if values.shape[dim] == 0:
+        shape = list(values.shape)
+        shape[dim] = 1
+        return values.new_zeros(shape)
+    top = values.detach().amax(dim, keepdim=True)
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
+def _chunks(rows: Tensor, chunk_size: int, fill: float) -> Tensor:
+    """`[B, H, L, ...]` -> `[B, H, n, chunk_size, ...]`, the end filled up."""
+    missing = -rows.shape[2] % chunk_size
+    if missing:
+        tail = rows.new_full((*rows.shape[:2], missing, *rows.shape[3:]), fill)
+        rows = torch.cat((rows, tail), dim=2)
+    return rows.unflatten(2, (-1, chunk_size))
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << max(length - 1, 0).bit_length()

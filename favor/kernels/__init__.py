@@ -1,0 +1,64 @@
+"""How linear attention is computed: blocks of plain torch on any device, Triton kernels on GPUs.
+
+Every kernel takes the same mathematical form (see `linear_attention`), so none knows which random features it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from favor.kernels.dispatch import KERNELS, available
+from favor.kernels.ops import attention_forward
+
+__all__ = ["KERNELS", "available", "linear_attention"]
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    *,
+    is_causal: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    kernel: str = "auto",
+) -> Tensor:
+    """Attention with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
+
+    Logits, maxima and sums are float32 (float64 for float64 inputs); memory is linear in the length and holds no
+    feature. Nothing is added to the normaliser. A query that sees no key gives zeros, with zero gradient.
+
+    Args:
+        query: `[B, H, L, d]`, float64, float32, bfloat16 or float16.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, of the type of `query`; H must be a multiple of Hk.
+        query_directions, key_directions: uq and uk `[n, Hk, M, d]`, with the scale of the logits; float32, or
+            float64 for float64 inputs. n is the number of sequences, or 1 if they share the directions.
+        offset: `[n, Hk, M]`.
+        key_bias: `[B, Hk, S]`; -inf hides a key, whatever key and value hold there.
+        is_causal: query i sees keys 0 ... S - L + i.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
+            after another along L and S; then B is 1 and no sequence sees another.
+        max_seqlen_q, max_seqlen_k: the longest of them.
+        kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
+
+    Returns:
+        `[B, H, L, dv]` in the type of `query`. Its memory is laid out `[B, L, H, dv]`.
+
+    Raises:
+        ValueError: for an unknown kernel, or Triton where it cannot run.
+
+    Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
+    proposal form of `favor.features.parameters`.
+    """
+    inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
+    lengths = [None if tensor is None else tensor.to(torch.int32) for tensor in (cu_seqlens_q, cu_seqlens_k)]
+    out, *_ = attention_forward(*inputs, *operands, *lengths, max_seqlen_q, max_seqlen_k, is_causal, kernel)
+    return out

@@ -1,0 +1,275 @@
+"""Bidirectional and cross attention in plain torch, a block of tokens at a time; for any device.
+
+Positive random features turn attention into two softmax attentions through M landmarks, the features:
+
+    summarise   log_weight_m = log sum_j exp(k_j.uk_m + bias_j),  summary_m = mean of v_j with these weights
+    read        out_i = mean of summary_m with weights exp(q_i.uq_m + log_weight_m + offset_m)
+
+Both are online in their long direction, so no feature outlives its block. Nothing is added to any normaliser: the
+maxima cancel exactly. The backward pass computes the features again; with p_im the weights of the read, g the gradient
+of the output and delta_i = g_i.out_i, the gradient of the query logits is p_im (g_i.summary_m - delta_i). The landmarks
+then gather r_m = sum_i p_im g_i and e_m = sum_i p_im delta_i, and with a_jm the weights of the summary, that of the key
+logits is a_jm (v_j.r_m - e_m).
+
+Inside this file the G query heads of a key head are rows of it, and batch and key heads are one dimension N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from favor.kernels.sequences import Sequence, sequences
+
+# Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from.
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 2**18, 2**20
+
+
+class Gradients(NamedTuple):
+    """Gradients of a forward pass; those of the directions are empty unless they were asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor
+    query_directions: Tensor
+    key_directions: Tensor
+    offset: Tensor
+
+
+@dataclass
+class Inputs:
+    """One sequence, or one batch of equally long ones, as the loops need it.
+
+    Attributes:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        to_query, to_key: directions `[N, M, d]`; offset: `[N, 1, M]`; bias: `[N, S, 1]`.
+        hidden: `[N, S, 1]`, True for keys with a bias of -inf; None if there are none.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    to_query: Tensor
+    to_key: Tensor
+    offset: Tensor
+    bias: Tensor
+    hidden: Tensor | None
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Inputs:
+        batch, key_heads = sequence.key.shape[:2]
+
+        def per_head(tensor: Tensor) -> Tensor:
+            return tensor.expand(batch, *tensor.shape[1:]).flatten(0, 1)
+
+        bias = sequence.key_bias.reshape(batch * key_heads, -1, 1)
+        hidden = bias == -torch.inf
+        return cls(
+            sequence.query,
+            sequence.key,
+            sequence.value,
+            per_head(sequence.query_directions),
+            per_head(sequence.key_directions),
+            per_head(sequence.offset).unsqueeze(1),
+            bias,
+            hidden if bool(hidden.any()) else None,
+        )
+
+    @property
+    def heads(self) -> int:
+        """N, batch times key heads."""
+        return self.to_key.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Width of the values."""
+        return self.value.shape[-1]
+
+    def queries(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a tensor `[B, H, L, w]` as `[N, G (stop - start), w]`, in the type of the directions."""
+        rows = tensor[:, :, start:stop].to(self.to_query.dtype)
+        return rows.reshape(self.heads, -1, tensor.shape[-1])
+
+    def keys(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a tensor `[B, Hk, S, w]` as `[N, stop - start, w]`; hidden ones are zeros, whatever they hold."""
+        rows = tensor[:, :, start:stop].to(self.to_key.dtype).reshape(self.heads, -1, tensor.shape[-1])
+        return rows if self.hidden is None else rows.masked_fill(self.hidden[:, start:stop], 0.0)
+
+    def blocks(self, rows: int, length: int) -> list[tuple[int, int]]:
+        """Ranges that cover `length` tokens; each token has `rows` rows of features."""
+        budget = min(max(rows * length * self.to_query.shape[-1] // 8, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+        size = max(64, budget // (rows * self.to_key.shape[1]) // 64 * 64)
+        return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention output and what the backward pass needs; arguments as in `favor.kernels.linear_attention`.
+
+    Returns:
+        output `[B, H, L, dv]`, logarithm of the normaliser `[B, H, L]`, logarithm of the weight of each landmark with
+        its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
+    """
+    out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    weights, summaries = [], []
+    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+        inputs = Inputs.of(sequence)
+        top, total, state = summarise(inputs, inputs.key.shape[2])
+        # Without a visible key everything is zero: a finite weight and a summary of zeros.
+        empty = total == 0
+        total = total.masked_fill(empty, 1.0)
+        weight, summary = top + total.log() + inputs.offset, state / total.transpose(1, 2)
+        _read(inputs, weight, summary, out[sequence.rows], lse[sequence.rows])
+        weights.append(weight.view(*sequence.key.shape[:2], -1))
+        summaries.append(summary.view(*sequence.key.shape[:2], -1, inputs.width))
+    return out, lse, torch.cat(weights), torch.cat(summaries)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    summary: Tensor,
+    for_directions: bool,
+) -> Gradients:
+    """Gradients of the loss, from that of the output and from what `forward` returned."""
+    grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
+    inputs_of = sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    for sequence in inputs_of:
+        inputs = Inputs.of(sequence)
+        landmarks = sequence.landmarks
+        log_weight, state = weight[landmarks].flatten(0, 1).unsqueeze(1), summary[landmarks].flatten(0, 1)
+        here = (grad[sequence.rows], out[sequence.rows], lse[sequence.rows])
+        gathered, shares = _backward_queries(inputs, *here, log_weight, state, sequence, grads)
+        _backward_keys(inputs, log_weight, gathered, shares, sequence, grads)
+    return grads
+
+
+def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Landmarks over the keys before `stop`.
+
+    Returns:
+        maximum of the key logits `[N, 1, M]` (0 if there is no visible key), sum of exp(logit - maximum) `[N, 1, M]`,
+        and the same sum of values `[N, M, dv]`.
+    """
+    n, features = inputs.to_key.shape[:2]
+    top = inputs.to_key.new_full((n, 1, features), -torch.inf)
+    total, state = torch.zeros_like(top), inputs.to_key.new_zeros(n, features, inputs.width)
+    project = inputs.to_key.transpose(1, 2)
+    for start, end in inputs.blocks(n, stop):
+        weights = inputs.keys(inputs.key, start, end) @ project
+        weights += inputs.bias[:, start:end]
+        risen = torch.maximum(top, weights.amax(1, keepdim=True))
+        base = risen.masked_fill(risen == -torch.inf, 0.0)
+        decay = (top - base).exp_()
+        weights.sub_(base).exp_()
+        total.mul_(decay).add_(weights.sum(1, keepdim=True))
+        state.mul_(decay.transpose(1, 2)).baddbmm_(weights.transpose(1, 2), inputs.keys(inputs.value, start, end))
+        top = risen
+    return top.masked_fill_(top == -torch.inf, 0.0), total, state
+
+
+def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor, lse: Tensor) -> None:
+    project, length = inputs.to_query.transpose(1, 2), inputs.query.shape[2]
+    for start, stop in inputs.blocks(inputs.query.shape[0] * inputs.query.shape[1], length):
+        weights = inputs.queries(inputs.query, start, stop) @ project
+        weights += log_weight
+        top = weights.amax(2, keepdim=True)
+        weights.sub_(top).exp_()
+        total = weights.sum(2, keepdim=True)
+        out[:, :, start:stop] = (weights @ summary).div_(total).view_as(out[:, :, start:stop])
+        lse[:, :, start:stop] = total.log_().add_(top).view_as(lse[:, :, start:stop])
+
+
+def _backward_queries(
+    inputs: Inputs,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_weight: Tensor,
+    summary: Tensor,
+    sequence: Sequence,
+    grads: Gradients,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the queries; returns what the landmarks gather, `[N, M, dv]` and `[N, 1, M]`."""
+    gathered, shares = torch.zeros_like(summary), torch.zeros_like(log_weight)
+    project, back = inputs.to_query.transpose(1, 2), summary.transpose(1, 2)
+    dq, length = grads.query[sequence.rows], inputs.query.shape[2]
+    for start, stop in inputs.blocks(inputs.query.shape[0] * inputs.query.shape[1], length):
+        rows, g = inputs.queries(inputs.query, start, stop), inputs.queries(grad, start, stop)
+        delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
+        weights = rows @ project
+        weights.add_(log_weight).sub_(inputs.queries(lse.unsqueeze(3), start, stop)).exp_()
+        gathered.baddbmm_(weights.transpose(1, 2), g)
+        slopes = (g @ back).sub_(delta).mul_(weights)
+        dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
+        shares += weights.mul_(delta).sum(1, keepdim=True)
+        if grads.offset.numel():
+            sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
+    return gathered, shares
+
+
+def _backward_keys(
+    inputs: Inputs, log_weight: Tensor, gathered: Tensor, shares: Tensor, sequence: Sequence, grads: Gradients
+) -> None:
+    project, back = inputs.to_key.transpose(1, 2), gathered.transpose(1, 2)
+    shift = inputs.offset - log_weight
+    dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
+    for start, stop in inputs.blocks(inputs.heads, inputs.key.shape[2]):
+        rows, values = inputs.keys(inputs.key, start, stop), inputs.keys(inputs.value, start, stop)
+        weights = rows @ project
+        weights.add_(shift).add_(inputs.bias[:, start:stop]).exp_()
+        dv[:, :, start:stop] = (weights @ gathered).view_as(dv[:, :, start:stop])
+        slopes = (values @ back).sub_(shares).mul_(weights)
+        dk[:, :, start:stop] = (slopes @ inputs.to_key).view_as(dk[:, :, start:stop])
+        dbias[:, :, start:stop] = slopes.sum(2).view_as(dbias[:, :, start:stop])
+        if grads.offset.numel():
+            sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
+            sequence.accumulate(grads.offset, slopes.sum(1))
+
+
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """Uninitialised `[B, H, L, dv]` whose memory is `[B, L, H, dv]`, the order in which models join the heads."""
+    batch, heads, length = query.shape[:3]
+    return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+
+
+def empty_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    for_directions: bool,
+) -> Gradients:
+    """Where a backward pass writes (queries, keys, values, bias) and adds up (directions and offsets)."""
+    directions = (query_directions, key_directions, offset)
+    return Gradients(
+        *(torch.empty_like(tensor) for tensor in (query, key, value, key_bias)),
+        *(torch.zeros_like(tensor) if for_directions else tensor.new_empty(0) for tensor in directions),
+    )

@@ -1,0 +1,291 @@
+"""Causal attention in plain torch, a chunk of tokens at a time; for any device.
+
+Queries are aligned with the last keys: with S keys and L <= S queries, query i sees keys 0 ... S - L + i. Keys before a
+chunk enter through a state, those of the chunk through the products of features, masked.
+
+Both are scaled by one anchor per feature: the largest logit among the past keys and the first key of the chunk. All
+queries of the chunk see those, so each row has a term of 1 and its normaliser does not underflow. Later keys of the
+chunk may exceed the anchor; if any does by more than e^50 the chunk is cut in two. A chunk of one token is always exact.
+
+The backward pass computes features and states again: forward in time for the queries, backward in time for the keys,
+whose state gathers the gradients of later queries. It divides nothing: weights are exp(logit - log normaliser).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from favor.kernels.chunked import Gradients, Inputs, empty_gradients, empty_output, summarise
+from favor.kernels.sequences import Sequence, sequences
+
+CHUNK_SIZE = 128
+_STEEPEST = 50.0
+
+
+@dataclass
+class _Chunk:
+    """One chunk: its queries `start:stop`, its keys from `first` on, and its features of keys.
+
+    Attributes:
+        anchor: `[N, 1, M]`.
+        weights: exp(key logits + offset - anchor), `[N, C, M]`.
+    """
+
+    start: int
+    stop: int
+    first: int
+    anchor: Tensor
+    weights: Tensor
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        return self.first, self.first + self.stop - self.start
+
+
+@dataclass
+class _State:
+    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times exp(-anchor)."""
+
+    anchor: Tensor
+    total: Tensor
+    values: Tensor
+
+    @classmethod
+    def before(cls, inputs: Inputs) -> _State:
+        """State of the keys that all queries see."""
+        prefix = inputs.key.shape[2] - inputs.query.shape[2]
+        anchor, total, values = summarise(inputs, prefix)
+        anchor = (anchor + inputs.offset).masked_fill(total == 0, -torch.inf)
+        return cls(anchor, total, values)
+
+    def move(self, anchor: Tensor) -> None:
+        """Same sums for a new anchor, which is -inf only where nothing has been seen."""
+        decay = (self.anchor - anchor.masked_fill(anchor == -torch.inf, 0.0)).exp_()
+        self.total.mul_(decay)
+        self.values.mul_(decay.transpose(1, 2))
+        self.anchor = anchor
+
+    def add(self, weights: Tensor, values: Tensor) -> None:
+        """Adds keys, given their weights at the present anchor, and lifts the anchor over them."""
+        self.total += weights.sum(1, keepdim=True)
+        self.values.baddbmm_(weights.transpose(1, 2), values)
+        self.move(self.anchor + weights.amax(1, keepdim=True).clamp_(min=1.0).log_())
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible.
+
+    Arguments as in `favor.kernels.linear_attention`. The last two results are empty: the backward pass computes the
+    states again.
+    """
+    out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+        inputs, state = Inputs.of(sequence), None
+        own_out, own_lse = out[sequence.rows], lse[sequence.rows]
+        state = _State.before(inputs)
+        for chunk in _chunks(inputs, state, chunk_size):
+            values = inputs.keys(inputs.value, *chunk.keys)
+            weights = inputs.queries(inputs.query, chunk.start, chunk.stop) @ inputs.to_query.transpose(1, 2)
+            weights += chunk.anchor
+            top = weights.amax(2, keepdim=True)
+            weights.sub_(top).exp_()
+            scores = _lower(weights @ chunk.weights.transpose(1, 2))
+            total = scores.sum(2, keepdim=True).add_(weights @ state.total.transpose(1, 2))
+            rows = (scores @ values).baddbmm_(weights, state.values)
+            unseen = total == 0
+            rows /= total.masked_fill(unseen, 1.0)
+            top = total.log_().add_(top).masked_fill_(unseen, torch.inf)
+            span = slice(chunk.start, chunk.stop)
+            own_out[:, :, span], own_lse[:, :, span] = rows.view_as(own_out[:, :, span]), top.view_as(own_lse[:, :, span])
+            state.add(chunk.weights, values)
+    return out, lse, offset.new_empty(0), offset.new_empty(0)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    summary: Tensor,
+    for_directions: bool,
+) -> Gradients:
+    """Gradients of the loss, from that of the output and from what `forward` returned."""
+    grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
+    inputs_of = sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    for sequence in inputs_of:
+        inputs = Inputs.of(sequence)
+        here = (grad[sequence.rows], out[sequence.rows], lse[sequence.rows])
+        anchors = _backward_queries(inputs, *here, sequence, grads)
+        _backward_keys(inputs, *here, anchors, sequence, grads)
+    return grads
+
+
+def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
+    """Chunks in order; moves the state to the anchor of each before handing it out."""
+    length, prefix = inputs.query.shape[2], inputs.key.shape[2] - inputs.query.shape[2]
+    start, project = 0, inputs.to_key.transpose(1, 2)
+    while start < length:
+        stop = min(start + size, length)
+        logits = inputs.keys(inputs.key, prefix + start, prefix + stop) @ project
+        logits.add_(inputs.bias[:, prefix + start : prefix + stop]).add_(inputs.offset)
+        anchor = torch.maximum(state.anchor, logits[:, :1])
+        if inputs.hidden is not None:
+            # Nothing seen so far, and the first key is hidden: the first visible one.
+            visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
+            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2]))
+            anchor = torch.where(anchor == -torch.inf, first, anchor)
+        logits -= anchor.masked_fill(anchor == -torch.inf, 0.0)
+        # A steep chunk is cut; later chunks try the full size again.
+        while stop - start > 1 and bool((logits[:, : stop - start] > _STEEPEST).any()):
+            stop = (start + stop + 1) // 2
+        state.move(anchor)
+        weights = logits[:, : stop - start].exp_()
+        yield _Chunk(start, stop, prefix + start, anchor.masked_fill(anchor == -torch.inf, 0.0), weights)
+        start = stop
+
+
+def _backward_queries(
+    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, sequence: Sequence, grads: Gradients
+) -> list[tuple[int, int, Tensor]]:
+    """Gradient of the queries; returns start, end and anchor of each chunk."""
+    anchors, state = [], _State.before(inputs)
+    dq, project = grads.query[sequence.rows], inputs.to_query.transpose(1, 2)
+    for chunk in _chunks(inputs, state, CHUNK_SIZE):
+        start, stop = chunk.start, chunk.stop
+        rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
+        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        weights = (rows @ project).add_(chunk.anchor).sub_(log_total).exp_()
+        slopes = (g @ state.values.transpose(1, 2)).sub_(delta * state.total)
+        slopes += _lower((g @ values.transpose(1, 2)).sub_(delta)) @ chunk.weights
+        slopes *= weights
+        dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
+        if grads.offset.numel():
+            sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
+            sequence.accumulate(grads.offset, slopes.sum(1))
+        state.add(chunk.weights, values)
+        anchors.append((start, stop, chunk.anchor))
+    return anchors
+
+
+def _backward_keys(
+    inputs: Inputs,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    anchors: list[tuple[int, int, Tensor]],
+    sequence: Sequence,
+    grads: Gradients,
+) -> None:
+    n, features = inputs.to_key.shape[:2]
+    prefix = inputs.key.shape[2] - inputs.query.shape[2]
+    later = _Later(
+        inputs.to_key.new_full((n, 1, features), -torch.inf),
+        inputs.to_key.new_zeros(n, 1, features),
+        inputs.to_key.new_zeros(n, features, inputs.width),
+    )
+    for start, stop, anchor in reversed(anchors):
+        rows, logits = _key_logits(inputs, prefix + start, prefix + stop)
+        values = inputs.keys(inputs.value, prefix + start, prefix + stop)
+        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        query_logits = inputs.queries(inputs.query, start, stop) @ inputs.to_query.transpose(1, 2)
+        query_logits -= log_total
+        weights = (query_logits + anchor).exp_()
+        own = (logits - anchor).exp_()
+        scores = _lower(weights @ own.transpose(1, 2))
+        slopes = own.mul_(_lower((g @ values.transpose(1, 2)).sub_(delta)).transpose(1, 2) @ weights)
+        dv, further = later.reach(logits, values)
+        dv.baddbmm_(scores.transpose(1, 2), g)
+        slopes += further
+        _store_keys(inputs, prefix + start, prefix + stop, rows, dv, slopes, sequence, grads)
+        later.add(query_logits, g, delta)
+    for start, stop in inputs.blocks(n, prefix):
+        rows, logits = _key_logits(inputs, start, stop)
+        dv, slopes = later.reach(logits, inputs.keys(inputs.value, start, stop))
+        _store_keys(inputs, start, stop, rows, dv, slopes, sequence, grads)
+
+
+@dataclass
+class _Later:
+    """What later queries send back: sums of exp(query logit - log normaliser - top) times delta and times gradient."""
+
+    top: Tensor
+    shares: Tensor
+    gathered: Tensor
+
+    def reach(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of values `[N, C, dv]` and of key logits `[N, C, M]` from all later queries."""
+        weights = (logits + self.top).exp_()  # at most 1: a later query sees these keys
+        slopes = (values @ self.gathered.transpose(1, 2)).sub_(self.shares).mul_(weights)
+        return weights @ self.gathered, slopes
+
+    def add(self, logits: Tensor, grad: Tensor, delta: Tensor) -> None:
+        """Adds queries, given their logits `[N, G C, M]` less their log normaliser."""
+        risen = torch.maximum(self.top, logits.amax(1, keepdim=True))
+        base = risen.masked_fill(risen == -torch.inf, 0.0)
+        decay, weights = (self.top - base).exp_(), logits.sub_(base).exp_()
+        self.gathered.mul_(decay.transpose(1, 2)).baddbmm_(weights.transpose(1, 2), grad)
+        self.shares.mul_(decay).add_(weights.mul_(delta).sum(1, keepdim=True))
+        self.top = risen
+
+
+def _of_rows(
+    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = inputs.queries(grad, start, stop)
+    delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
+    return g, delta, inputs.queries(lse.unsqueeze(3), start, stop)
+
+
+def _key_logits(inputs: Inputs, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    rows = inputs.keys(inputs.key, start, stop)
+    return rows, (rows @ inputs.to_key.transpose(1, 2)).add_(inputs.bias[:, start:stop]).add_(inputs.offset)
+
+
+def _store_keys(
+    inputs: Inputs,
+    start: int,
+    stop: int,
+    rows: Tensor,
+    dv: Tensor,
+    slopes: Tensor,
+    sequence: Sequence,
+    grads: Gradients,
+) -> None:
+    span = slice(start, stop)
+    key, value, bias = (grad[sequence.columns][:, :, span] for grad in (grads.key, grads.value, grads.key_bias))
+    key.copy_((slopes @ inputs.to_key).view_as(key))
+    value.copy_(dv.view_as(value))
+    bias.copy_(slopes.sum(2).view_as(bias))
+    if grads.offset.numel():
+        sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
+
+
+def _lower(scores: Tensor) -> Tensor:
+    """Scores `[N, G C, C]` of each query on the keys of its chunk, zero for later keys."""
+    size = scores.shape[2]
+    later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu_(1)
+    return scores.view(scores.shape[0], -1, size, size).masked_fill_(later, 0.0).view_as(scores)

@@ -1,0 +1,68 @@
+"""Which kernel runs: Triton on CUDA, plain torch elsewhere, unless one is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+KERNELS = ("auto", "torch", "triton")
+_WIDEST = 256
+_logger = logging.getLogger("favor.kernels")
+
+
+def available() -> dict[str, str]:
+    """The kernels, and whether each can run here.
+
+    Returns:
+        "torch" and "triton", each with "available" or the reason why not, and "auto" with the kernel that
+        `kernel="auto"` picks for tensors on the best device of this machine.
+    """
+    problem = _triton_problem("cuda")
+    return {"torch": "available", "triton": problem or "available", "auto": "torch" if problem else "triton"}
+
+
+def pick(kernel: str, query: Tensor, value: Tensor) -> str:
+    """"torch" or "triton", for tensors like `query` and `value`.
+
+    Raises:
+        ValueError: if Triton is asked for and cannot run, saying why, or for an unknown name.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
+    if kernel == "torch" or (kernel == "auto" and query.device.type != "cuda"):
+        return "torch"
+    problem = _triton_problem(query.device.type) or _unfit(query, value)
+    if problem is None:
+        return "triton"
+    if kernel == "triton":
+        raise ValueError(f'kernel="triton" cannot run: {problem}. Use kernel="auto" or "torch".')
+    _report(problem)
+    return "torch"
+
+
+def _unfit(query: Tensor, value: Tensor) -> str | None:
+    if query.dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    width = max(query.shape[-1], value.shape[-1])
+    return f"it takes widths up to {_WIDEST}, got {width}" if width > _WIDEST else None
+
+
+@lru_cache(maxsize=None)
+def _triton_problem(device: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device != "cuda":
+        return f"the tensors are on {device}, not on a CUDA device"
+    return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
+@lru_cache(maxsize=None)
+def _report(problem: str) -> None:
+    _logger.warning("favor: using the torch kernel instead of Triton: %s.", problem)

@@ -1,0 +1,144 @@
+"""The kernels as operators of PyTorch, `favor::linear_attention` and its backward, opaque to `torch.compile`."""
+
+# No `from __future__ import annotations`: the schemas of the operators are read from the annotations.
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from favor.kernels import chunked, chunked_causal
+from favor.kernels.dispatch import pick
+
+
+@torch.library.custom_op("favor::linear_attention", mutates_args=())
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Optional[Tensor],  # noqa: UP045
+    cu_k: Optional[Tensor],  # noqa: UP045
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, logarithm of the normaliser, and weight and summary of the landmarks; see `linear_attention`."""
+    inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    if pick(kernel, query, value) == "torch":
+        return (chunked_causal if is_causal else chunked).forward(*inputs)
+    return _triton(is_causal).forward(*inputs, max_q, max_k)
+
+
+@attention_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Optional[Tensor],  # noqa: UP045
+    cu_k: Optional[Tensor],  # noqa: UP045
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, lse = chunked.empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    if is_causal:
+        return out, lse, offset.new_empty(0), offset.new_empty(0)
+    number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    landmarks = (number, *offset.shape[1:])
+    return out, lse, offset.new_empty(landmarks), offset.new_empty(*landmarks, value.shape[-1])
+
+
+@torch.library.custom_op("favor::linear_attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Optional[Tensor],  # noqa: UP045
+    cu_k: Optional[Tensor],  # noqa: UP045
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    summary: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    for_directions: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients; those of directions and offset are empty unless `for_directions`."""
+    inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    saved = (out, lse, weight, summary)
+    # The Triton kernels hold the directions fixed; training them is for the chunked form, on any device.
+    if for_directions or pick(kernel, query, value) == "torch":
+        return (chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions)
+    fixed = (offset.new_empty(0) for _ in range(3))
+    return (*_triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved), *fixed)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Optional[Tensor],  # noqa: UP045
+    cu_k: Optional[Tensor],  # noqa: UP045
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    summary: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    for_directions: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return chunked.empty_gradients(
+        query, key, value, query_directions, key_directions, offset, key_bias, for_directions
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Any, ...]:
+    for_directions = any(ctx.needs_input_grad[3:6])
+    options = (ctx.max_q, ctx.max_k, ctx.is_causal, for_directions, ctx.kernel)
+    query, key, value, bias, *directions = attention_backward(grad, *ctx.saved_tensors, *options)
+    if not for_directions:
+        directions = [None, None, None]
+    return query, key, value, *directions, bias, *(None,) * 6
+
+
+attention_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _triton(is_causal: bool) -> Any:
+    # Imported when first used: triton need not be installed.
+    if is_causal:
+        from favor.kernels import triton_causal
+
+        return triton_causal
+    from favor.kernels import triton_bidirectional
+
+    return triton_bidirectional
