@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from typing import Any
 
-from favor import features as families
+from favor.kernels import KERNELS
 
 SHARP_FEATURES = ("sderf", "saderf", "aderf")
 
@@ -46,6 +45,7 @@ class FavorConfig:
     redraw_interval: int = 0
     statistics: str = "batch"
     exact_below: int | str = "auto"
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_integer("num_features", minimum=1)
@@ -61,6 +61,7 @@ class FavorConfig:
             ("features", (None, *SHARP_FEATURES)),
             ("factorization", ("eigh", "cholesky")),
             ("statistics", ("batch",)),
+            ("kernel", KERNELS),
         ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
@@ -97,11 +98,10 @@ class FavorConfig:
         return cls(**options)
 
 
-@lru_cache(maxsize=64)
-def feature_family(backend: str, config: FavorConfig) -> families.RandomFeatures:
-    """The random features a backend name stands for, under given options."""
+def feature_family(backend: str, config: FavorConfig) -> tuple[str, dict[str, Any]]:
+    """Registry name and options of the random features a backend stands for, as `favor.features.get` takes them."""
     name = FAMILIES[backend] or config.features or SHARP_FEATURES[0]
-    return families.get(name, factorization=config.factorization) if name == "sderf" else families.get(name)
+    return name, {"factorization": config.factorization} if name == "sderf" else {}
 
 
 # None: chosen by the option `features`.

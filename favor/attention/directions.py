@@ -12,7 +12,6 @@ from favor import features as families
 from favor.features import RandomFeatures
 
 
-@torch.compiler.assume_constant_result
 def directions(
     features: str | RandomFeatures,
     num_features: int,
@@ -26,7 +25,10 @@ def directions(
     dtype: torch.dtype,
 ) -> Tensor:
     """Omega `[num_heads, M, d]`, drawn on the CPU and cached on the device."""
-    return _cached(features, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype)
+    numbers = (num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype)
+    if isinstance(features, str) and torch.compiler.is_compiling():
+        return _draw(features, *numbers)
+    return _cached(features, *numbers)
 
 
 @lru_cache(maxsize=128)
@@ -52,3 +54,37 @@ def _cached(
             num_features, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=(num_heads,)
         )
         return omega.to(device=device, dtype=dtype)
+
+
+@torch.library.custom_op("favor::directions", mutates_args=())
+def _draw(
+    name: str,
+    num_features: int,
+    head_dim: int,
+    num_heads: int,
+    orthogonal: bool,
+    seed: int,
+    layer: int,
+    redraw: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    # A compiler may write into what an operator returns, so it gets a copy.
+    return _cached(name, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype).clone()
+
+
+@_draw.register_fake
+def _(
+    name: str,
+    num_features: int,
+    head_dim: int,
+    num_heads: int,
+    orthogonal: bool,
+    seed: int,
+    layer: int,
+    redraw: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    omega = families.get(name).draw(num_features, head_dim, orthogonal=orthogonal, batch_shape=(num_heads,))
+    return omega.new_empty(omega.shape, device=device, dtype=dtype)

@@ -57,7 +57,7 @@ def _parameters(
     head_dim = omega.shape[-1]
     if not features.needs_statistics:
         nothing = omega.new_zeros(0, head_dim)
-        return features.fit(nothing, nothing)
+        return features.fit_moments(Moments.from_samples(nothing, nothing))
     if is_causal or not use_statistics:
         warnings.warn(
             f"{features.name}: parameters from this sequence would let its tokens see later ones; "

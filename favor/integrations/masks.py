@@ -30,10 +30,11 @@ def favor_mask(
     Returns:
         None if no key is padding, else a boolean `[B, 1, q_length, kv_length]` view that holds B x kv_length numbers
         (stride 0 over the queries; causality is left to the attention function). Sliding-window layers, which stay
-        exact, get transformers' own full mask.
+        exact, get transformers' own full mask. Packed sequences get an empty mask of width 0: they are read from
+        their lengths, and refused by the attention function where it gets none.
 
     Raises:
-        ValueError: for packed sequences, prefix or block masks and static caches.
+        ValueError: for prefix or block masks and static caches.
     """
     if local_size is not None:
         return sdpa_mask(
@@ -54,10 +55,12 @@ def favor_mask(
                 'Use the default cache_implementation, or attn_implementation="sdpa".'
             )
     elif mask_function is not bidirectional_mask_function:
+        # A tracer cannot look into the function, and transformers gives every decoder without a mask a packed one there.
+        if _is_tracing() or _is_packed(mask_function):
+            return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=kwargs.get("device"))
         raise ValueError(
-            "favor attention supports causal and bidirectional masks with padding; this mask adds packed sequences, a "
-            "prefix or blocks, which would be ignored. Unpack the batch (pass attention_mask, and position_ids that "
-            'do not start again), or use attn_implementation="sdpa".'
+            "favor attention supports causal and bidirectional masks with padding; this mask adds a prefix or blocks, "
+            'which would be ignored. Use attn_implementation="sdpa".'
         )
     if attention_mask is None:
         return None
@@ -85,6 +88,8 @@ def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, i
     """
     if mask is None:
         return None
+    if mask.ndim == 4 and mask.shape[-1] == 0 < key_length:
+        raise ValueError(_UNKNOWN_LENGTHS)
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
     if mask.ndim != 4 or mask.shape[-1] < key_length:
@@ -135,10 +140,36 @@ def _visible(mask: Tensor) -> Tensor:
     return ~hidden
 
 
+def _is_packed(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask is a causal or bidirectional one, within packed sequences, and nothing else."""
+    parts, kinds = [mask_function], set()
+    while parts:
+        part = parts.pop()
+        kinds.add(part.__qualname__.split(".")[0])
+        for cell in part.__closure__ or ():
+            inner = cell.cell_contents
+            parts += [f for f in (inner if isinstance(inner, tuple) else (inner,)) if callable(f)]
+    return "packed_sequence_mask_function" in kinds and kinds <= _PARTS_OF_PACKED
+
+
+_PARTS_OF_PACKED = {
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "and_masks",
+    "causal_mask_function",
+    "bidirectional_mask_function",
+}
+
+
 def _is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+_UNKNOWN_LENGTHS = (
+    "favor attention got packed sequences (position_ids that start again) without their lengths. Pass cu_seq_lens_q, "
+    "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does; or "
+    "unpack the batch and pass attention_mask. A compiled decoder needs one or the other in any case."
+)
 _PAIRWISE = (
     "favor attention cannot apply a mask or an additive bias for each pair of tokens (got one of shape {shape}): it "
     "would need the L x L matrix that linear attention avoids. This happens with relative position biases, prefix and "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from favor import features
 from favor.attention import favor_attention
+from favor.attention.packing import Packing
 from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.integrations.layers import (
     decodes,
@@ -29,8 +32,6 @@ _REFUSED = {
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by indices",
     "head_mask": "a head mask",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
     "cache": "a paged cache",
 }
 
@@ -69,7 +70,8 @@ def favor_attention_forward(
         scaling: factor of the logits, default 1/sqrt(d).
         dropout: probability, 0 in evaluation.
         is_causal: default `module.is_causal`.
-        **kwargs: what else the model passes; refused if it would change the result.
+        **kwargs: what else the model passes; refused if it would change the result. `cu_seq_lens_q`, `cu_seq_lens_k`,
+            `max_length_q` and `max_length_k` are the lengths of packed sequences.
 
     Returns:
         `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
@@ -77,32 +79,46 @@ def favor_attention_forward(
     Raises:
         ValueError: naming what is not supported and what to use instead.
     """
-    options = model_options(module.config)
+    plan = _plan(backend, tuple(sorted((getattr(module.config, "favor", None) or {}).items())))
     _refuse(kwargs, module)
     if kwargs.get("sliding_window") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal = _causal(module, is_causal)
     length, key_length = query.shape[2], key.shape[2]
-    padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
-    if key_length < options.exact_threshold:
-        mask = exact_mask(padding, length, key_length, causal, query)
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)
+    packing = Packing.of(
+        *(kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")),
+        query,
+        key,
+        causal,
+    )
+    padding = None
+    if packing is None:
+        padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
+    elif attention_mask is not None and attention_mask.numel():
+        raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
+    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+        parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
+        outs = [_exact(module, *part, padding, dropout, scaling, causal) for part in parts]
+        return outs[0] if packing is None else torch.cat(outs, dim=1), None
     if dropout > 0:
         value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+    lengths = {} if packing is None else packing.for_kernel()
     out = favor_attention(
         query,
         key,
         value,
-        features=feature_family(backend, options),
-        num_features=options.num_features,
+        features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
+        num_features=plan.num_features,
         key_padding_mask=padding,
         is_causal=causal,
         scale=scaling,
-        seed=options.seed,
+        seed=plan.seed,
         layer=layer_number(module),
-        redraw=redraw_epoch(module, options.redraw_interval),
-        orthogonal=options.orthogonal,
+        redraw=redraw_epoch(module, plan.redraw_interval),
+        orthogonal=plan.orthogonal,
         use_statistics=not decodes(module),
+        kernel=plan.kernel,
+        **lengths,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -145,13 +161,56 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
 
 def model_options(config: Any) -> FavorConfig:
     """The validated options in `config.favor`; defaults where there are none."""
-    options = getattr(config, "favor", None) or {}
-    return _validated(tuple(sorted(options.items())))
+    return FavorConfig.from_dict(getattr(config, "favor", None))
+
+
+class _Plan(NamedTuple):
+    """What a layer does, in plain values that a compiler can hold constant."""
+
+    family: str
+    options: tuple[tuple[str, Any], ...]
+    num_features: int
+    exact_below: int
+    seed: int
+    redraw_interval: int
+    orthogonal: bool
+    kernel: str
+
+
+@torch.compiler.assume_constant_result
+def _plan(backend: str, items: tuple[tuple[str, Any], ...]) -> _Plan:
+    return _cached_plan(backend, items)
 
 
 @lru_cache(maxsize=64)
-def _validated(items: tuple[tuple[str, Any], ...]) -> FavorConfig:
-    return FavorConfig.from_dict(dict(items))
+def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...]) -> _Plan:
+    config = FavorConfig.from_dict(dict(items))
+    family, options = feature_family(backend, config)
+    return _Plan(
+        family,
+        tuple(options.items()),
+        config.num_features,
+        config.exact_threshold,
+        config.seed,
+        config.redraw_interval,
+        config.orthogonal,
+        # Baselines without a Triton kernel have one form, whatever the option says.
+        config.kernel if issubclass(features.REGISTRY[family], features.PositiveFeatures) else "auto",
+    )
+
+
+def _exact(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+) -> Tensor:
+    mask = exact_mask(padding, query.shape[2], key.shape[2], causal, query)
+    return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]
 
 
 def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
