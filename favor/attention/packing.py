@@ -42,7 +42,9 @@ class Packing:
         if cu_seqlens_q is None and cu_seqlens_k is None:
             return None
         if cu_seqlens_q is None or cu_seqlens_k is None:
-            raise ValueError("cu_seqlens_q and cu_seqlens_k go together; for self-attention pass the same tensor twice.")
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k go together; for self-attention pass the same tensor twice."
+            )
         if query.shape[0] != 1:
             raise ValueError(f"packed sequences lie in a batch of size 1, got {query.shape[0]}.")
         for name, lengths, total in (

@@ -29,7 +29,9 @@ def attention(
 ) -> Tensor:
     """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, omega `[Hk, M, d]`."""
     with torch.no_grad():
-        params = _parameters(features, query, key, omega, key_mask, query_mask, is_causal, scale, use_statistics, packing)
+        params = _parameters(
+            features, query, key, omega, key_mask, query_mask, is_causal, scale, use_statistics, packing
+        )
         to_query, to_key, offset = features.directions(omega, params)
         if to_query.ndim == 3:
             to_query, to_key, offset = to_query[None], to_key[None], offset[None]

@@ -111,7 +111,10 @@ def forward(
             rows /= total.masked_fill(unseen, 1.0)
             top = total.log_().add_(top).masked_fill_(unseen, torch.inf)
             span = slice(chunk.start, chunk.stop)
-            own_out[:, :, span], own_lse[:, :, span] = rows.view_as(own_out[:, :, span]), top.view_as(own_lse[:, :, span])
+            own_out[:, :, span], own_lse[:, :, span] = (
+                rows.view_as(own_out[:, :, span]),
+                top.view_as(own_lse[:, :, span]),
+            )
             state.add(chunk.weights, values)
     return out, lse, offset.new_empty(0), offset.new_empty(0)
 

@@ -23,11 +23,12 @@ def available() -> dict[str, str]:
         `kernel="auto"` picks for tensors on the best device of this machine.
     """
     problem = _triton_problem("cuda")
-    return {"torch": "available", "triton": problem or "available", "auto": "torch" if problem else "triton"}
+    auto = "triton" if problem is None and torch.cuda.is_available() else "torch"
+    return {"torch": "available", "triton": problem or "available", "auto": auto}
 
 
 def pick(kernel: str, query: Tensor, value: Tensor) -> str:
-    """"torch" or "triton", for tensors like `query` and `value`.
+    """ "torch" or "triton", for tensors like `query` and `value`.
 
     Raises:
         ValueError: if Triton is asked for and cannot run, saying why, or for an unknown name.

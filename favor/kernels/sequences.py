@@ -60,7 +60,9 @@ def sequences(
         bounds = [
             (slice(*q), slice(*k))
             for q, k in zip(
-                zip(starts_q[:-1], starts_q[1:], strict=True), zip(starts_k[:-1], starts_k[1:], strict=True), strict=True
+                zip(starts_q[:-1], starts_q[1:], strict=True),
+                zip(starts_k[:-1], starts_k[1:], strict=True),
+                strict=True,
             )
         ]
     for index, (rows, columns) in enumerate(bounds):

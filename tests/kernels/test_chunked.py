@@ -1,0 +1,142 @@
+"""The torch kernels against the definition in float64: outputs and all gradients."""
+
+import pytest
+import torch
+from truth import attention, error, gradients, make_inputs
+
+from favor.kernels import chunked_causal, linear_attention
+
+LENGTHS = [1, 2, 63, 64, 100, 1000, 4097]
+DIMS, FEATURES, GROUPS = [32, 64, 80, 128], [16, 100, 256], [1, 4]
+# Every length with every layout; widths, numbers of features and groups take turns.
+CASES = [
+    (length, layout, is_causal, DIMS[(i + j) % 4], FEATURES[(i + 2 * j + is_causal) % 3], GROUPS[(i + j) % 2])
+    for i, length in enumerate(LENGTHS)
+    for j, layout in enumerate(["dense", "padded", "packed"])
+    for is_causal in (False, True)
+]
+
+
+def prepare(length, layout, dim, features, groups, is_causal, seed=0):
+    """Float64 inputs, with their packing for the kernel and for the truth."""
+    heads = 1 if length > 1000 else 2
+    if layout == "packed":
+        keys = [0, length, max(1, length // 3), 5]
+        rows = [0, length, min(1, length // 3), 4] if is_causal else [0, length // 2, 3, 0]
+        options = {"dim": dim, "features": features, "groups": groups, "heads": heads, "seed": seed}
+        inputs = make_inputs(sum(rows), sum(keys), **options)
+        cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
+        kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
+        return inputs, kernel | {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}, [rows, keys, keys, keys]
+    inputs = make_inputs(
+        length, dim=dim, features=features, groups=groups, heads=heads, batch=1 + (length < 1000), seed=seed
+    )
+    if layout == "padded":
+        inputs[-1][0, :, : length // 3] = -torch.inf
+        inputs[-1][-1, :, length - length // 4 :] = -torch.inf
+    return inputs, {}, None
+
+
+def truth(is_causal, lengths, weight, inputs):
+    return gradients(lambda *t: attention(*t, is_causal=is_causal, lengths=lengths), inputs, weight)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_definition(case, poisoned):
+    length, layout, is_causal, dim, features, groups = case
+    inputs, packing, lengths = prepare(length, layout, dim, features, groups, is_causal)
+    weight = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], generator=torch.Generator().manual_seed(1))
+    expected = truth(is_causal, lengths, weight, inputs)
+    found = gradients(
+        lambda *t: linear_attention(*t, is_causal=is_causal, kernel="torch", **packing),
+        [t.float() for t in inputs],
+        weight,
+    )
+    scale = max(t.norm() for t in expected[1:]).clamp(min=1e-12)
+    for f, e in zip(found, expected, strict=True):
+        # Gradients that vanish in exact arithmetic (one key) are compared with the others.
+        assert (f.double() - e).norm() <= 5e-5 * max(e.norm(), 0.1 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("length", "dim", "features"), [(63, 32, 100), (1000, 64, 256)])
+def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal, length, dim, features):
+    exact = make_inputs(length, dim=dim, features=features)
+    low = [t.to(dtype) for t in exact[:3]] + [t.float() for t in exact[3:]]
+    rounded = [t.double() for t in low]
+    weight = torch.randn(1, 2, length, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = truth(is_causal, None, weight, rounded)
+    plain = truth(is_causal, None, weight, [t.to(dtype) for t in rounded])
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal, kernel="torch"), low, weight)
+    assert found[0].dtype == dtype
+    for f, p, e in zip(found, plain, expected, strict=True):
+        assert error(f, e) <= 2 * error(p, e)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradcheck(is_causal, shared):
+    inputs = make_inputs(5, 6, dim=3, value_dim=2, features=4, heads=2, groups=2, batch=2, shared=shared)
+    inputs[-1][1, :, :2] = -torch.inf
+    bias = inputs.pop()
+    leaves = [t.requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(lambda *t: linear_attention(*t, bias, is_causal=is_causal), leaves)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_hidden_keys_may_hold_anything(is_causal):
+    inputs = make_inputs(40, batch=2)
+    inputs[-1][0, :, 30:] = inputs[-1][1] = -torch.inf
+    clean = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), inputs, torch.ones(2, 2, 40, 8))
+    for tensor in inputs[1:3]:
+        tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), inputs, torch.ones(2, 2, 40, 8))
+    for f, c in zip(found, clean, strict=True):
+        assert torch.equal(f, c)
+    assert not found[0][1].any()
+    assert not found[2][1].any()
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 20])
+def test_steep_chunks(hidden):
+    """Features that rise by thousands of nats inside a chunk, with and without hidden keys before them."""
+    inputs = make_inputs(150, 170)
+    inputs[1] *= torch.linspace(1, 100, 170, dtype=torch.float64)[:, None]
+    inputs[-1] = torch.zeros_like(inputs[-1])
+    inputs[-1][:, :, 60 : 60 + hidden] = -torch.inf
+    # All features at once: no product of two factors could hold such weights.
+    log_weights = torch.logsumexp(
+        (inputs[0] @ inputs[3].mT)[..., :, None, :]
+        + (inputs[1] @ inputs[4].mT + inputs[5][:, :, None])[..., None, :, :],
+        -1,
+    )
+    log_weights += inputs[-1][:, :, None]
+    visible = torch.ones(150, 170, dtype=torch.bool).tril(20)
+    expected = log_weights.masked_fill(~visible, -torch.inf).softmax(-1) @ inputs[2]
+    found = linear_attention(*(t.float() for t in inputs), is_causal=True)
+    assert error(found, expected) < 1e-4
+    leaves = [t.float().requires_grad_() for t in inputs]
+    linear_attention(*leaves, is_causal=True).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves[:-1])
+
+
+def test_the_size_of_chunks_does_not_change_gradients(monkeypatch):
+    inputs = make_inputs(100, 130, groups=2)
+    weight = torch.randn(1, 4, 100, 8, dtype=torch.float64)
+    expected = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    monkeypatch.setattr(chunked_causal, "CHUNK_SIZE", 16)
+    for f, e in zip(gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight), expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_strides_do_not_matter(is_causal):
+    inputs = make_inputs(50, batch=2, groups=2)
+    expected = linear_attention(*inputs, is_causal=is_causal)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+    strided[1] = strided[1].repeat_interleave(2, dim=-1)[..., ::2]
+    assert strided[1].stride(-1) == 2
+    out = linear_attention(*strided, *inputs[3:], is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert out.transpose(1, 2).is_contiguous()

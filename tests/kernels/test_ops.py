@@ -1,0 +1,68 @@
+"""The operators, and which kernel they run."""
+
+import logging
+
+import pytest
+import torch
+from truth import make_inputs
+
+import favor
+from favor.kernels import dispatch, linear_attention
+from favor.kernels.ops import attention_backward, attention_forward
+
+LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("directions", [False, True])
+def test_operators_keep_the_rules_of_pytorch(is_causal, packed, directions):
+    inputs = [t.float() for t in make_inputs(9, groups=2)]
+    lengths = (LENGTHS, LENGTHS, 5, 5) if packed else (None, None, 0, 0)
+    saved = attention_forward(*inputs, *lengths, is_causal, "torch")
+    torch.library.opcheck(
+        attention_backward,
+        (torch.randn_like(saved[0]), *inputs, *lengths[:2], *saved, *lengths[2:], is_causal, directions, "torch"),
+    )
+    for index, tensor in enumerate(inputs):
+        tensor.requires_grad_(directions or not 3 <= index < 6)
+    torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, "torch"))
+
+
+def test_kernels_are_reported(monkeypatch):
+    # The tests switch Triton's interpreter on.
+    assert favor.kernels.available() == {"torch": "available", "triton": "available", "auto": "torch"}
+    monkeypatch.delenv("TRITON_INTERPRET")
+    dispatch._triton_problem.cache_clear()
+    assert "CUDA" in favor.kernels.available()["triton"]
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    dispatch._triton_problem.cache_clear()
+    assert "pip install triton" in favor.kernels.available()["triton"]
+    dispatch._triton_problem.cache_clear()
+
+
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
+    inputs = make_inputs(5)
+    with pytest.raises(ValueError, match=r'kernel="triton" cannot run: .*float64'):
+        linear_attention(*inputs, kernel="triton")
+    with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"):
+        linear_attention(*inputs, kernel="cuda")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    dispatch._triton_problem.cache_clear()
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        linear_attention(*(t.float() for t in inputs), kernel="triton")
+    dispatch._triton_problem.cache_clear()
+    with pytest.raises(ValueError, match="relu features have no Triton kernel"):
+        favor.favor_attention(*inputs[:3], features="relu", kernel="triton")
+
+
+def test_falling_back_is_logged_once(caplog):
+    class OnDevice:
+        device, dtype, shape = torch.device("cuda"), torch.float64, (1, 1, 1, 8)
+
+    dispatch._report.cache_clear()
+    with caplog.at_level(logging.WARNING, "favor.kernels"):
+        assert [dispatch.pick("auto", OnDevice, OnDevice) for _ in range(3)] == ["torch"] * 3
+    assert len(caplog.records) == 1
+    assert "float64" in caplog.text
