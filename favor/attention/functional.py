@@ -85,8 +85,6 @@ def favor_attention(
     family = families.get(features) if isinstance(features, str) else features
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
-    if query.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[-1])
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)

@@ -24,6 +24,8 @@ def attention(
     scale: float,
 ) -> Tensor:
     """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, omega `[Hk, M, d]`."""
+    if query.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
     compute = omega.dtype
     x = query.to(compute).unflatten(1, (key.shape[1], -1)).transpose(2, 3) * scale**0.5  # [B, Hk, L, G, d]
     y, value = key.to(compute) * scale**0.5, value.to(compute)

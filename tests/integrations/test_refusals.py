@@ -60,18 +60,6 @@ def test_what_would_change_the_result_is_refused(name, padded):
         model(**inputs(padded))
 
 
-def test_packed_sequences_are_refused():
-    model = LLAMA.build("favor+", exact_below=0)
-    ids = tokens(False)["input_ids"]
-    positions = torch.arange(24)[None].expand(3, -1).clone()
-    positions[:, 10:] -= 10
-    with pytest.raises(ValueError, match="packed sequences"):
-        model(input_ids=ids, position_ids=positions, use_cache=False)
-    lengths = torch.tensor([0, 10, 24], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"packed sequences .*cu_seq_lens_q"):
-        model(input_ids=ids[:1], cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=14, max_length_k=14)
-
-
 def test_static_cache_is_refused():
     model = LLAMA.build("favor+", exact_below=0)
     cache = hf.StaticCache(config=model.config, max_cache_len=40)
