@@ -10,8 +10,9 @@ from torch import Tensor
 
 from favor.kernels.dispatch import KERNELS, available
 from favor.kernels.ops import attention_forward
+from favor.kernels.recurrent import DecodeState, decode
 
-__all__ = ["KERNELS", "available", "linear_attention"]
+__all__ = ["KERNELS", "DecodeState", "available", "decode", "linear_attention"]
 
 
 def linear_attention(

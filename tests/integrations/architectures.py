@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import transformers as hf
 
+import favor  # noqa: F401  registers the backends
+
 BATCH, LENGTH = 3, 24
 COMMON = {
     "hidden_size": 32,

@@ -31,7 +31,7 @@ def test_packed_models_give_what_each_sequence_gives_alone(architecture, backend
 
 def test_packed_decoders_without_lengths_are_refused():
     model = LLAMA.build("favor+", exact_below=0)
-    with pytest.raises(ValueError, match=r"packed sequences .* return_flash_attn_kwargs=True"):
+    with pytest.raises(ValueError, match=r"packed sequences .*return_flash_attn_kwargs=True"):
         model(**flattened(), use_cache=False)  # with a cache transformers itself sees one sequence
     batch = flattened(return_flash_attn_kwargs=True)
     del batch["cu_seq_lens_k"]
