@@ -32,15 +32,14 @@ def attention(
         params = _parameters(
             features, query, key, omega, key_mask, query_mask, is_causal, scale, use_statistics, packing
         )
-        to_query, to_key, offset = features.directions(omega, params)
-        if to_query.ndim == 3:
+        to_query, to_key, offset = features.directions(omega, params, scale**0.5)
+        if offset.ndim == 2:
             to_query, to_key, offset = to_query[None], to_key[None], offset[None]
     hidden = None if key_mask is None else ~key_mask[:, None, :]
     bias = _key_bias(features, key, params, scale, hidden, packing)
     lengths = {} if packing is None else packing.for_kernel()
-    root = scale**0.5
     return linear_attention(
-        query, key, value, root * to_query, root * to_key, offset, bias, is_causal=is_causal, kernel=kernel, **lengths
+        query, key, value, to_query, to_key, offset, bias, is_causal=is_causal, kernel=kernel, **lengths
     )
 
 
@@ -133,9 +132,12 @@ class _Quadratic(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: D102
         key, matrix, hidden = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
-        slope = key * (2 * ctx.weight * grad)
-        if matrix is not None:
-            slope = slope - (key.to(grad.dtype) @ (matrix @ matrix.transpose(-1, -2))) * grad
+        if matrix is None:
+            slope = key * (2 * ctx.weight * grad)
+        else:
+            slope = (key.to(grad.dtype) @ (matrix @ matrix.transpose(-1, -2))).mul_(-grad)
+            if ctx.weight:
+                slope += key * (2 * ctx.weight * grad)
         if hidden is not None:
             slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)
         return slope.to(key.dtype), None, None, None, None

@@ -76,16 +76,24 @@ class PositiveFeatures(RandomFeatures):
         """
         return self.fit_moments(Moments.from_samples(x, y, x_mask, y_mask))
 
-    def directions(self, omega: Tensor, params: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+    def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """The three things per head that attention needs besides the key bias.
 
         Up to terms that depend on the query alone, log(f_1 f_2) = x . uq_m + y . uk_m + offset_m + bias(y).
+
+        Args:
+            omega: `[..., M, d]` from `draw`.
+            params: from `fit`.
+            root: factor of both directions: with the root of the scale of the logits, they apply to queries and keys.
 
         Returns:
             query directions `[..., M, d]`, key directions `[..., M, d]` and offsets `[..., M]`.
         """
         u = omega @ params.factor.transpose(-1, -2)
         offset = (omega.square().sum(-1) - u.square().sum(-1)) / 2
+        u *= root
+        if not params.maps:
+            return u, u, offset
         return u @ params.transform, u @ params.inverse.transpose(-1, -2), offset
 
     def key_bias(self, y: Tensor, params: Parameters) -> Tensor:

@@ -28,6 +28,26 @@ from favor.kernels.sequences import Sequence, sequences
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 2**18, 2**20
 
 
+class Buffer:
+    """Memory for one block of features, used again for the next: pages that are fresh each time cost more than arithmetic.
+
+    Args:
+        inputs: what the blocks are made from.
+        blocks: ranges from `Inputs.blocks`.
+        groups: query heads of a key head, for blocks of queries.
+    """
+
+    def __init__(self, inputs: Inputs, blocks: list[tuple[int, int]], groups: int = 1) -> None:
+        self._n, self._features = inputs.to_key.shape[:2]
+        longest = max((stop - start for start, stop in blocks), default=0)
+        self._memory = inputs.to_key.new_empty(self._n * groups * longest * self._features)
+
+    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """rows `[N, R, w]` x columns `[N, w, M]`; valid until the next product."""
+        block = self._memory[: self._n * rows.shape[1] * self._features].view(self._n, -1, self._features)
+        return torch.bmm(rows, columns, out=block)
+
+
 class Gradients(NamedTuple):
     """Gradients of a forward pass; those of the directions are empty unless they were asked for."""
 
@@ -85,6 +105,11 @@ class Inputs:
         return self.to_key.shape[0]
 
     @property
+    def groups(self) -> int:
+        """G, query heads of a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
     def width(self) -> int:
         """Width of the values."""
         return self.value.shape[-1]
@@ -131,7 +156,7 @@ def forward(
         # Without a visible key everything is zero: a finite weight and a summary of zeros.
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
-        weight, summary = top + total.log() + inputs.offset, state / total.transpose(1, 2)
+        weight, summary = top + total.log() + inputs.offset, state.div_(total.transpose(1, 2))
         _read(inputs, weight, summary, out[sequence.rows], lse[sequence.rows])
         weights.append(weight.view(*sequence.key.shape[:2], -1))
         summaries.append(summary.view(*sequence.key.shape[:2], -1, inputs.width))
@@ -178,9 +203,10 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
     n, features = inputs.to_key.shape[:2]
     top = inputs.to_key.new_full((n, 1, features), -torch.inf)
     total, state = torch.zeros_like(top), inputs.to_key.new_zeros(n, features, inputs.width)
-    project = inputs.to_key.transpose(1, 2)
-    for start, end in inputs.blocks(n, stop):
-        weights = inputs.keys(inputs.key, start, end) @ project
+    project, blocks = inputs.to_key.transpose(1, 2), inputs.blocks(n, stop)
+    buffer = Buffer(inputs, blocks)
+    for start, end in blocks:
+        weights = buffer.product(inputs.keys(inputs.key, start, end), project)
         weights += inputs.bias[:, start:end]
         risen = torch.maximum(top, weights.amax(1, keepdim=True))
         base = risen.masked_fill(risen == -torch.inf, 0.0)
@@ -193,9 +219,11 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor, lse: Tensor) -> None:
-    project, length = inputs.to_query.transpose(1, 2), inputs.query.shape[2]
-    for start, stop in inputs.blocks(inputs.query.shape[0] * inputs.query.shape[1], length):
-        weights = inputs.queries(inputs.query, start, stop) @ project
+    project = inputs.to_query.transpose(1, 2)
+    blocks = inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2])
+    buffer = Buffer(inputs, blocks, inputs.groups)
+    for start, stop in blocks:
+        weights = buffer.product(inputs.queries(inputs.query, start, stop), project)
         weights += log_weight
         top = weights.amax(2, keepdim=True)
         weights.sub_(top).exp_()
@@ -217,14 +245,15 @@ def _backward_queries(
     """Gradient of the queries; returns what the landmarks gather, `[N, M, dv]` and `[N, 1, M]`."""
     gathered, shares = torch.zeros_like(summary), torch.zeros_like(log_weight)
     project, back = inputs.to_query.transpose(1, 2), summary.transpose(1, 2)
-    dq, length = grads.query[sequence.rows], inputs.query.shape[2]
-    for start, stop in inputs.blocks(inputs.query.shape[0] * inputs.query.shape[1], length):
+    dq, blocks = grads.query[sequence.rows], inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2])
+    first, second = Buffer(inputs, blocks, inputs.groups), Buffer(inputs, blocks, inputs.groups)
+    for start, stop in blocks:
         rows, g = inputs.queries(inputs.query, start, stop), inputs.queries(grad, start, stop)
         delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
-        weights = rows @ project
+        weights = first.product(rows, project)
         weights.add_(log_weight).sub_(inputs.queries(lse.unsqueeze(3), start, stop)).exp_()
         gathered.baddbmm_(weights.transpose(1, 2), g)
-        slopes = (g @ back).sub_(delta).mul_(weights)
+        slopes = second.product(g, back).sub_(delta).mul_(weights)
         dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
         shares += weights.mul_(delta).sum(1, keepdim=True)
         if grads.offset.numel():
@@ -238,12 +267,14 @@ def _backward_keys(
     project, back = inputs.to_key.transpose(1, 2), gathered.transpose(1, 2)
     shift = inputs.offset - log_weight
     dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
-    for start, stop in inputs.blocks(inputs.heads, inputs.key.shape[2]):
+    blocks = inputs.blocks(inputs.heads, inputs.key.shape[2])
+    first, second = Buffer(inputs, blocks), Buffer(inputs, blocks)
+    for start, stop in blocks:
         rows, values = inputs.keys(inputs.key, start, stop), inputs.keys(inputs.value, start, stop)
-        weights = rows @ project
+        weights = first.product(rows, project)
         weights.add_(shift).add_(inputs.bias[:, start:stop]).exp_()
         dv[:, :, start:stop] = (weights @ gathered).view_as(dv[:, :, start:stop])
-        slopes = (values @ back).sub_(shares).mul_(weights)
+        slopes = second.product(values, back).sub_(shares).mul_(weights)
         dk[:, :, start:stop] = (slopes @ inputs.to_key).view_as(dk[:, :, start:stop])
         dbias[:, :, start:stop] = slopes.sum(2).view_as(dbias[:, :, start:stop])
         if grads.offset.numel():

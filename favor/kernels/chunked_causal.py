@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Gradients, Inputs, empty_gradients, empty_output, summarise
+from favor.kernels.chunked import Buffer, Gradients, Inputs, empty_gradients, empty_output, summarise
 from favor.kernels.sequences import Sequence, sequences
 
-CHUNK_SIZE = 128
+# Products inside a chunk cost its size squared; below, passing the state on does.
+CHUNK_SIZE, _LONG = 64, 4096
 _STEEPEST = 50.0
 
 
@@ -86,7 +87,7 @@ def forward(
     key_bias: Tensor,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible.
 
@@ -95,12 +96,13 @@ def forward(
     """
     out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
     for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
-        inputs, state = Inputs.of(sequence), None
+        inputs = Inputs.of(sequence)
         own_out, own_lse = out[sequence.rows], lse[sequence.rows]
-        state = _State.before(inputs)
-        for chunk in _chunks(inputs, state, chunk_size):
+        state, size = _State.before(inputs), chunk_size or _size(inputs)
+        project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs, [(0, size)], inputs.groups)
+        for chunk in _chunks(inputs, state, size):
             values = inputs.keys(inputs.value, *chunk.keys)
-            weights = inputs.queries(inputs.query, chunk.start, chunk.stop) @ inputs.to_query.transpose(1, 2)
+            weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project)
             weights += chunk.anchor
             top = weights.amax(2, keepdim=True)
             weights.sub_(top).exp_()
@@ -150,10 +152,10 @@ def backward(
 def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
     """Chunks in order; moves the state to the anchor of each before handing it out."""
     length, prefix = inputs.query.shape[2], inputs.key.shape[2] - inputs.query.shape[2]
-    start, project = 0, inputs.to_key.transpose(1, 2)
+    start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs, [(0, size)])
     while start < length:
         stop = min(start + size, length)
-        logits = inputs.keys(inputs.key, prefix + start, prefix + stop) @ project
+        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project)
         logits.add_(inputs.bias[:, prefix + start : prefix + stop]).add_(inputs.offset)
         anchor = torch.maximum(state.anchor, logits[:, :1])
         if inputs.hidden is not None:
@@ -171,19 +173,25 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
         start = stop
 
 
+def _size(inputs: Inputs) -> int:
+    return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 2 * CHUNK_SIZE
+
+
 def _backward_queries(
     inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, sequence: Sequence, grads: Gradients
 ) -> list[tuple[int, int, Tensor]]:
     """Gradient of the queries; returns start, end and anchor of each chunk."""
     anchors, state = [], _State.before(inputs)
     dq, project = grads.query[sequence.rows], inputs.to_query.transpose(1, 2)
-    for chunk in _chunks(inputs, state, CHUNK_SIZE):
+    size = _size(inputs)
+    first, second = (Buffer(inputs, [(0, size)], inputs.groups) for _ in range(2))
+    for chunk in _chunks(inputs, state, size):
         start, stop = chunk.start, chunk.stop
         rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
         g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
-        weights = (rows @ project).add_(chunk.anchor).sub_(log_total).exp_()
-        slopes = (g @ state.values.transpose(1, 2)).sub_(delta * state.total)
-        slopes += _lower((g @ values.transpose(1, 2)).sub_(delta)) @ chunk.weights
+        weights = first.product(rows, project).add_(chunk.anchor).sub_(log_total).exp_()
+        slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
+        slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
         slopes *= weights
         dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
         if grads.offset.numel():
