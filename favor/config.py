@@ -8,6 +8,9 @@ from typing import Any
 
 from favor.kernels import KERNELS
 
+# Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
+# measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
+CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
 SHARP_FEATURES = ("sderf", "saderf", "aderf")
 
 
@@ -29,9 +32,11 @@ class FavorConfig:
         statistics: where data-dependent parameters come from. "batch" (default, the only choice) takes them from each
             sequence; causal layers and the cross attention of decoders then fall back to those of FAVOR+, since
             statistics of a sequence show its tokens the future (see `favor.favor_attention`).
-        exact_below: layers with fewer keys than this run exact softmax attention, which is then cheaper and has no
-            error. "auto" (default) is 2 x num_features: linear attention needs about 2 L M d multiply-adds for the
-            keys and values and as many for the queries, exact attention 2 L^2 d. 0 never runs exact attention.
+        exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
+            error. "auto" (default) is the length where the two take equally long, measured by `eval/speed.py` for each
+            kind of device: see `exact_threshold`. 0 never runs exact attention.
+        kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and "triton"
+            force one of them, see `favor.kernels.available()`.
 
     Raises:
         ValueError, TypeError: naming the option, what was expected and what came.
@@ -74,10 +79,17 @@ class FavorConfig:
         if minimum is not None and value < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
-    @property
-    def exact_threshold(self) -> int:
-        """Number of keys from which on the estimator runs."""
-        return 2 * self.num_features if self.exact_below == "auto" else int(self.exact_below)
+    def exact_threshold(self, device_type: str, is_causal: bool) -> int:
+        """Number of keys from which on the estimator runs.
+
+        Args:
+            device_type: "cpu", "cuda", ... as in `torch.device.type`.
+            is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs.
+        """
+        if self.exact_below != "auto":
+            return int(self.exact_below)
+        device_type = device_type if device_type in CROSSOVER else "cuda"
+        return CROSSOVER[device_type][is_causal] * self.num_features
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""

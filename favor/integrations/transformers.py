@@ -79,11 +79,12 @@ def favor_attention_forward(
     Raises:
         ValueError: naming what is not supported and what to use instead.
     """
-    plan = _plan(backend, tuple(sorted((getattr(module.config, "favor", None) or {}).items())))
     _refuse(kwargs, module)
     if kwargs.get("sliding_window") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal = _causal(module, is_causal)
+    options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
+    plan = _plan(backend, options, query.device.type, causal)
     length, key_length = query.shape[2], key.shape[2]
     packing = Packing.of(
         *(kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")),
@@ -178,19 +179,19 @@ class _Plan(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _plan(backend: str, items: tuple[tuple[str, Any], ...]) -> _Plan:
-    return _cached_plan(backend, items)
+def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
+    return _cached_plan(backend, items, device_type, is_causal)
 
 
 @lru_cache(maxsize=64)
-def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...]) -> _Plan:
+def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
     config = FavorConfig.from_dict(dict(items))
     family, options = feature_family(backend, config)
     return _Plan(
         family,
         tuple(options.items()),
         config.num_features,
-        config.exact_threshold,
+        config.exact_threshold(device_type, is_causal),
         config.seed,
         config.redraw_interval,
         config.orthogonal,

@@ -30,7 +30,8 @@ def attention_forward(
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     if pick(kernel, query, value) == "torch":
         return (chunked_causal if is_causal else chunked).forward(*inputs)
-    return _triton(is_causal).forward(*inputs, max_q, max_k)
+    with torch.cuda.device_of(query):
+        return _triton(is_causal).forward(*inputs, max_q, max_k)
 
 
 @attention_forward.register_fake
@@ -86,7 +87,8 @@ def attention_backward(
     if for_directions or pick(kernel, query, value) == "torch":
         return (chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions)
     fixed = (offset.new_empty(0) for _ in range(3))
-    return (*_triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved), *fixed)
+    with torch.cuda.device_of(query):
+        return (*_triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved), *fixed)
 
 
 @attention_backward.register_fake

@@ -54,9 +54,11 @@ class DecodeState:
         if pick(kernel, key, value) == "triton":
             from favor.kernels.triton_summary import summarise as summarise_triton
 
-            summary, log_weight, _ = summarise_triton(
-                key_directions.contiguous(), key, key_bias.contiguous(), value, None, key.shape[2]
-            )
+            rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value)]
+            with torch.cuda.device_of(key):
+                summary, log_weight, _ = summarise_triton(
+                    key_directions.contiguous(), rows[0], key_bias.contiguous(), rows[1], None, key.shape[2]
+                )
             return cls(log_weight, summary)
         offset = key_directions.new_zeros(key_directions.shape[:3])
         operands = (key[:, :, :0], key, value, key_directions, key_directions, offset, key_bias, None, None)
@@ -118,7 +120,8 @@ def _decode(
     if pick(kernel, query, value) == "triton":
         from favor.kernels.triton_decode import decode as decode_triton
 
-        return decode_triton(*operands)
+        with torch.cuda.device_of(query):
+            return decode_triton(*operands)
     return _decode_torch(*operands)
 
 

@@ -44,7 +44,7 @@ def mix(weights, values, acc):
 
 @triton.jit
 def contract(left, right):
-    """left `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
+    """Products `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
     if left.dtype == tl.float32:
         return tl.dot(left, tl.trans(right), input_precision="tf32x3")
     return tl.dot(left, tl.trans(right))
@@ -61,9 +61,10 @@ def bounds(cumulative, sequence, length):
     """Batch row, first token (both int64) and number of tokens of a sequence; packed if there is `cumulative`."""
     if cumulative is None:
         return sequence, sequence * 0, length
-    start = tl.load(cumulative + sequence).to(tl.int64)
-    stop = tl.load(cumulative + sequence + 1).to(tl.int64)
-    return sequence * 0, start, (stop - start).to(tl.int32)
+    else:
+        start = tl.load(cumulative + sequence).to(tl.int64)
+        stop = tl.load(cumulative + sequence + 1).to(tl.int64)
+        return sequence * 0, start, (stop - start).to(tl.int32)
 
 
 @triton.jit
@@ -71,9 +72,8 @@ def load_rows(base, stride, seen, width: tl.constexpr, ROWS: tl.constexpr, WIDTH
     """`[ROWS, WIDTH]` rows from `base` on, `stride` apart; zeros in rows not `seen` and in columns past `width`."""
     columns = tl.arange(0, WIDTH)
     pointers = base + tl.arange(0, ROWS)[:, None] * stride + columns[None, :]
-    if width == WIDTH:
-        return tl.load(pointers, mask=seen[:, None], other=0.0)
-    return tl.load(pointers, mask=seen[:, None] & (columns < width)[None, :], other=0.0)
+    mask = seen[:, None] if width == WIDTH else seen[:, None] & (columns < width)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
         triton.Config({"TOKENS": one.tokens, "FEATURES": one.features}, num_warps=one.warps, num_stages=one.stages)
@@ -173,6 +173,8 @@ def project_halves(tokens, directions, rest, seen, width: tl.constexpr, FEATURES
     """
     high = load_rows(directions, width, seen, width, FEATURES, WIDTH)
     if tokens.dtype == tl.float32:
-        return contract(tokens, high), high
-    low = load_rows(directions + rest, width, seen, width, FEATURES, WIDTH)
-    return tl.dot(tokens, tl.trans(high), acc=tl.dot(tokens, tl.trans(low))), high
+        logits = contract(tokens, high)
+    else:
+        low = load_rows(directions + rest, width, seen, width, FEATURES, WIDTH)
+        logits = tl.dot(tokens, tl.trans(high), acc=tl.dot(tokens, tl.trans(low)))
+    return logits, high

@@ -12,6 +12,7 @@ from architectures import ARCHITECTURES, padding_mask, tokens
 from torch.utils.checkpoint import checkpoint
 
 import favor
+from favor.config import CROSSOVER
 from favor.integrations.masks import favor_mask
 from favor.integrations.transformers import favor_attention_forward, model_options
 
@@ -105,12 +106,17 @@ def test_bad_options_name_what_was_expected(options, error, message):
         favor.FavorConfig(**options)
 
 
-def test_exact_below_auto_is_twice_the_features():
-    assert favor.FavorConfig(num_features=100).exact_threshold == 200
-    assert favor.FavorConfig(exact_below=0).exact_threshold == 0
+def test_exact_below_auto_is_the_crossover_of_the_device():
+    bidirectional, causal = CROSSOVER["cpu"]
+    config = favor.FavorConfig(num_features=100)
+    assert config.exact_threshold("cpu", False) == 100 * bidirectional
+    assert config.exact_threshold("cpu", True) == 100 * causal
+    assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
+    assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
     exact = BERT.build("sdpa")(**tokens(True)).last_hidden_state
-    below = BERT.build("favor#", num_features=13)(**tokens(True)).last_hidden_state  # 26 > 24 keys
-    at = BERT.build("favor#", num_features=12)(**tokens(True)).last_hidden_state
+    few = 24 // bidirectional  # the batch has 24 keys
+    below = BERT.build("favor#", num_features=few + 1)(**tokens(True)).last_hidden_state
+    at = BERT.build("favor#", num_features=few)(**tokens(True)).last_hidden_state
     torch.testing.assert_close(below[padding_mask().bool()], exact[padding_mask().bool()])
     assert not torch.allclose(at, exact, atol=1e-4)
 
@@ -271,13 +277,28 @@ def test_layers_have_their_own_directions():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
-@pytest.mark.parametrize("backend", ["favor+", "favor#", "favor_elu"])
-def test_compiled_models_give_the_same(backend):
-    model = BERT.build(backend, num_features=16, exact_below=0)
-    expected = model(**tokens(True)).last_hidden_state
+@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor_elu"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_models_compile_without_graph_breaks(backend, mode):
+    model = BERT.build(backend, num_features=16, exact_below=0).train(mode == "training")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # compiled code draws other random numbers
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(**tokens(True)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
+    results = []
+    for run in (model, compiled):
+        with torch.set_grad_enabled(mode == "training"):
+            out = run(**tokens(True)).last_hidden_state
+        if mode == "training":
+            model.zero_grad()
+            out.square().sum().backward()
+        # Compiled code gives zeros where a parameter has no part in the loss.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        assert any(grad.any() for grad in grads) == (mode == "training")
+        results.append([out.detach(), *grads])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 CROSS = {

@@ -1,0 +1,81 @@
+"""All kernels compile for GPUs, with all their configurations, on a machine that has none.
+
+This needs a process of its own: in the others, kernels are defined for Triton's interpreter.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Modules of favor.kernels with `forward` and `backward`.
+MODULES = ("triton_bidirectional",)
+# Type, width, whether sequences are packed.
+CASES = {
+    80: (("float16", 64, True), ("float32", 128, False)),
+    90: (("bfloat16", 64, False), ("bfloat16", 256, True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CASES)
+def test_kernels_compile(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = done.stdout.split()
+    expected = {"_part", "_join", "_halve", "_read", "_query_gradients", "_key_gradients", "_step"}
+    assert expected <= {name.split(":")[0] for name in kernels}
+    if capability == 90:
+        # The tensor cores of Hopper run at full speed only with these instructions.
+        assert {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"} <= set(kernels)
+
+
+def compile_all(capability):
+    """Prints the names of the compiled kernels, with the instruction that multiplies matrices."""
+    from ahead import compiling
+
+    kernels = []
+    for kind, width, packed in CASES[capability]:
+        inputs, grad = make(kind, width, packed)
+        for name in MODULES:
+            module = importlib.import_module(f"favor.kernels.{name}")
+            with compiling(capability) as compiled:
+                module.backward(grad, *inputs, *module.forward(*inputs))
+            kernels += compiled
+        with compiling(capability) as compiled:
+            one_step(*inputs[:7])
+        kernels += compiled
+    for kernel in kernels:
+        assert kernel.asm["cubin"]
+        print(kernel.metadata.name, "wgmma" if "wgmma" in kernel.asm["ptx"] else "other", sep=":")
+
+
+def make(kind, width, packed):
+    import torch
+
+    def tokens(heads):
+        return torch.zeros(1, 256, heads, width, dtype=getattr(torch, kind)).transpose(1, 2)
+
+    def per_head(*shape):
+        return torch.zeros(1, 2, 256, *shape)
+
+    lengths = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
+    directions = (per_head(width), per_head(width), per_head())
+    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, 156, 156)
+    return inputs, tokens(4)
+
+
+def one_step(query, key, value, query_directions, key_directions, offset, bias):
+    from favor.kernels.triton_decode import decode
+
+    tokens = (tensor[:, :, :1] for tensor in (query, key, value))
+    state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
+    decode(*tokens, query_directions, key_directions, offset, bias[:, :, :1].contiguous(), *state)
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))
