@@ -35,8 +35,8 @@ class FavorConfig:
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
             error. "auto" (default) is the length where the two take equally long, measured by `eval/speed.py` for each
             kind of device: see `exact_threshold`. 0 never runs exact attention.
-        kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and "triton"
-            force one of them, see `favor.kernels.available()`.
+        kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
+            "triton" force one of them, see `favor.kernels.available()`.
 
     Raises:
         ValueError, TypeError: naming the option, what was expected and what came.

@@ -79,7 +79,7 @@ def favor_attention(
             run here.
     """
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
-    packing = Packing.of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query, key, is_causal)
+    packing = Packing.of(query, key, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if packing is not None and not (key_padding_mask is None and query_padding_mask is None):
         raise ValueError("a packed batch has no padding: pass either masks or cu_seqlens, not both.")
     family = families.get(features) if isinstance(features, str) else features
@@ -117,8 +117,8 @@ def favor_attention(
                 raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
             parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
             outs = [
-                signed.attention(family, *part, omega, key_mask=key_padding_mask, is_causal=is_causal, scale=scale)
-                for part in parts
+                signed.attention(family, q, k, v, omega, key_mask=key_padding_mask, is_causal=is_causal, scale=scale)
+                for q, k, v in parts
             ]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
     return out.to(given)

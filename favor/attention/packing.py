@@ -26,13 +26,13 @@ class Packing:
     @classmethod
     def of(
         cls,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
-        query: Tensor,
-        key: Tensor,
-        is_causal: bool,
     ) -> Packing | None:
         """Checked lengths; None if the batch is not packed.
 

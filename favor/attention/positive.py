@@ -117,19 +117,17 @@ class _Quadratic(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, key, matrix, weight, hidden, dtype):  # type: ignore[no-untyped-def]  # noqa: D102
+    def forward(ctx, key, matrix, weight, hidden, dtype):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(key, matrix, hidden)
         ctx.weight = weight
         rows = key.to(dtype)
-        bias = 0.0 if weight == 0 else weight * rows.square().sum(-1)
+        bias = weight * rows.square().sum(-1) if weight else rows.new_zeros(rows.shape[:-1])
         if matrix is not None:
-            bias = bias - (rows @ matrix).square_().sum(-1) / 2
-        elif weight == 0:
-            bias = rows.new_zeros(rows.shape[:-1])
+            bias -= (rows @ matrix).square_().sum(-1) / 2
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]  # noqa: D102
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         key, matrix, hidden = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
         if matrix is None:

@@ -55,7 +55,7 @@ def favor_mask(
                 'Use the default cache_implementation, or attn_implementation="sdpa".'
             )
     elif mask_function is not bidirectional_mask_function:
-        # A tracer cannot look into the function, and transformers gives every decoder without a mask a packed one there.
+        # A tracer cannot look into it, and transformers there gives every decoder without a mask a packed one.
         if _is_tracing() or _is_packed(mask_function):
             return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=kwargs.get("device"))
         raise ValueError(
@@ -167,8 +167,8 @@ def _is_tracing() -> bool:
 
 _UNKNOWN_LENGTHS = (
     "favor attention got packed sequences (position_ids that start again) without their lengths. Pass cu_seq_lens_q, "
-    "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does; or "
-    "unpack the batch and pass attention_mask. A compiled decoder needs one or the other in any case."
+    "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does, "
+    "or unpack the batch and pass attention_mask. A compiled decoder needs one or the other in any case."
 )
 _PAIRWISE = (
     "favor attention cannot apply a mask or an additive bias for each pair of tokens (got one of shape {shape}): it "

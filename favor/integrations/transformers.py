@@ -86,12 +86,8 @@ def favor_attention_forward(
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
     plan = _plan(backend, options, query.device.type, causal)
     length, key_length = query.shape[2], key.shape[2]
-    packing = Packing.of(
-        *(kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")),
-        query,
-        key,
-        causal,
-    )
+    lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    packing = Packing.of(query, key, causal, *lengths)
     padding = None
     if packing is None:
         padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
@@ -99,11 +95,10 @@ def favor_attention_forward(
         raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
         parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
-        outs = [_exact(module, *part, padding, dropout, scaling, causal) for part in parts]
+        outs = [_exact(module, q, k, v, padding, dropout, scaling, causal) for q, k, v in parts]
         return outs[0] if packing is None else torch.cat(outs, dim=1), None
     if dropout > 0:
         value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-    lengths = {} if packing is None else packing.for_kernel()
     out = favor_attention(
         query,
         key,
@@ -119,7 +114,7 @@ def favor_attention_forward(
         orthogonal=plan.orthogonal,
         use_statistics=not decodes(module),
         kernel=plan.kernel,
-        **lengths,
+        **({} if packing is None else packing.for_kernel()),
     )
     return out.transpose(1, 2).contiguous(), None
 

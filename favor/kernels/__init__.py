@@ -27,8 +27,8 @@ def linear_attention(
     is_causal: bool = False,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Attention with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
@@ -46,7 +46,7 @@ def linear_attention(
         is_causal: query i sees keys 0 ... S - L + i.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
             after another along L and S; then B is 1 and no sequence sees another.
-        max_seqlen_q, max_seqlen_k: the longest of them.
+        max_seqlen_q, max_seqlen_k: the longest of them; L and S, which is only slower, if absent.
         kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
 
     Returns:
@@ -61,5 +61,9 @@ def linear_attention(
     inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
     lengths = [None if tensor is None else tensor.to(torch.int32) for tensor in (cu_seqlens_q, cu_seqlens_k)]
-    out, *_ = attention_forward(*inputs, *operands, *lengths, max_seqlen_q, max_seqlen_k, is_causal, kernel)
+    longest = (
+        query.shape[2] if max_seqlen_q is None else max_seqlen_q,
+        key.shape[2] if max_seqlen_k is None else max_seqlen_k,
+    )
+    out, *_ = attention_forward(*inputs, *operands, *lengths, *longest, is_causal, kernel)
     return out

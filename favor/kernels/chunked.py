@@ -29,7 +29,7 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 2**18, 2**20
 
 
 class Buffer:
-    """Memory for one block of features, used again for the next: pages that are fresh each time cost more than arithmetic.
+    """Memory for one block of features, used again for the next; fresh pages each time cost more than the arithmetic.
 
     Args:
         inputs: what the blocks are made from.
@@ -43,7 +43,7 @@ class Buffer:
         self._memory = inputs.to_key.new_empty(self._n * groups * longest * self._features)
 
     def product(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """rows `[N, R, w]` x columns `[N, w, M]`; valid until the next product."""
+        """Rows `[N, R, w]` x columns `[N, w, M]`; valid until the next product."""
         block = self._memory[: self._n * rows.shape[1] * self._features].view(self._n, -1, self._features)
         return torch.bmm(rows, columns, out=block)
 
@@ -81,6 +81,7 @@ class Inputs:
 
     @classmethod
     def of(cls, sequence: Sequence) -> Inputs:
+        """The inputs of a sequence or batch; reads the bias once, to see whether any key is hidden."""
         batch, key_heads = sequence.key.shape[:2]
 
         def per_head(tensor: Tensor) -> Tensor:

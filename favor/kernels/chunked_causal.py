@@ -5,7 +5,7 @@ chunk enter through a state, those of the chunk through the products of features
 
 Both are scaled by one anchor per feature: the largest logit among the past keys and the first key of the chunk. All
 queries of the chunk see those, so each row has a term of 1 and its normaliser does not underflow. Later keys of the
-chunk may exceed the anchor; if any does by more than e^50 the chunk is cut in two. A chunk of one token is always exact.
+chunk may exceed the anchor; if any does by more than e^50 the chunk is cut in two. A chunk of one token is exact.
 
 The backward pass computes features and states again: forward in time for the queries, backward in time for the keys,
 whose state gathers the gradients of later queries. It divides nothing: weights are exp(logit - log normaliser).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def available() -> dict[str, str]:
 
 
 def pick(kernel: str, query: Tensor, value: Tensor) -> str:
-    """ "torch" or "triton", for tensors like `query` and `value`.
+    """Name of the kernel to run, "torch" or "triton", for tensors like `query` and `value`.
 
     Raises:
         ValueError: if Triton is asked for and cannot run, saying why, or for an unknown name.
@@ -53,7 +53,7 @@ def _unfit(query: Tensor, value: Tensor) -> str | None:
     return f"it takes widths up to {_WIDEST}, got {width}" if width > _WIDEST else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _triton_problem(device: str) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
@@ -64,6 +64,6 @@ def _triton_problem(device: str) -> str | None:
     return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _report(problem: str) -> None:
     _logger.warning("favor: using the torch kernel instead of Triton: %s.", problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -56,15 +57,8 @@ def sequences(
     if cu_q is None or cu_k is None:
         bounds = [(everything, everything)]
     else:
-        starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-        bounds = [
-            (slice(*q), slice(*k))
-            for q, k in zip(
-                zip(starts_q[:-1], starts_q[1:], strict=True),
-                zip(starts_k[:-1], starts_k[1:], strict=True),
-                strict=True,
-            )
-        ]
+        ends = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+        bounds = [(slice(*rows), slice(*columns)) for rows, columns in ends]
     for index, (rows, columns) in enumerate(bounds):
         own = slice(index, index + 1) if cu_q is not None else everything
         per_sequence = own if query_directions.shape[0] > 1 else everything

@@ -57,7 +57,10 @@ GOOD = torch.tensor([0, 10, 37])
     [
         ({"cu_seqlens_k": None}, "go together"),
         ({"cu_seqlens_k": torch.tensor([0, 10, 20, 37])}, "same sequences, got 2 and 3"),
-        ({"cu_seqlens_q": torch.tensor([0, 40]), "cu_seqlens_k": torch.tensor([0, 40])}, r"from 0 to 37, got \[0, 40\]"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 40]), "cu_seqlens_k": torch.tensor([0, 40])},
+            r"from 0 to 37, got \[0, 40\]",
+        ),
         ({"cu_seqlens_q": GOOD.float()}, r"cu_seqlens_q must hold the cumulative lengths \[0, ..., 37\] as integers"),
         ({"key_padding_mask": torch.ones(1, 37, dtype=torch.bool)}, "no padding"),
         ({"cu_seqlens_k": torch.tensor([0, 30, 37]), "is_causal": True}, "at least as many keys as queries in every"),

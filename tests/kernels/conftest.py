@@ -1,12 +1,14 @@
-"""Kernels run in Triton's interpreter, on the CPU, in memory that is poisoned before use."""
+"""Triton kernels run on a GPU if there is one, else in Triton's interpreter; in memory that is poisoned before use."""
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -41,6 +43,14 @@ def bfloat16_in_the_interpreter():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "cast_impl", round_to_nearest)
         patch.setattr(builder, "create_dot", multiply)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def device_of_the_kernel(request):
+    """Tests of Triton kernels make their tensors where these run."""
+    on_gpu = torch.cuda.is_available() and request.module.__name__.startswith("test_triton")
+    with torch.device("cuda" if on_gpu else "cpu"):
         yield
 
 

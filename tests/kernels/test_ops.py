@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from truth import make_inputs
+from truth import gradients, make_inputs
 
 import favor
 from favor.kernels import dispatch, linear_attention
@@ -28,6 +28,41 @@ def test_operators_keep_the_rules_of_pytorch(is_causal, packed, directions):
     for index, tensor in enumerate(inputs):
         tensor.requires_grad_(directions or not 3 <= index < 6)
     torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, "torch"))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])
+def test_both_kernels_run_behind_the_same_call(is_causal, lengths):
+    inputs = [t.float() for t in make_inputs(9, groups=2)]
+    weight = torch.randn(1, 4, 9, 8)
+    runs = {
+        kernel: gradients(
+            lambda *t, kernel=kernel: linear_attention(
+                *t[:3], *(u.detach() for u in t[3:6]), t[6],
+                is_causal=is_causal, cu_seqlens_q=lengths, cu_seqlens_k=lengths, kernel=kernel,
+            ),
+            inputs,
+            weight,
+        )
+        for kernel in ("torch", "triton")
+    }  # fmt: skip
+    for ours, theirs in zip(runs["torch"], runs["triton"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_triton_leaves_gradients_of_directions_to_the_torch_kernel():
+    inputs = [t.float() for t in make_inputs(9, groups=2)]
+    for is_causal in (False, True):
+        runs = [
+            gradients(
+                lambda *t, kernel=kernel: linear_attention(*t, is_causal=is_causal, kernel=kernel),  # noqa: B023
+                inputs,
+                torch.ones(1, 4, 9, 8),
+            )
+            for kernel in ("torch", "triton")
+        ]
+        for ours, theirs in zip(*runs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_kernels_are_reported(monkeypatch):

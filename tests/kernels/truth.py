@@ -4,7 +4,7 @@ import torch
 
 
 def attention(query, key, value, to_query, to_key, offset, bias, *, is_causal=False, lengths=None):
-    """Attention from the definition; arguments as in `favor.kernels.linear_attention`, `lengths` those of packed sequences."""
+    """Attention from the definition, like `favor.kernels.linear_attention`; `lengths` are those of packed sequences."""
     inputs = (query, key, value, to_query, to_key, offset, bias)
     if lengths is None:
         return _attention(*inputs, is_causal)
@@ -62,7 +62,7 @@ def gradients(function, inputs, weight):
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     out = function(*leaves)
     (out * weight.to(out.dtype)).sum().backward()
-    return [out.detach(), *(t.grad for t in leaves)]
+    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
 
 def error(found, expected):
