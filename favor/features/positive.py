@@ -44,6 +44,11 @@ class PosRF(PositiveFeatures):
     name = "pos"
     needs_statistics = False
 
+    def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Omega itself, and no offset; otherwise as in `PositiveFeatures.directions`."""
+        u = root * omega
+        return u, u, omega.new_zeros(omega.shape[:-1])
+
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""
         return Parameters.identity(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)

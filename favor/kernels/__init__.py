@@ -50,7 +50,7 @@ def linear_attention(
         kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
 
     Returns:
-        `[B, H, L, dv]` in the type of `query`. Its memory is laid out `[B, L, H, dv]`.
+        `[B, H, L, dv]` in the type of `query`. Its memory may be laid out `[B, L, H, dv]`.
 
     Raises:
         ValueError: for an unknown kernel, or Triton where it cannot run.

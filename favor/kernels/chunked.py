@@ -16,6 +16,7 @@ Inside this file the G query heads of a key head are rows of it, and batch and k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,23 +30,29 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 2**18, 2**20
 
 
 class Buffer:
-    """Memory for one block of features, used again for the next; fresh pages each time cost more than the arithmetic.
+    """Memory for one block of products, used again for the next; fresh pages each time cost more than the arithmetic.
 
     Args:
         inputs: what the blocks are made from.
         blocks: ranges from `Inputs.blocks`.
         groups: query heads of a key head, for blocks of queries.
+        width: the other dimension of the products, default the number of features.
     """
 
-    def __init__(self, inputs: Inputs, blocks: list[tuple[int, int]], groups: int = 1) -> None:
-        self._n, self._features = inputs.to_key.shape[:2]
+    def __init__(
+        self, inputs: Inputs, blocks: list[tuple[int, int]], groups: int = 1, width: int | None = None
+    ) -> None:
         longest = max((stop - start for start, stop in blocks), default=0)
-        self._memory = inputs.to_key.new_empty(self._n * groups * longest * self._features)
+        width = width or inputs.to_key.shape[1]
+        self._memory = inputs.to_key.new_empty(inputs.heads * groups * longest * width)
 
-    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Rows `[N, R, w]` x columns `[N, w, M]`; valid until the next product."""
-        block = self._memory[: self._n * rows.shape[1] * self._features].view(self._n, -1, self._features)
-        return torch.bmm(rows, columns, out=block)
+    def product(self, rows: Tensor, columns: Tensor, plus: Tensor | None = None) -> Tensor:
+        """Rows `[N, R, w]` x columns `[N, w, C]`, plus a row or a column; valid until the next product."""
+        shape = (rows.shape[0], rows.shape[1], columns.shape[2])
+        block = self._memory[: math.prod(shape)].view(shape)
+        if plus is None:
+            return torch.bmm(rows, columns, out=block)
+        return torch.baddbmm(plus, rows, columns, out=block)
 
 
 class Gradients(NamedTuple):
@@ -146,22 +153,16 @@ def forward(
     """Attention output and what the backward pass needs; arguments as in `favor.kernels.linear_attention`.
 
     Returns:
-        output `[B, H, L, dv]`, logarithm of the normaliser `[B, H, L]`, logarithm of the weight of each landmark with
-        its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
+        output `[B, H, L, dv]`, nothing (the backward pass normalises again), logarithm of the weight of each landmark
+        with its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
     """
-    out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    out = empty_output(query, value)
     weights, summaries = [], []
     for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
-        inputs = Inputs.of(sequence)
-        top, total, state = summarise(inputs, inputs.key.shape[2])
-        # Without a visible key everything is zero: a finite weight and a summary of zeros.
-        empty = total == 0
-        total = total.masked_fill(empty, 1.0)
-        weight, summary = top + total.log() + inputs.offset, state.div_(total.transpose(1, 2))
-        _read(inputs, weight, summary, out[sequence.rows], lse[sequence.rows])
+        weight, summary = _forward(Inputs.of(sequence), out[sequence.rows])
         weights.append(weight.view(*sequence.key.shape[:2], -1))
-        summaries.append(summary.view(*sequence.key.shape[:2], -1, inputs.width))
-    return out, lse, torch.cat(weights), torch.cat(summaries)
+        summaries.append(summary.view(*sequence.key.shape[:2], -1, value.shape[3]))
+    return out, offset.new_empty(0), _join(weights), _join(summaries)
 
 
 def backward(
@@ -188,7 +189,7 @@ def backward(
         inputs = Inputs.of(sequence)
         landmarks = sequence.landmarks
         log_weight, state = weight[landmarks].flatten(0, 1).unsqueeze(1), summary[landmarks].flatten(0, 1)
-        here = (grad[sequence.rows], out[sequence.rows], lse[sequence.rows])
+        here = (grad[sequence.rows], out[sequence.rows])
         gathered, shares = _backward_queries(inputs, *here, log_weight, state, sequence, grads)
         _backward_keys(inputs, log_weight, gathered, shares, sequence, grads)
     return grads
@@ -198,46 +199,48 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
     """Landmarks over the keys before `stop`.
 
     Returns:
-        maximum of the key logits `[N, 1, M]` (0 if there is no visible key), sum of exp(logit - maximum) `[N, 1, M]`,
+        maximum of the key logits `[N, M, 1]` (0 if there is no visible key), sum of exp(logit - maximum) `[N, M, 1]`,
         and the same sum of values `[N, M, dv]`.
     """
     n, features = inputs.to_key.shape[:2]
-    top = inputs.to_key.new_full((n, 1, features), -torch.inf)
+    top = inputs.to_key.new_full((n, features, 1), -torch.inf)
     total, state = torch.zeros_like(top), inputs.to_key.new_zeros(n, features, inputs.width)
-    project, blocks = inputs.to_key.transpose(1, 2), inputs.blocks(n, stop)
-    buffer = Buffer(inputs, blocks)
+    blocks = inputs.blocks(n, stop)
+    memory = Buffer(inputs, blocks)
     for start, end in blocks:
-        weights = buffer.product(inputs.keys(inputs.key, start, end), project)
-        weights += inputs.bias[:, start:end]
-        risen = torch.maximum(top, weights.amax(1, keepdim=True))
+        columns = inputs.keys(inputs.key, start, end).transpose(1, 2)
+        weights = memory.product(inputs.to_key, columns, inputs.bias[:, start:end].transpose(1, 2))
+        risen = torch.maximum(top, weights.amax(2, keepdim=True))
         base = risen.masked_fill(risen == -torch.inf, 0.0)
         decay = (top - base).exp_()
         weights.sub_(base).exp_()
-        total.mul_(decay).add_(weights.sum(1, keepdim=True))
-        state.mul_(decay.transpose(1, 2)).baddbmm_(weights.transpose(1, 2), inputs.keys(inputs.value, start, end))
+        total.mul_(decay).add_(weights.sum(2, keepdim=True))
+        state.mul_(decay).baddbmm_(weights, inputs.keys(inputs.value, start, end))
         top = risen
     return top.masked_fill_(top == -torch.inf, 0.0), total, state
 
 
-def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor, lse: Tensor) -> None:
+def _forward(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes the output; returns log weight `[N, 1, M]` and summary `[N, M, dv]` of the landmarks."""
+    top, total, state = summarise(inputs, inputs.key.shape[2])
+    # Without a visible key everything is zero: a finite weight and a summary of zeros.
+    total = total.masked_fill(total == 0, 1.0)
+    summary = state.div_(total)
+    log_weight = (top + total.log()).transpose(1, 2) + inputs.offset
     project = inputs.to_query.transpose(1, 2)
     blocks = inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2])
-    buffer = Buffer(inputs, blocks, inputs.groups)
+    buffer, rows = Buffer(inputs, blocks, inputs.groups), Buffer(inputs, blocks, inputs.groups, inputs.width)
     for start, stop in blocks:
-        weights = buffer.product(inputs.queries(inputs.query, start, stop), project)
-        weights += log_weight
-        top = weights.amax(2, keepdim=True)
-        weights.sub_(top).exp_()
-        total = weights.sum(2, keepdim=True)
-        out[:, :, start:stop] = (weights @ summary).div_(total).view_as(out[:, :, start:stop])
-        lse[:, :, start:stop] = total.log_().add_(top).view_as(lse[:, :, start:stop])
+        weights = buffer.product(inputs.queries(inputs.query, start, stop), project, log_weight)
+        torch.softmax(weights, -1, out=weights)
+        out[:, :, start:stop] = rows.product(weights, summary).view_as(out[:, :, start:stop])
+    return log_weight, summary
 
 
 def _backward_queries(
     inputs: Inputs,
     grad: Tensor,
     out: Tensor,
-    lse: Tensor,
     log_weight: Tensor,
     summary: Tensor,
     sequence: Sequence,
@@ -251,8 +254,8 @@ def _backward_queries(
     for start, stop in blocks:
         rows, g = inputs.queries(inputs.query, start, stop), inputs.queries(grad, start, stop)
         delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
-        weights = first.product(rows, project)
-        weights.add_(log_weight).sub_(inputs.queries(lse.unsqueeze(3), start, stop)).exp_()
+        weights = first.product(rows, project, log_weight)
+        torch.softmax(weights, -1, out=weights)
         gathered.baddbmm_(weights.transpose(1, 2), g)
         slopes = second.product(g, back).sub_(delta).mul_(weights)
         dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
@@ -272,8 +275,7 @@ def _backward_keys(
     first, second = Buffer(inputs, blocks), Buffer(inputs, blocks)
     for start, stop in blocks:
         rows, values = inputs.keys(inputs.key, start, stop), inputs.keys(inputs.value, start, stop)
-        weights = first.product(rows, project)
-        weights.add_(shift).add_(inputs.bias[:, start:stop]).exp_()
+        weights = first.product(rows, project, shift).add_(inputs.bias[:, start:stop]).exp_()
         dv[:, :, start:stop] = (weights @ gathered).view_as(dv[:, :, start:stop])
         slopes = second.product(values, back).sub_(shares).mul_(weights)
         dk[:, :, start:stop] = (slopes @ inputs.to_key).view_as(dk[:, :, start:stop])
@@ -283,9 +285,15 @@ def _backward_keys(
             sequence.accumulate(grads.offset, slopes.sum(1))
 
 
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
-    """Uninitialised `[B, H, L, dv]` whose memory is `[B, L, H, dv]`, the order in which models join the heads."""
+    """Uninitialised `[B, H, L, dv]`; in memory `[B, L, H, dv]` if the queries are, which is how models join heads."""
     batch, heads, length = query.shape[:3]
+    if query.is_contiguous():
+        return query.new_empty(batch, heads, length, value.shape[-1])
     return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
 
 

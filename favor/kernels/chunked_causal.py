@@ -59,9 +59,9 @@ class _State:
     def before(cls, inputs: Inputs) -> _State:
         """State of the keys that all queries see."""
         prefix = inputs.key.shape[2] - inputs.query.shape[2]
-        anchor, total, values = summarise(inputs, prefix)
-        anchor = (anchor + inputs.offset).masked_fill(total == 0, -torch.inf)
-        return cls(anchor, total, values)
+        top, total, values = summarise(inputs, prefix)
+        top, total = top.transpose(1, 2), total.transpose(1, 2)
+        return cls((top + inputs.offset).masked_fill(total == 0, -torch.inf), total, values)
 
     def move(self, anchor: Tensor) -> None:
         """Same sums for a new anchor, which is -inf only where nothing has been seen."""

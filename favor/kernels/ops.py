@@ -26,7 +26,10 @@ def attention_forward(
     is_causal: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, logarithm of the normaliser, and weight and summary of the landmarks; see `linear_attention`."""
+    """Output, logarithm of the normaliser, and weight and summary of the landmarks; see `linear_attention`.
+
+    What the backward pass of a kernel has no use for is empty.
+    """
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     if pick(kernel, query, value) == "torch":
         return (chunked_causal if is_causal else chunked).forward(*inputs)
@@ -51,6 +54,10 @@ def _(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = chunked.empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    if pick(kernel, query, value) == "triton":
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    elif not is_causal:
+        lse = offset.new_empty(0)
     if is_causal:
         return out, lse, offset.new_empty(0), offset.new_empty(0)
     number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1

@@ -63,7 +63,7 @@ class DecodeState:
         offset = key_directions.new_zeros(key_directions.shape[:3])
         operands = (key[:, :, :0], key, value, key_directions, key_directions, offset, key_bias, None, None)
         top, total, state = summarise(Inputs.of(next(sequences(*operands))), key.shape[2])
-        summary = state / total.masked_fill(total == 0, 1.0).transpose(1, 2)
+        summary = state / total.masked_fill(total == 0, 1.0)
         shape = (*key.shape[:2], -1)
         return cls((top + total.log()).reshape(shape), summary.reshape(*shape, value.shape[-1]))
 
