@@ -23,9 +23,10 @@ def directions(
     redraw: int,
     device: torch.device,
     dtype: torch.dtype,
+    root: float = 1.0,
 ) -> Tensor:
-    """Omega `[num_heads, M, d]`, drawn on the CPU and cached on the device."""
-    numbers = (num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype)
+    """Omega times `root`, `[num_heads, M, d]`, drawn on the CPU and cached on the device."""
+    numbers = (num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype, root)
     if isinstance(features, str) and torch.compiler.is_compiling():
         return _draw(features, *numbers)
     return _cached(features, *numbers)
@@ -43,6 +44,7 @@ def _cached(
     redraw: int,
     device: torch.device,
     dtype: torch.dtype,
+    root: float = 1.0,
 ) -> Tensor:
     if isinstance(features, str):
         features = families.get(features)
@@ -53,7 +55,7 @@ def _cached(
         omega = features.draw(
             num_features, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=(num_heads,)
         )
-        return omega.to(device=device, dtype=dtype)
+        return (root * omega).to(device=device, dtype=dtype)
 
 
 @torch.library.custom_op("favor::directions", mutates_args=())
@@ -68,9 +70,12 @@ def _draw(
     redraw: int,
     device: torch.device,
     dtype: torch.dtype,
+    root: float = 1.0,
 ) -> Tensor:
     # A compiler may write into what an operator returns, so it gets a copy.
-    return _cached(name, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype).clone()
+    return _cached(
+        name, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype, root
+    ).clone()
 
 
 @_draw.register_fake
@@ -85,6 +90,7 @@ def _(
     redraw: int,
     device: torch.device,
     dtype: torch.dtype,
+    root: float = 1.0,
 ) -> Tensor:
     omega = families.get(name).draw(num_features, head_dim, orthogonal=orthogonal, batch_shape=(num_heads,))
     return omega.new_empty(omega.shape, device=device, dtype=dtype)

@@ -90,10 +90,11 @@ def favor_attention(
     query, key, value = query.to(common), key.to(common), value.to(common)
     compute = torch.float64 if common == torch.float64 else torch.float32
     scale = head_dim**-0.5 if scale is None else scale
+    root = scale**0.5 if isinstance(family, PositiveFeatures) else 1.0
     # Most families draw alike; a name, unlike an object, is something a compiler can hold constant.
     source = "pos" if type(family).draw is RandomFeatures.draw else features
     omega = directions(
-        source, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute
+        source, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute, root
     )
     # Autocast would run the projections, and so the exponents, in half precision.
     with torch.autocast(query.device.type, enabled=False):

@@ -27,7 +27,10 @@ def attention(
     packing: Packing | None,
     kernel: str,
 ) -> Tensor:
-    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, omega `[Hk, M, d]`."""
+    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`.
+
+    Omega is `[Hk, M, d]`, times the root of the scale.
+    """
     with torch.no_grad():
         params = _parameters(
             features, query, key, omega, key_mask, query_mask, is_causal, scale, use_statistics, packing

@@ -82,16 +82,16 @@ class PositiveFeatures(RandomFeatures):
         Up to terms that depend on the query alone, log(f_1 f_2) = x . uq_m + y . uk_m + offset_m + bias(y).
 
         Args:
-            omega: `[..., M, d]` from `draw`.
+            omega: `[..., M, d]` from `draw`, times `root`.
             params: from `fit`.
-            root: factor of both directions: with the root of the scale of the logits, they apply to queries and keys.
+            root: factor of omega, and so of both directions: with the root of the scale of the logits, directions apply
+                to queries and keys instead of x and y.
 
         Returns:
             query directions `[..., M, d]`, key directions `[..., M, d]` and offsets `[..., M]`.
         """
         u = omega @ params.factor.transpose(-1, -2)
-        offset = (omega.square().sum(-1) - u.square().sum(-1)) / 2
-        u *= root
+        offset = (omega.square().sum(-1) - u.square().sum(-1)) / (2 * root**2)
         if not params.maps:
             return u, u, offset
         return u @ params.transform, u @ params.inverse.transpose(-1, -2), offset

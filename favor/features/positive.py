@@ -46,8 +46,7 @@ class PosRF(PositiveFeatures):
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """Omega itself, and no offset; otherwise as in `PositiveFeatures.directions`."""
-        u = root * omega
-        return u, u, omega.new_zeros(omega.shape[:-1])
+        return omega, omega, omega.new_zeros(omega.shape[:-1])
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""

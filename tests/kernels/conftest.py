@@ -1,14 +1,8 @@
 """Triton kernels run on a GPU if there is one, else in Triton's interpreter; in memory that is poisoned before use."""
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 

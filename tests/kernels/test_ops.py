@@ -11,6 +11,7 @@ from favor.kernels import dispatch, linear_attention
 from favor.kernels.ops import attention_backward, attention_forward
 
 LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 
 
 @pytest.mark.filterwarnings("default")
@@ -30,6 +31,7 @@ def test_operators_keep_the_rules_of_pytorch(is_causal, packed, directions):
     torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, "torch"))
 
 
+@interpreted
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])
 def test_both_kernels_run_behind_the_same_call(is_causal, lengths):
@@ -50,6 +52,7 @@ def test_both_kernels_run_behind_the_same_call(is_causal, lengths):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
 def test_triton_leaves_gradients_of_directions_to_the_torch_kernel():
     inputs = [t.float() for t in make_inputs(9, groups=2)]
     for is_causal in (False, True):
@@ -65,10 +68,11 @@ def test_triton_leaves_gradients_of_directions_to_the_torch_kernel():
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
 def test_kernels_are_reported(monkeypatch):
     # The tests switch Triton's interpreter on.
     assert favor.kernels.available() == {"torch": "available", "triton": "available", "auto": "torch"}
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._triton_problem.cache_clear()
     assert "CUDA" in favor.kernels.available()["triton"]
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
@@ -77,13 +81,14 @@ def test_kernels_are_reported(monkeypatch):
     dispatch._triton_problem.cache_clear()
 
 
+@interpreted
 def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
     inputs = make_inputs(5)
     with pytest.raises(ValueError, match=r'kernel="triton" cannot run: .*float64'):
         linear_attention(*inputs, kernel="triton")
     with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"):
         linear_attention(*inputs, kernel="cuda")
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._triton_problem.cache_clear()
     with pytest.raises(ValueError, match="the tensors are on cpu"):
         linear_attention(*(t.float() for t in inputs), kernel="triton")

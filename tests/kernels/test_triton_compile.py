@@ -11,7 +11,7 @@ import sys
 import pytest
 
 # Modules of favor.kernels with `forward` and `backward`.
-MODULES = ("triton_bidirectional",)
+MODULES = ("triton_bidirectional", "triton_causal")
 # Type, width, whether sequences are packed.
 CASES = {
     80: (("float16", 64, True), ("float32", 128, False)),
