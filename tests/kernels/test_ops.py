@@ -17,18 +17,19 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("directions", [False, True])
-def test_operators_keep_the_rules_of_pytorch(is_causal, packed, directions):
+@pytest.mark.parametrize(
+    ("kernel", "directions"),
+    [("torch", False), ("torch", True), pytest.param("triton", False, marks=interpreted)],
+)
+def test_operators_keep_the_rules_of_pytorch(is_causal, packed, kernel, directions):
     inputs = [t.float() for t in make_inputs(9, groups=2)]
-    lengths = (LENGTHS, LENGTHS, 5, 5) if packed else (None, None, 0, 0)
-    saved = attention_forward(*inputs, *lengths, is_causal, "torch")
-    torch.library.opcheck(
-        attention_backward,
-        (torch.randn_like(saved[0]), *inputs, *lengths[:2], *saved, *lengths[2:], is_causal, directions, "torch"),
-    )
+    lengths = (LENGTHS, LENGTHS, 5, 5) if packed else (None, None, 9, 9)
+    saved = attention_forward(*inputs, *lengths, is_causal, kernel)
+    options = (*lengths[2:], is_causal, directions, kernel)
+    torch.library.opcheck(attention_backward, (torch.randn_like(saved[0]), *inputs, *lengths[:2], *saved, *options))
     for index, tensor in enumerate(inputs):
         tensor.requires_grad_(directions or not 3 <= index < 6)
-    torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, "torch"))
+    torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, kernel))
 
 
 @interpreted
