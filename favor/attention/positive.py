@@ -113,11 +113,17 @@ def _key_bias(
     return torch.cat(biases, dim=2)
 
 
-def _quadratic(rows: Tensor, matrix: Tensor | None, weight: float) -> Tensor:
+def _quadratic(rows: Tensor, matrix: Tensor | None, weight: float, dtype: torch.dtype) -> Tensor:
     if matrix is None:
-        return rows.square().sum(-1).mul_(weight)
-    value = (rows @ matrix).square_().sum(-1).div_(-2)
-    return value if weight == 0 else value.add_(rows.square().sum(-1), alpha=weight)
+        return _squares(rows, dtype).mul_(weight)
+    value = (rows.to(dtype) @ matrix).square_().sum(-1).div_(-2)
+    return value if weight == 0 else value.add_(_squares(rows, dtype), alpha=weight)
+
+
+def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.device.type == "cpu":
+        return rows.to(dtype).square().sum(-1)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass, no copy in `dtype`
 
 
 class _Quadratic(torch.autograd.Function):
@@ -130,9 +136,10 @@ class _Quadratic(torch.autograd.Function):
     def forward(ctx, key, matrix, weight, hidden, dtype):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(key, matrix, hidden)
         ctx.weight = weight
-        # In parts that stay in cache; a compiler fuses the whole instead.
-        size = key.shape[2] if torch.compiler.is_compiling() else key.shape[2] // 32 + 64
-        bias = torch.cat([_quadratic(part.to(dtype), matrix, weight) for part in key.split(max(size, 1), dim=2)], dim=2)
+        # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
+        in_parts = key.device.type == "cpu" and not torch.compiler.is_compiling()
+        size = key.shape[2] // 32 + 64 if in_parts else max(key.shape[2], 1)
+        bias = torch.cat([_quadratic(part, matrix, weight, dtype) for part in key.split(size, dim=2)], dim=2)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
 
     @staticmethod
@@ -140,7 +147,7 @@ class _Quadratic(torch.autograd.Function):
         key, matrix, hidden = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
         if matrix is None:
-            slope = key * (2 * ctx.weight * grad)
+            slope = key * (2 * ctx.weight * grad).to(key.dtype)
         else:
             slope = (key.to(grad.dtype) @ (matrix @ matrix.transpose(-1, -2))).mul_(-grad)
             if ctx.weight:
