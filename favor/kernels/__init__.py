@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import KERNELS, available
+from favor.kernels.dispatch import KERNELS, available, readable
 from favor.kernels.ops import attention_forward
 from favor.kernels.recurrent import DecodeState, decode
 
@@ -58,7 +58,7 @@ def linear_attention(
     Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
     proposal form of `favor.features.parameters`.
     """
-    inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    inputs = readable(query, key, value)
     operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
     lengths = [None if tensor is None else tensor.to(torch.int32) for tensor in (cu_seqlens_q, cu_seqlens_k)]
     longest = (

@@ -46,6 +46,11 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
     return "torch"
 
 
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as every kernel can read them, with rows in one piece; copied only where they are not."""
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+
+
 def _unfit(query: Tensor, value: Tensor) -> str | None:
     if query.dtype == torch.float64:
         return "it computes in float32, and the inputs are float64"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from favor.kernels.chunked import Inputs, summarise
-from favor.kernels.dispatch import pick
+from favor.kernels.dispatch import pick, readable
 from favor.kernels.sequences import sequences
 
 
@@ -54,10 +54,10 @@ class DecodeState:
         if pick(kernel, key, value) == "triton":
             from favor.kernels.triton_summary import summarise as summarise_triton
 
-            rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value)]
+            key, value = readable(key, value)
             with torch.cuda.device_of(key):
                 summary, log_weight, _ = summarise_triton(
-                    key_directions.contiguous(), rows[0], key_bias.contiguous(), rows[1], None, key.shape[2]
+                    key_directions.contiguous(), key, key_bias.contiguous(), value, None, key.shape[2]
                 )
             return cls(log_weight, summary)
         offset = key_directions.new_zeros(key_directions.shape[:3])
@@ -98,7 +98,7 @@ def decode(
     """
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")
-    rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    rows = readable(query, key, value)
     operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
     return _decode(*rows, *operands, state.log_weight, state.summary, kernel)
 
