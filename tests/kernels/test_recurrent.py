@@ -27,6 +27,22 @@ def test_steps_equal_the_whole(prompt, shared):
         torch.testing.assert_close(out, expected[:, :, now], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+def test_both_kernels_leave_the_same_state_and_step_alike():
+    inputs = [t.float() for t in make_inputs(14, groups=2, batch=2)]
+    inputs[-1][1] = -torch.inf
+    query, key, value, to_query, to_key, offset, bias = inputs
+    results = []
+    for kernel in ("torch", "triton"):
+        past = (key[:, :, :13], value[:, :, :13], to_key, bias[:, :, :13])
+        state = DecodeState.from_keys(*past, kernel=kernel)
+        rows = (tensor[:, :, 13:] for tensor in (query, key, value))
+        out = decode(*rows, to_query, to_key, offset, bias[:, :, 13:], state, kernel=kernel)
+        results.append((out, state.log_weight, state.summary))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_thousand_steps_in_float32_lose_no_accuracy():
     inputs = make_inputs(1000, features=32)
     expected = linear_attention(*inputs, is_causal=True)
