@@ -72,22 +72,24 @@ def _parameters(
     if query_mask is None and query.shape[2] == key.shape[2]:
         query_mask = key_mask
     parts = [(query, key)] if packing is None else packing.split(query, key)
-    moments = [_moments(q, k, query_mask, key_mask, scale) for q, k in parts]
+    moments = [_moments(features, q, k, query_mask, key_mask, scale) for q, k in parts]
     return features.fit_moments(moments[0] if packing is None else Moments.cat(moments))
 
 
-def _moments(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float) -> Moments:
-    """Moments of sqrt(scale) query and key for each sequence and key head."""
-
-    def per_head(mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else mask[:, None]
-
-    def shared(moment: Tensor) -> Tensor:
-        return moment.unflatten(1, (key.shape[1], -1)).mean(2)
-
-    own = Moments.from_samples(query, key, per_head(query_mask), per_head(key_mask))
-    root = scale**0.5
-    return Moments(root * shared(own.mean_x), root * own.mean_y, scale * shared(own.second_x), scale * own.second_y)
+def _moments(
+    features: PositiveFeatures,
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+) -> Moments:
+    """Statistics of x and y for each sequence and key head; the queries of a key head count together."""
+    groups = query.shape[1] // key.shape[1]
+    if query_mask is not None:
+        query_mask = query_mask[:, None].repeat(1, 1, groups)
+    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    return features.moments(rows, key, query_mask, None if key_mask is None else key_mask[:, None], scale=scale)
 
 
 def _key_bias(

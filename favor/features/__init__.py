@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.features.centred import CDERF, WDERF
 from favor.features.maps import ELUFeatures, ReLUFeatures
 from favor.features.moments import Moments
 from favor.features.omega import draw_omega
@@ -25,7 +26,7 @@ from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, opt
 from favor.features.trigonometric import TrigRF
 
 REGISTRY: dict[str, type[RandomFeatures]] = {
-    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, ReLUFeatures, ELUFeatures)
+    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF, WDERF, ReLUFeatures, ELUFeatures)
 }
 
 
@@ -33,7 +34,8 @@ def get(name: str, **options: Any) -> RandomFeatures:
     """A family of random features by its registry name.
 
     Args:
-        name: one of "trig", "pos", "gerf", "saderf", "aderf", "sderf", "relu", "elu".
+        name: one of "trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "relu",
+            "elu".
         **options: keyword arguments of the class, such as `alpha`.
 
     Raises:
@@ -46,11 +48,13 @@ def get(name: str, **options: Any) -> RandomFeatures:
 
 __all__ = [
     "ADERF",
+    "CDERF",
     "DERF",
     "GERF",
     "REGISTRY",
     "SADERF",
     "SDERF",
+    "WDERF",
     "ELUFeatures",
     "Moments",
     "Parameters",

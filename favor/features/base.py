@@ -23,6 +23,7 @@ class RandomFeatures(ABC):
     """
 
     name: str
+    antithetic: bool = False
 
     def __init__(self, *, alpha: float = 0.0) -> None:
         self.alpha = alpha
@@ -36,16 +37,19 @@ class RandomFeatures(ABC):
         head_dim: int,
         *,
         orthogonal: bool = True,
-        antithetic: bool = False,
+        antithetic: bool | None = None,
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Draws omega `[*batch_shape, num_features, head_dim]`; see `favor.features.omega.draw_omega`."""
+        """Draws omega `[*batch_shape, num_features, head_dim]`; see `favor.features.omega.draw_omega`.
+
+        Pairs of opposite directions (`antithetic`) are the default of the families that gain from them.
+        """
         return draw_omega(
             num_features,
             head_dim,
             orthogonal=orthogonal,
-            antithetic=antithetic,
+            antithetic=self.antithetic if antithetic is None else antithetic,
             generator=generator,
             batch_shape=batch_shape,
         )
@@ -58,6 +62,23 @@ class PositiveFeatures(RandomFeatures):
     """
 
     needs_statistics: bool = True
+    def moments(
+        self,
+        x: Tensor,
+        y: Tensor,
+        x_mask: Tensor | None = None,
+        y_mask: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        is_causal: bool = False,
+    ) -> Moments:
+        """The statistics behind the parameters; arguments as in `fit`.
+
+        Args:
+            scale: the statistics are those of sqrt(scale) x and sqrt(scale) y.
+            is_causal: whether query i attends to keys 0 ... S - L + i only, for statistics weighted by attention.
+        """
+        return Moments.from_samples(x, y, x_mask, y_mask).scaled(scale)
 
     @abstractmethod
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -74,7 +95,7 @@ class PositiveFeatures(RandomFeatures):
             x, y: samples; half precision is raised to float32.
             x_mask, y_mask: boolean `[..., L]`, `[..., S]`; False rows are left out of every statistic.
         """
-        return self.fit_moments(Moments.from_samples(x, y, x_mask, y_mask))
+        return self.fit_moments(self.moments(x, y, x_mask, y_mask))
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """The three things per head that attention needs besides the key bias.
@@ -92,12 +113,15 @@ class PositiveFeatures(RandomFeatures):
         """
         u = omega @ params.factor.transpose(-1, -2)
         offset = (omega.square().sum(-1) - u.square().sum(-1)) / (2 * root**2)
-        if not params.maps:
-            return u, u, offset
-        return u @ params.transform, u @ params.inverse.transpose(-1, -2), offset
+        to_query, to_key = u, u
+        if params.maps:
+            to_query, to_key = u @ params.transform, u @ params.inverse.transpose(-1, -2)
+        if params.shift is not None:
+            offset = offset - (to_key @ params.shift.unsqueeze(-1)).squeeze(-1) / root
+        return to_query, to_key, offset
 
     def key_bias(self, y: Tensor, params: Parameters) -> Tensor:
-        """Quadratic term of the keys, -|G^-T y|^2/2 + alpha |y|^2, `[..., S]`."""
+        """Quadratic term of the keys, -|G^-T (y - b)|^2/2 + alpha |y|^2, `[..., S]`."""
         return self._quadratic(y, params.map_keys(y))
 
     def log_phi(self, x: Tensor, omega: Tensor, params: Parameters, side: Side = "query") -> Tensor:
@@ -118,8 +142,9 @@ class PositiveFeatures(RandomFeatures):
             raise ValueError(f'side must be "query" or "key", got {side!r}.')
         u = omega @ params.factor.transpose(-1, -2)
         mapped = params.map_queries(x) if side == "query" else params.map_keys(x)
+        quadratic = self._quadratic(x, mapped) + (params.log_tilt(x) if side == "query" else 0.0)
         weight = (omega.square().sum(-1) - u.square().sum(-1)) / 4 + params.log_det_sigma[..., None] / 4
-        return mapped @ u.transpose(-1, -2) + weight.unsqueeze(-2) + self._quadratic(x, mapped).unsqueeze(-1)
+        return mapped @ u.transpose(-1, -2) + weight.unsqueeze(-2) + quadratic.unsqueeze(-1)
 
     def kernel(self, x: Tensor, y: Tensor, omega: Tensor, params: Parameters) -> Tensor:
         """Estimate of K for all pairs, `[..., L, S]`."""

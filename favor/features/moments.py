@@ -14,31 +14,65 @@ class Moments:
 
     Attributes:
         mean_x, mean_y: `[..., d]`.
-        second_x, second_y: uncentred second moments, mean of x x' and of y y', `[..., d, d]`.
+        cov_x, cov_y: covariances, `[..., d, d]`. They are taken of centred samples: as a difference of second moments
+            they would lose their digits where the mean is large.
     """
 
     mean_x: Tensor
     mean_y: Tensor
-    second_x: Tensor
-    second_y: Tensor
+    cov_x: Tensor
+    cov_y: Tensor
 
     @classmethod
-    def from_samples(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> Moments:
+    def from_samples(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        x_mask: Tensor | None = None,
+        y_mask: Tensor | None = None,
+        y_weights: Tensor | None = None,
+    ) -> Moments:
         """Moments of x `[..., L, d]` and y `[..., S, d]`.
 
         Args:
             x, y: samples; half precision is raised to float32.
             x_mask, y_mask: boolean `[..., L]` and `[..., S]`, True for the rows that count. A set without any
                 row that counts has zero moments.
+            y_weights: weights of the keys `[..., S]` that add up to 1 (or are all 0); None weighs them equally.
         """
-        mean_x, second_x = _first_two(x, x_mask)
-        mean_y, second_y = _first_two(y, y_mask)
-        return cls(mean_x, mean_y, second_x, second_y)
+        return cls(*_interleave(_first_two(x, x_mask), _first_two(y, y_mask, y_weights)))
 
     @classmethod
     def cat(cls, moments: list[Moments]) -> Moments:
         """Moments of several batches as those of one, along the first dimension."""
         return cls(*(torch.cat(parts) for parts in zip(*map(_fields, moments), strict=True)))
+
+    @classmethod
+    def pooled(cls, moments: Moments, weights: Tensor) -> Moments:
+        """Moments of all samples together, given those of n sets (first dimension) and the weight of each set `[n]`."""
+        share = weights.to(moments.mean_x) / weights.sum().to(moments.mean_x)
+
+        def pool(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+            centre = torch.tensordot(share, mean, dims=1)
+            apart = mean - centre
+            return centre, torch.tensordot(share, cov + apart.unsqueeze(-1) * apart.unsqueeze(-2), dims=1)
+
+        return cls(*_interleave(pool(moments.mean_x, moments.cov_x), pool(moments.mean_y, moments.cov_y)))
+
+    def scaled(self, scale: float) -> Moments:
+        """Moments of sqrt(scale) x and sqrt(scale) y."""
+        root = scale**0.5
+        return Moments(root * self.mean_x, root * self.mean_y, scale * self.cov_x, scale * self.cov_y)
+
+    @property
+    def second_x(self) -> Tensor:
+        """Mean of x x', `[..., d, d]`."""
+        return self.cov_x + self.mean_x.unsqueeze(-1) * self.mean_x.unsqueeze(-2)
+
+    @property
+    def second_y(self) -> Tensor:
+        """Mean of y y', `[..., d, d]`."""
+        return self.cov_y + self.mean_y.unsqueeze(-1) * self.mean_y.unsqueeze(-2)
 
     @property
     def head_dim(self) -> int:
@@ -61,19 +95,24 @@ class Moments:
         outer = self.mean_x.unsqueeze(-1) * self.mean_y.unsqueeze(-2)
         return self.second_x + self.second_y + outer + outer.transpose(-1, -2)
 
-    def regularised(self, regularization: float, floor: float) -> Moments:
+    def regularised(self, regularization: float, floor: float, *, centred: bool = False) -> Moments:
         """Adds t I to both second moments, t = regularization * (tr M1 + tr M2) / (2 d) + floor.
 
-        The absolute floor is what keeps the inverse of an all-zero set finite.
+        The absolute floor is what keeps the inverse of an all-zero set finite. M1 and M2 are the second moments, or
+        with `centred` the covariances.
         """
         eye = torch.eye(self.head_dim, dtype=self.mean_x.dtype, device=self.mean_x.device)
-        t = regularization * self.trace_sum / (2 * self.head_dim) + floor
-        ridge = t[..., None, None] * eye
-        return Moments(self.mean_x, self.mean_y, self.second_x + ridge, self.second_y + ridge)
+        total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
+        ridge = (regularization * total / (2 * self.head_dim) + floor)[..., None, None] * eye
+        return Moments(self.mean_x, self.mean_y, self.cov_x + ridge, self.cov_y + ridge)
 
 
 def _fields(moments: Moments) -> tuple[Tensor, ...]:
-    return moments.mean_x, moments.mean_y, moments.second_x, moments.second_y
+    return moments.mean_x, moments.mean_y, moments.cov_x, moments.cov_y
+
+
+def _interleave(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return x[0], y[0], x[1], y[1]
 
 
 def trace(matrix: Tensor) -> Tensor:
@@ -81,11 +120,17 @@ def trace(matrix: Tensor) -> Tensor:
     return torch.diagonal(matrix, dim1=-2, dim2=-1).sum(-1)
 
 
-def _first_two(samples: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     samples = samples if samples.dtype == torch.float64 else samples.float()
-    if mask is None:
-        count = max(samples.shape[-2], 1)
-        return samples.sum(-2) / count, samples.transpose(-1, -2) @ samples / count
-    samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
-    total = mask.sum(-1, keepdim=True).clamp(min=1).to(samples.dtype)
-    return samples.sum(-2) / total, samples.transpose(-1, -2) @ samples / total.unsqueeze(-1)
+    if mask is not None:
+        samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
+    if weights is None:
+        count: Tensor | int = max(samples.shape[-2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        mean = samples.sum(-2) / count
+        centred = samples - mean.unsqueeze(-2)
+        if mask is not None:
+            centred = centred.masked_fill_(~mask.unsqueeze(-1), 0.0)
+        return mean, centred.transpose(-1, -2) @ centred / (count if isinstance(count, int) else count.unsqueeze(-1))
+    mean = (weights.unsqueeze(-2) @ samples).squeeze(-2)
+    centred = samples - mean.unsqueeze(-2)
+    return mean, centred.transpose(-1, -2) @ (centred * weights.unsqueeze(-1))

@@ -8,6 +8,9 @@ covariance Sigma = L L' = I - 4A of a Gaussian proposal u = L w. Then B_1 = L'G,
     log f_2 = log det(Sigma)/4 + (|w|^2 - |u|^2)/4 + u.(G^-T y) - |G^-T y|^2/2
 
 Any invertible G and L give an unbiased estimate of exp(x . y); the variance is finite if Sigma > I/2, that is 8A < I.
+
+A shift b moves the keys, exp(x . y) = exp(x . (y - b)) exp(x . b): y is replaced by y - b and log f_1 gains x . b. In
+normalised attention that factor of the query cancels, so shifted keys cost nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ class Parameters:
         inverse: G^-1, `[..., d, d]`.
         factor: L, `[..., d, d]`.
         maps: False where G = I, which then need not be applied.
+        shift: b, `[..., d]`; None for no shift.
     """
 
     transform: Tensor
     inverse: Tensor
     factor: Tensor
     maps: bool = True
+    shift: Tensor | None = None
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
@@ -116,11 +121,15 @@ class Parameters:
         return x @ self.transform.transpose(-1, -2)
 
     def map_keys(self, y: Tensor) -> Tensor:
-        """G^-T y for rows y `[..., S, d]`."""
-        return y @ self.inverse
+        """G^-T (y - b) for rows y `[..., S, d]`."""
+        return (y if self.shift is None else y - self.shift.unsqueeze(-2)) @ self.inverse
+
+    def log_tilt(self, x: Tensor) -> Tensor | float:
+        """x . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
+        return 0.0 if self.shift is None else (x @ self.shift.unsqueeze(-1)).squeeze(-1)
 
     def log_relative_second_moment(self, z: Tensor) -> Tensor:
-        """log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T y, `[..., d]` -> `[...]`.
+        """log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T (y - b), `[..., d]` -> `[...]`.
 
         Equals log det(Sigma) - log det(2 Sigma - I)/2 + z'(2 Sigma - I)^-1 z, which is equation (15) divided by K^2.
         It is infinite where 2 Sigma - I is not positive definite.

@@ -70,7 +70,7 @@ class GERF(PositiveFeatures):
         return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye, maps=False)
 
 
-class _Regularised(PositiveFeatures):
+class Regularised(PositiveFeatures):
     """Families that divide by second moments and so need them regular.
 
     Args:
@@ -88,7 +88,7 @@ class _Regularised(PositiveFeatures):
         self.floor = floor
 
 
-class SADERF(_Regularised):
+class SADERF(Regularised):
     """Simplified asymmetric features of FAVOR#: GERF on Psi x and Psi^-1 y with a diagonal Psi.
 
     Psi_ll = (mean y_l^2 / mean x_l^2)^(1/4), equation (20) of FAVOR#.
@@ -108,7 +108,7 @@ class SADERF(_Regularised):
         return Parameters(torch.diag_embed(psi), torch.diag_embed(1 / psi), sigma.sqrt()[..., None, None] * eye)
 
 
-class ADERF(_Regularised):
+class ADERF(Regularised):
     """Asymmetric features of FAVOR# (Theorem 4.2): A a multiple of the identity, B_1 and B_2 dense.
 
     G'G is the geometric mean of M_1^-1 and M_2, the only symmetric positive F with F M_1 F = M_2; this is Theorem 4.2
@@ -120,19 +120,19 @@ class ADERF(_Regularised):
     def fit_moments(self, moments: Moments) -> Parameters:
         """G by three symmetric eigendecompositions, then A as in GERF on the transformed data."""
         moments = moments.regularised(self.regularization, self.floor)
-        values, vectors = _eigh(moments.second_x)
-        root = _from_spectrum(values.sqrt(), vectors)
-        inverse_root = _from_spectrum(values.rsqrt(), vectors)
-        values, vectors = _eigh(root @ moments.second_y @ root)
-        mean = inverse_root @ _from_spectrum(values.sqrt(), vectors) @ inverse_root
-        values, vectors = _eigh(mean)
+        values, vectors = eigh(moments.second_x)
+        root = from_spectrum(values.sqrt(), vectors)
+        inverse_root = from_spectrum(values.rsqrt(), vectors)
+        values, vectors = eigh(root @ moments.second_y @ root)
+        mean = inverse_root @ from_spectrum(values.sqrt(), vectors) @ inverse_root
+        values, vectors = eigh(mean)
         # tr(G M_1 G') = tr(G^-T M_2 G^-1) = tr(F M_1) is the sum of the singular values in Theorem 4.2.
         nuclear = trace(mean @ moments.second_x)
         sigma = optimal_sigma((2 * nuclear + 2 * moments.cross) / moments.head_dim)
         eye = torch.eye(moments.head_dim, dtype=mean.dtype, device=mean.device)
         return Parameters(
-            _from_spectrum(values.pow(0.5), vectors),
-            _from_spectrum(values.pow(-0.5), vectors),
+            from_spectrum(values.pow(0.5), vectors),
+            from_spectrum(values.pow(-0.5), vectors),
             sigma.sqrt()[..., None, None] * eye,
         )
 
@@ -162,11 +162,11 @@ class SDERF(PositiveFeatures):
         second = moments.pair_second_moment
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         if self.factorization == "cholesky":
-            factor, _ = torch.linalg.cholesky_ex(_finite(eye + second))
+            factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
         else:
-            values, vectors = _eigh(second)
+            values, vectors = eigh(second)
             # The symmetric root does not depend on signs or order of eigenvectors, which differ between devices.
-            factor = _from_spectrum(optimal_sigma(values).sqrt(), vectors)
+            factor = from_spectrum(optimal_sigma(values).sqrt(), vectors)
         return Parameters(eye, eye, factor, maps=False)
 
 
@@ -195,17 +195,20 @@ class DERF(PositiveFeatures):
         return Parameters(p.transform.to(like), p.inverse.to(like), p.factor.to(like))
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(_finite(matrix))
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; of the identity for those that are not finite."""
+    values, vectors = torch.linalg.eigh(finite(matrix))
     tiny = torch.finfo(values.dtype).tiny
     return values.clamp(min=tiny), vectors
 
 
-def _from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
+def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
+    """The symmetric matrix with these eigenvalues and eigenvectors."""
     return vectors * values.unsqueeze(-2) @ vectors.transpose(-1, -2)
 
 
-def _finite(matrix: Tensor) -> Tensor:
+def finite(matrix: Tensor) -> Tensor:
+    """Matrices, the identity in place of those that are not finite."""
     # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)

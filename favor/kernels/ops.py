@@ -6,7 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from favor.kernels import chunked, chunked_causal
+from favor.kernels import chunked, chunked_causal, chunked_window
 from favor.kernels.dispatch import pick
 
 
@@ -21,9 +21,12 @@ def attention_forward(
     key_bias: Tensor,
     cu_q: Optional[Tensor],  # noqa: UP045
     cu_k: Optional[Tensor],  # noqa: UP045
+    query_bias: Optional[Tensor],  # noqa: UP045
     max_q: int,
     max_k: int,
     is_causal: bool,
+    window: int,
+    scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, logarithm of the normaliser, and weight and summary of the landmarks; see `linear_attention`.
@@ -31,6 +34,8 @@ def attention_forward(
     What the backward pass of a kernel has no use for is empty.
     """
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    if query_bias is not None:
+        return chunked_window.forward(*inputs, query_bias, window, scale, is_causal)
     if pick(kernel, query, value) == "torch":
         return (chunked_causal if is_causal else chunked).forward(*inputs)
     with torch.cuda.device_of(query):
@@ -48,16 +53,21 @@ def _(
     key_bias: Tensor,
     cu_q: Optional[Tensor],  # noqa: UP045
     cu_k: Optional[Tensor],  # noqa: UP045
+    query_bias: Optional[Tensor],  # noqa: UP045
     max_q: int,
     max_k: int,
     is_causal: bool,
+    window: int,
+    scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = chunked.empty_output(query, value), query_directions.new_empty(query.shape[:3])
     if pick(kernel, query, value) == "triton":
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    elif not is_causal:
+    elif window or not is_causal:
         lse = offset.new_empty(0)
+    if window:
+        return out, lse, *chunked_window.empty_landmarks(offset, value, window, cu_k)
     if is_causal:
         return out, lse, offset.new_empty(0), offset.new_empty(0)
     number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
@@ -81,21 +91,29 @@ def attention_backward(
     lse: Tensor,
     weight: Tensor,
     summary: Tensor,
+    query_bias: Optional[Tensor],  # noqa: UP045
     max_q: int,
     max_k: int,
     is_causal: bool,
+    window: int,
+    scale: float,
     for_directions: bool,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; those of directions and offset are empty unless `for_directions`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients; those of directions and offset are empty unless `for_directions`, that of the query bias without one."""
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    saved = (out, lse, weight, summary)
+    saved, nothing = (out, lse, weight, summary), offset.new_empty(0)
+    if query_bias is not None:
+        grads, dquery_bias = chunked_window.backward(
+            grad, *inputs, query_bias, window, scale, is_causal, *saved, for_directions
+        )
+        return *grads, dquery_bias
     # The Triton kernels hold the directions fixed; training them is for the chunked form, on any device.
     if for_directions or pick(kernel, query, value) == "torch":
-        return (chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions)
-    fixed = (offset.new_empty(0) for _ in range(3))
+        return *(chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions), nothing
     with torch.cuda.device_of(query):
-        return (*_triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved), *fixed)
+        grads = _triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved)
+    return *grads, *(torch.empty_like(nothing) for _ in range(3)), nothing
 
 
 @attention_backward.register_fake
@@ -114,29 +132,33 @@ def _(
     lse: Tensor,
     weight: Tensor,
     summary: Tensor,
+    query_bias: Optional[Tensor],  # noqa: UP045
     max_q: int,
     max_k: int,
     is_causal: bool,
+    window: int,
+    scale: float,
     for_directions: bool,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return chunked.empty_gradients(
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = chunked.empty_gradients(
         query, key, value, query_directions, key_directions, offset, key_bias, for_directions
     )
+    return *grads, offset.new_empty(0) if query_bias is None else torch.empty_like(query_bias)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.kernel = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, query_bias, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors, *output, query_bias)
 
 
 def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Any, ...]:
     for_directions = any(ctx.needs_input_grad[3:6])
-    options = (ctx.max_q, ctx.max_k, ctx.is_causal, for_directions, ctx.kernel)
-    query, key, value, bias, *directions = attention_backward(grad, *ctx.saved_tensors, *options)
+    options = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, for_directions, ctx.kernel)
+    query, key, value, bias, *directions, query_bias = attention_backward(grad, *ctx.saved_tensors, *options)
     if not for_directions:
         directions = [None, None, None]
-    return query, key, value, *directions, bias, *(None,) * 6
+    return query, key, value, *directions, bias, None, None, query_bias if ctx.window else None, *(None,) * 6
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)

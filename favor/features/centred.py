@@ -1,0 +1,177 @@
+"""Centred dense features: cDERF, the optimum over all G, Sigma and key shifts, and wDERF, weighted by attention.
+
+These families are not in the FAVOR# paper, which leaves the optimum over all dense-exponential features open. Once the
+keys are shifted by b = mean(y) + F mean(x), F = G'G, the mean of z = G x + G^-T (y - b) vanishes, the objective (14)
+depends on the covariances C1, C2 of queries and keys alone, and no G has a spectrum of
+N = G C1 G' + G^-T C2 G^-1 below that of the geometric mean F = C1^-1 # C2, the positive F with F C1 F = C2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from favor.features.moments import Moments, trace
+from favor.features.parameters import Parameters
+from favor.features.positive import Factorization, Regularised, eigh, finite, from_spectrum, optimal_sigma
+
+
+class CDERF(Regularised):
+    """Centred dense features: the global minimiser of (14) over G, Sigma and the shift of the keys.
+
+    With C1 = R R' (Cholesky) and R'C2 R = U S^2 U' this is G = U S^(1/2) U'R^-1, which makes N = 2 U S U' diagonal in
+    the same basis, and Sigma = g(N) as in Theorem 4.3 of FAVOR#. Directions come in opposite pairs, which helps since z
+    has mean zero.
+
+    Args:
+        alpha: see `RandomFeatures`.
+        factorization: "eigh" (default), one eigendecomposition; "cholesky" takes the root by Newton-Schulz iteration
+            and Sigma = I + N, which needs matrix products and Cholesky factors only.
+        regularization, floor: t I is added to both covariances, t = regularization (tr C1 + tr C2)/(2d) + floor;
+            defaults 1e-2 and 1e-4.
+
+    Raises:
+        ValueError: for an unknown factorization or a negative regularization.
+    """
+
+    name = "cderf"
+    antithetic = True
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.0,
+        factorization: Factorization = "eigh",
+        regularization: float = 1e-2,
+        floor: float = 1e-4,
+    ) -> None:
+        super().__init__(alpha=alpha, regularization=regularization, floor=floor)
+        if factorization not in ("eigh", "cholesky"):
+            raise ValueError(f'factorization must be "eigh" or "cholesky", got {factorization!r}.')
+        self.factorization = factorization
+
+    def fit_moments(self, moments: Moments) -> Parameters:
+        """G and Sigma from the covariances, the shift from the means."""
+        moments = moments.regularised(self.regularization, self.floor, centred=True)
+        root, _ = torch.linalg.cholesky_ex(finite(moments.cov_x))
+        eye = torch.eye(moments.head_dim, dtype=root.dtype, device=root.device)
+        inverse_root = torch.linalg.solve_triangular(root, eye, upper=False)
+        product = finite(root.transpose(-1, -2) @ moments.cov_y @ root)
+        if self.factorization == "eigh":
+            values, vectors = eigh(product)
+            spread = values.sqrt()
+            transform = from_spectrum(spread.sqrt(), vectors) @ inverse_root
+            inverse = root @ from_spectrum(spread.rsqrt(), vectors)
+            # In the basis of the eigenvectors, so that neither their signs nor their order matter.
+            factor = from_spectrum(optimal_sigma(2 * spread).sqrt(), vectors)
+        else:
+            upper = torch.linalg.cholesky_ex(newton_schulz_root(product))[0].transpose(-1, -2)
+            transform = upper @ inverse_root
+            inverse = torch.linalg.solve_triangular(upper, root, upper=True, left=False)
+            second = transform @ moments.cov_x @ transform.transpose(-1, -2)
+            second = second + inverse.transpose(-1, -2) @ moments.cov_y @ inverse
+            factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
+        mapped = (transform @ moments.mean_x.unsqueeze(-1)).transpose(-1, -2) @ transform
+        return Parameters(transform, inverse, factor, shift=moments.mean_y + mapped.squeeze(-2))
+
+
+class WDERF(CDERF):
+    """cDERF with the keys weighted by the attention they receive.
+
+    The objective (14) weighs all pairs alike; the error of attention is made by the pairs that have weight. So mean and
+    covariance of the keys are taken under the mean softmax row of a few queries.
+
+    Args:
+        alpha, factorization, regularization, floor: see `CDERF`.
+        num_queries: number of queries whose exact attention gives the weights, evenly spaced over those that count;
+            default 16. It costs num_queries x S products.
+    """
+
+    name = "wderf"
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.0,
+        factorization: Factorization = "eigh",
+        regularization: float = 1e-2,
+        floor: float = 1e-4,
+        num_queries: int = 16,
+    ) -> None:
+        super().__init__(alpha=alpha, factorization=factorization, regularization=regularization, floor=floor)
+        if num_queries < 1:
+            raise ValueError(f"num_queries must be at least 1, got {num_queries}.")
+        self.num_queries = num_queries
+
+    def moments(
+        self,
+        x: Tensor,
+        y: Tensor,
+        x_mask: Tensor | None = None,
+        y_mask: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        is_causal: bool = False,
+    ) -> Moments:
+        """Moments with weighted keys; arguments as in `PositiveFeatures.moments`."""
+        weights = attention_received(x, y, x_mask, y_mask, self.num_queries, scale=scale, is_causal=is_causal)
+        return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)
+
+
+def attention_received(
+    x: Tensor,
+    y: Tensor,
+    x_mask: Tensor | None,
+    y_mask: Tensor | None,
+    num_queries: int,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """Mean softmax row of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
+
+    Args:
+        x, y: queries `[..., L, d]` and keys `[..., S, d]`.
+        x_mask, y_mask: boolean `[..., L]`, `[..., S]`, True for the rows that count.
+        num_queries: how many queries, evenly spaced over those that count.
+        scale: of the logits x . y.
+        is_causal: query i sees keys 0 ... S - L + i.
+    """
+    length, keys = x.shape[-2], y.shape[-2]
+    compute = x.dtype if x.dtype == torch.float64 else torch.float32
+    if length == 0 or keys == 0:
+        return y.new_zeros(y.shape[:-1], dtype=compute)
+    steps = (torch.arange(num_queries, device=x.device) + 0.5) / num_queries
+    if x_mask is None:
+        places = (steps * length).long()
+        rows = x[..., places, :]
+    else:
+        # Evenly spaced among the rows that count, wherever the padding is.
+        rank = x_mask.cumsum(-1)
+        wanted = (steps * rank[..., -1:]).long() + 1
+        places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
+        index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
+        rows = x.gather(-2, index)
+    logits = (scale * rows.to(compute)) @ y.to(compute).transpose(-1, -2)
+    if y_mask is not None:
+        logits = logits.masked_fill(~y_mask.unsqueeze(-2), -torch.inf)
+    if is_causal:
+        later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
+        logits = logits.masked_fill(later, -torch.inf)
+    return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)
+
+
+def newton_schulz_root(matrix: Tensor, iterations: int = 14) -> Tensor:
+    """Approximate square root of symmetric positive matrices by matrix products alone, symmetric and positive.
+
+    Coupled Newton-Schulz iteration on the matrix divided by its trace. Small eigenvalues converge last and from below;
+    1e-5 of the trace is kept as the least, so that a Cholesky factor exists.
+    """
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    size = trace(matrix)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
+    root, inverse = matrix / size, eye
+    for _ in range(iterations):
+        step = 1.5 * eye - 0.5 * inverse @ root
+        root, inverse = root @ step, step @ inverse
+    root = (root + root.transpose(-1, -2)) / 2
+    return size.sqrt() * (root + 1e-5 * eye)
