@@ -9,7 +9,7 @@ from favor import features as families
 from favor.attention import positive, signed
 from favor.attention.directions import directions
 from favor.attention.packing import Packing
-from favor.features import PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.features import Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
 
 __all__ = ["directions", "favor_attention"]
 
@@ -30,6 +30,8 @@ def favor_attention(
     redraw: int = 0,
     orthogonal: bool = True,
     use_statistics: bool = True,
+    parameters: Parameters | None = None,
+    window: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -43,11 +45,11 @@ def favor_attention(
     that sees no key gives zeros, with zero gradient. Positive features exist one block of tokens at a time, forward and
     backward, so memory is linear in the length and does not grow with the number of features.
 
-    GERF, SADERF, ADERF and SDERF take their parameters, per sequence and key head and without gradient, from the
-    moments of the tokens that are not padding. Moments of a whole sequence would show a causal query its future (a
-    change of the second half of a sequence moves the first half's output by about a quarter), so with `is_causal` or
-    `use_statistics=False` these families fall back to the parameters that need no data, A = 0 and B = I: they then
-    equal PosRF, that is FAVOR+. A warning says so once.
+    All positive families but PosRF take their parameters, per sequence and key head and without gradient, from the
+    moments of the tokens that are not padding, unless `parameters` are given. Moments of a whole sequence would show a
+    causal query its future (a change of the second half of a sequence moves the first half's output by about a
+    quarter), so with `is_causal` or `use_statistics=False` these families fall back to the parameters that need no
+    data, A = 0 and B = I: they then equal PosRF, that is FAVOR+. A warning says so once.
 
     Args:
         query: `[B, H, L, d]`.
@@ -63,6 +65,13 @@ def favor_attention(
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
         orthogonal: orthogonal (default) or independent directions.
         use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other.
+        parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
+            (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
+            them a causal query sees nothing of later tokens.
+        window: tokens are cut into blocks of this many, and inside a block attention is exact, under one normaliser
+            with the estimate of the rest; 0 (default) estimates everything. Queries and keys must be those of the
+            same tokens. Costs 4 window d operations a token and head, where the features cost 8 M d. A window that
+            covers the sequence gives softmax attention.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]` of N sequences packed one after another along L and S,
             starting with 0 (the same tensor twice for self-attention). B is then 1, there are no masks, and no
             sequence sees another, nor its statistics.
@@ -75,8 +84,8 @@ def favor_attention(
 
     Raises:
         TypeError: if an input is not a floating-point tensor, or a mask not boolean.
-        ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, or `kernel` cannot
-            run here.
+        ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, `kernel` cannot run
+            here, or a window is asked for where there is none: cross attention, features that do not estimate exp(x.y).
     """
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
     packing = Packing.of(query, key, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -85,6 +94,9 @@ def favor_attention(
     family = families.get(features) if isinstance(features, str) else features
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
+    _check_window(window, family, query, key, is_causal)
+    if parameters is not None and not isinstance(family, PositiveFeatures):
+        raise ValueError(f"{family.name} features have no parameters.")
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)
@@ -92,7 +104,8 @@ def favor_attention(
     scale = head_dim**-0.5 if scale is None else scale
     root = scale**0.5 if isinstance(family, PositiveFeatures) else 1.0
     # Most families draw alike; a name, unlike an object, is something a compiler can hold constant.
-    source = "pos" if type(family).draw is RandomFeatures.draw else features
+    alike = type(family).draw is RandomFeatures.draw
+    source = ("cderf" if family.antithetic else "pos") if alike else features
     omega = directions(
         source, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute, root
     )
@@ -110,6 +123,8 @@ def favor_attention(
                 is_causal=is_causal,
                 scale=scale,
                 use_statistics=use_statistics,
+                parameters=parameters,
+                window=window,
                 packing=packing,
                 kernel=kernel,
             )
@@ -123,6 +138,21 @@ def favor_attention(
             ]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
     return out.to(given)
+
+
+def _check_window(window: int, family: RandomFeatures, query: Tensor, key: Tensor, is_causal: bool) -> None:
+    if window < 0:
+        raise ValueError(f"window must not be negative, got {window}.")
+    if window and (not isinstance(family, PositiveFeatures) or family.alpha):
+        raise ValueError(
+            f"a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with exact "
+            f"weights; got {family!r}. Use window=0."
+        )
+    if window and not is_causal and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"a window needs queries and keys of the same tokens, got {query.shape[2]} queries and {key.shape[2]} "
+            "keys; use window=0 for cross attention."
+        )
 
 
 def _check(

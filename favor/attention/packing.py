@@ -79,7 +79,11 @@ class Packing:
     def split(self, query: Tensor, *keys: Tensor) -> list[tuple[Tensor, ...]]:
         """Queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
         parts = [self.split_keys(tensor) for tensor in keys]
-        return list(zip(query.split(_lengths(self.queries), dim=2), *parts, strict=True))
+        return list(zip(self.split_queries(query), *parts, strict=True))
+
+    def split_queries(self, query: Tensor) -> tuple[Tensor, ...]:
+        """Queries of each sequence, `[1, H, length, d]`."""
+        return query.split(_lengths(self.queries), dim=2)
 
     def split_keys(self, key: Tensor) -> tuple[Tensor, ...]:
         """Keys (or values) of each sequence, `[1, Hk, length, d]`."""

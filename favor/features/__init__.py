@@ -26,7 +26,8 @@ from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, opt
 from favor.features.trigonometric import TrigRF
 
 REGISTRY: dict[str, type[RandomFeatures]] = {
-    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF, WDERF, ReLUFeatures, ELUFeatures)
+    family.name: family
+    for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF, WDERF, ReLUFeatures, ELUFeatures)
 }
 
 

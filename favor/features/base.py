@@ -62,6 +62,7 @@ class PositiveFeatures(RandomFeatures):
     """
 
     needs_statistics: bool = True
+
     def moments(
         self,
         x: Tensor,

@@ -15,6 +15,7 @@ normalised attention that factor of the query cancels, so shifted keys cost noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,17 @@ class Parameters:
         transform = torch.linalg.solve(factor, B1)
         return cls(transform, torch.linalg.inv(transform), factor)
 
+    def split(self) -> list[Parameters]:
+        """Parameters of each entry of the first of four dimensions `[n, Hk, d, d]`, as n parameters `[1, Hk, d, d]`."""
+
+        def parts(tensor: Tensor | None, ndim: int) -> Sequence[Tensor | None]:
+            own = tensor is not None and tensor.ndim == ndim
+            return tensor.split(1) if own and tensor is not None else [tensor] * self.factor.shape[0]
+
+        matrices = zip(parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), strict=True)
+        shifts = parts(self.shift, 3)
+        return [Parameters(*own, self.maps, shift) for own, shift in zip(matrices, shifts, strict=True)]  # type: ignore[arg-type]
+
     @property
     def sigma(self) -> Tensor:
         """Sigma = L L' = I - 4A, up to a rotation of w, `[..., d, d]`."""
@@ -125,7 +137,7 @@ class Parameters:
         return (y if self.shift is None else y - self.shift.unsqueeze(-2)) @ self.inverse
 
     def log_tilt(self, x: Tensor) -> Tensor | float:
-        """x . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
+        """X . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
         return 0.0 if self.shift is None else (x @ self.shift.unsqueeze(-1)).squeeze(-1)
 
     def log_relative_second_moment(self, z: Tensor) -> Tensor:

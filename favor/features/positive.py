@@ -196,7 +196,7 @@ class DERF(PositiveFeatures):
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; of the identity for those that are not finite."""
+    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite."""
     values, vectors = torch.linalg.eigh(finite(matrix))
     tiny = torch.finfo(values.dtype).tiny
     return values.clamp(min=tiny), vectors

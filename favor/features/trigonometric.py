@@ -42,7 +42,7 @@ class TrigRF(SignedFeatures):
         head_dim: int,
         *,
         orthogonal: bool = True,
-        antithetic: bool = False,
+        antithetic: bool | None = None,
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
@@ -59,7 +59,7 @@ class TrigRF(SignedFeatures):
             num_features,
             head_dim,
             orthogonal=orthogonal,
-            antithetic=antithetic,
+            antithetic=bool(antithetic),
             generator=generator,
             batch_shape=batch_shape,
         )

@@ -1,18 +1,19 @@
 """Attention that is exact inside blocks of tokens and linear between them, in plain torch; for any device.
 
-The sequence is cut into blocks of `window` tokens. A query weighs the keys of its own block by exp(scale q.k), and those
-of the other blocks (of earlier ones if causal) by the estimate exp(query_bias) sum_m exp(q.uq_m + k.uk_m + offset_m +
-key_bias), under one normaliser. Each block has its own landmarks, over the keys outside of it: those of the parts before
-and after it together, so that nothing is subtracted. A query then takes one softmax over M landmarks and its block:
+The sequence is cut into blocks of `window` tokens. A query weighs the keys of its own block by exp(scale q.k), and
+those of the other blocks (of earlier ones if causal) by the estimate exp(query_bias) sum_m exp(q.uq_m + k.uk_m +
+offset_m + key_bias), under one normaliser. Each block has its own landmarks, over the keys outside of it: those of the
+parts before and after it together, so that nothing is subtracted. A query then takes one softmax over M landmarks and
+its block:
 
     summarise   for every block, log weight and mean value of each feature over the keys outside
     read        softmax over [q.uq_m + log_weight_m, scale q.k_j - query_bias]
 
 In a causal layer with more keys than queries, queries are the last rows; blocks are counted from the first key.
 
-The backward pass mirrors it: what the queries of a block send to its landmarks is gathered per block, and joined for the
-keys of each block over all other blocks, by the same sweeps. Blocks come first in the tensors of this file: `[s, N, ...]`
-for s blocks and N = batch x key heads, flattened to one dimension for matrix products.
+The backward pass mirrors it: what the queries of a block send to its landmarks is gathered per block, and joined for
+the keys of each block over all other blocks, by the same sweeps. Blocks come first in the tensors of this file:
+`[s, N, ...]` for s blocks and N = batch x key heads, flattened to one dimension for matrix products.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class States(NamedTuple):
         top.copy_(risen)
 
     def outside(self, *, before: bool, after: bool, values: Tensor | None = None) -> States:
-        """For each block the sum over the blocks before it, after it, or both; `values` is memory for that of values."""
+        """For each block the sum over the blocks before it, after it, or both; `values` is memory to use."""
         values = torch.empty_like(self.values) if values is None else values
         result = States(torch.empty_like(self.top), torch.empty_like(self.total), values)
         blocks = range(self.top.shape[0])
@@ -126,7 +127,7 @@ class _Blocks:
 
     def bias(self, span: tuple[int, int]) -> Tensor:
         """Bias of the keys `[s N, size, 1]`, -inf past the end."""
-        bias = self.inputs.bias.view(self.inputs.key.shape[:3] + (1,))
+        bias = self.inputs.bias.view((*self.inputs.key.shape[:3], 1))
         return self.cut(bias, span, of_queries=False, fill=-torch.inf)
 
     def hidden(self, span: tuple[int, int]) -> Tensor | None:
@@ -147,8 +148,10 @@ class _Blocks:
         """`[N, ...]` as `[s N, ...]`, for each block of a span."""
         return tensor.repeat(span[1] - span[0], *(1,) * (tensor.ndim - 1))
 
-    def exact_logits(self, rows: Tensor, keys: Tensor, query_bias: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
-        """scale q.k - query_bias, `[s N, G size, size]`, -inf for keys out of sight."""
+    def exact_logits(
+        self, rows: Tensor, keys: Tensor, query_bias: Tensor, scale: float, hidden: Tensor | None
+    ) -> Tensor:
+        """Scale q.k - query_bias, `[s N, G size, size]`, -inf for keys out of sight."""
         logits = torch.baddbmm(query_bias, rows, keys.transpose(1, 2), beta=-1, alpha=scale)
         if hidden is not None:
             logits.masked_fill_(hidden.transpose(1, 2), -torch.inf)
@@ -270,7 +273,7 @@ def _summarise(inputs: Inputs, blocks: _Blocks, weight: Tensor, summary: Tensor)
 def _weights(
     inputs: Inputs, blocks: _Blocks, query_bias: Tensor, weight: Tensor, scale: float, span: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention weights to landmarks `[s N, G size, M]` and own keys `[s N, G size, size]`, then the queries and keys."""
+    """Weights of the landmarks `[s N, G size, M]` and of own keys `[s N, G size, size]`, then the queries and keys."""
     rows, keys = blocks.cut(inputs.query, span, of_queries=True), blocks.keys(inputs.key, span)
     bias, hidden = blocks.cut(query_bias, span, of_queries=True), blocks.hidden(span)
     project = blocks.per_head(inputs.to_query, span).transpose(1, 2)

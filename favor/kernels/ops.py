@@ -100,7 +100,7 @@ def attention_backward(
     for_directions: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; those of directions and offset are empty unless `for_directions`, that of the query bias without one."""
+    """Gradients; empty for directions and offset unless `for_directions`, and for a query bias that is not given."""
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     saved, nothing = (out, lse, weight, summary), offset.new_empty(0)
     if query_bias is not None:
