@@ -10,6 +10,7 @@ from importlib.metadata import version
 from favor import features
 from favor.attention import favor_attention
 from favor.config import BACKENDS, FavorConfig
+from favor.integrations.calibration import calibrate
 from favor.integrations.layers import RedrawCounter
 from favor.integrations.transformers import configure, register
 
@@ -18,6 +19,7 @@ __all__ = [
     "BACKENDS",
     "FavorConfig",
     "RedrawCounter",
+    "calibrate",
     "configure",
     "favor_attention",
     "features",

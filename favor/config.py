@@ -11,7 +11,8 @@ from favor.kernels import KERNELS
 # Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
 CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
-SHARP_FEATURES = ("sderf", "saderf", "aderf")
+SHARP_FEATURES = ("wderf", "cderf", "sderf", "saderf", "aderf")
+_FACTORED = ("wderf", "cderf", "sderf")
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,22 @@ class FavorConfig:
     Args:
         num_features: number of random features M a head, default 256. `favor_elu` always has head_dim features, and
             `favor_trig` needs an even number.
-        features: family behind the `favor#` backend: "sderf" (default), "saderf" or "aderf". Other backends have one
-            family each and do not read it.
-        factorization: how "sderf" factors its covariance: "eigh" (default, the paper's optimum) or "cholesky" (no
-            eigendecomposition: faster, and within 0.0071 of the optimal objective per direction).
+        features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
+            `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf". Other backends
+            have one family each and do not read it.
+        factorization: how "wderf", "cderf" and "sderf" factor their matrices: "eigh" (default, the optimum) or
+            "cholesky" (no eigendecomposition; within 0.0071 of the optimal objective per direction).
+        window: tokens are cut into blocks of this many, and attention inside a block is exact, under one normaliser
+            with the estimate of the rest. 0 (default) is the papers' method; 64 to 256 is far closer to softmax. Cross
+            attention has no such blocks and does without.
         orthogonal: orthogonal directions (default) or independent ones.
         seed: seed of the directions, default 0. Each layer has its own.
         redraw_interval: in training, draw new directions every so many forward passes of a layer; 0 (default) never.
             Evaluation always uses the same ones.
-        statistics: where data-dependent parameters come from. "batch" (default, the only choice) takes them from each
-            sequence; causal layers and the cross attention of decoders then fall back to those of FAVOR+, since
-            statistics of a sequence show its tokens the future (see `favor.favor_attention`).
+        statistics: where data-dependent parameters come from. "batch" (default) takes them from each sequence; causal
+            layers and the cross attention of decoders then fall back to those of FAVOR+, since statistics of a sequence
+            show its tokens the future (see `favor.favor_attention`). "calibrated" takes those that `favor.calibrate`
+            or distillation stored in the model, for causal layers too.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
             error. "auto" (default) is the length where the two take equally long, measured by `eval/speed.py` for each
             kind of device: see `exact_threshold`. 0 never runs exact attention.
@@ -48,6 +54,7 @@ class FavorConfig:
     orthogonal: bool = True
     seed: int = 0
     redraw_interval: int = 0
+    window: int = 0
     statistics: str = "batch"
     exact_below: int | str = "auto"
     kernel: str = "auto"
@@ -56,6 +63,7 @@ class FavorConfig:
         self._check_integer("num_features", minimum=1)
         self._check_integer("seed")
         self._check_integer("redraw_interval", minimum=0)
+        self._check_integer("window", minimum=0)
         if not isinstance(self.orthogonal, bool):
             raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
         if self.exact_below != "auto":
@@ -65,7 +73,7 @@ class FavorConfig:
         for name, allowed in (
             ("features", (None, *SHARP_FEATURES)),
             ("factorization", ("eigh", "cholesky")),
-            ("statistics", ("batch",)),
+            ("statistics", ("batch", "calibrated")),
             ("kernel", KERNELS),
         ):
             if getattr(self, name) not in allowed:
@@ -113,7 +121,7 @@ class FavorConfig:
 def feature_family(backend: str, config: FavorConfig) -> tuple[str, dict[str, Any]]:
     """Registry name and options of the random features a backend stands for, as `favor.features.get` takes them."""
     name = FAMILIES[backend] or config.features or SHARP_FEATURES[0]
-    return name, {"factorization": config.factorization} if name == "sderf" else {}
+    return name, {"factorization": config.factorization} if name in _FACTORED else {}
 
 
 # None: chosen by the option `features`.

@@ -32,10 +32,12 @@ class ModelArguments:
         None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else sdpa."
     )
     num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
-    features: str | None = option(None, "Features of favor#: sderf (default), saderf or aderf.")
-    factorization: str | None = option(None, "Of the covariance in sderf: eigh (default) or cholesky.")
+    features: str | None = option(None, "Features of favor#: wderf (default), cderf, sderf, saderf or aderf.")
+    factorization: str | None = option(None, "Of the matrices in wderf, cderf, sderf: eigh (default) or cholesky.")
+    window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
+    statistics: str | None = option(None, "batch (default), or calibrated: the parameters stored in the checkpoint.")
     exact_below: str | None = option(
-        None, "Exact attention for fewer tokens than this: a number, 0 for never, or auto (default): 2 x num_features."
+        None, "Exact attention for fewer tokens than this: a number, 0 for never, or auto (default): where it is as fast."
     )
     redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
     ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
@@ -52,7 +54,7 @@ class ModelArguments:
 
     def favor_options(self) -> dict[str, Any]:
         """The options of the FAVOR backends that were given."""
-        names = ("num_features", "features", "factorization", "redraw_interval")
+        names = ("num_features", "features", "factorization", "window", "statistics", "redraw_interval")
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.exact_below is not None:
             options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)

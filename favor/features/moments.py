@@ -42,10 +42,14 @@ class Moments:
         """
         return cls(*_interleave(_first_two(x, x_mask), _first_two(y, y_mask, y_weights)))
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four attributes, in order."""
+        return self.mean_x, self.mean_y, self.cov_x, self.cov_y
+
     @classmethod
     def cat(cls, moments: list[Moments]) -> Moments:
         """Moments of several batches as those of one, along the first dimension."""
-        return cls(*(torch.cat(parts) for parts in zip(*map(_fields, moments), strict=True)))
+        return cls(*(torch.cat(parts) for parts in zip(*(m.tensors() for m in moments), strict=True)))
 
     @classmethod
     def pooled(cls, moments: Moments, weights: Tensor) -> Moments:
@@ -105,10 +109,6 @@ class Moments:
         total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
         ridge = (regularization * total / (2 * self.head_dim) + floor)[..., None, None] * eye
         return Moments(self.mean_x, self.mean_y, self.cov_x + ridge, self.cov_y + ridge)
-
-
-def _fields(moments: Moments) -> tuple[Tensor, ...]:
-    return moments.mean_x, moments.mean_y, moments.cov_x, moments.cov_y
 
 
 def _interleave(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

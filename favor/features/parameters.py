@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from favor.features.moments import Moments, trace
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -86,6 +88,12 @@ class Parameters:
         transform = torch.linalg.solve(factor, B1)
         return cls(transform, torch.linalg.inv(transform), factor)
 
+    def heads(self, heads: Sequence[int]) -> Parameters:
+        """Parameters of some heads, given those of all `[Hk, d, d]`."""
+        shift = None if self.shift is None else self.shift[list(heads)]
+        transform, inverse, factor = (matrix[list(heads)] for matrix in (self.transform, self.inverse, self.factor))
+        return Parameters(transform, inverse, factor, self.maps, shift)
+
     def split(self) -> list[Parameters]:
         """Parameters of each entry of the first of four dimensions `[n, Hk, d, d]`, as n parameters `[1, Hk, d, d]`."""
 
@@ -139,6 +147,23 @@ class Parameters:
     def log_tilt(self, x: Tensor) -> Tensor | float:
         """X . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
         return 0.0 if self.shift is None else (x @ self.shift.unsqueeze(-1)).squeeze(-1)
+
+    def rho(self, moments: Moments) -> Tensor:
+        """Mean over all pairs of log(1 + Var(f_1 f_2) / K^2), from moments alone, `[...]`.
+
+        A diagnostic: an average over M features is usable where it is at most about log M. Infinite where the variance
+        is.
+        """
+        sigma = self.sigma
+        precision = 2 * sigma - torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+        cholesky, info = torch.linalg.cholesky_ex(precision)
+        cov = self.transform @ moments.cov_x @ self.transform.transpose(-1, -2)
+        cov = cov + self.inverse.transpose(-1, -2) @ moments.cov_y @ self.inverse
+        mean = self.map_queries(moments.mean_x.unsqueeze(-2)) + self.map_keys(moments.mean_y.unsqueeze(-2))
+        second = cov + mean.transpose(-1, -2) @ mean
+        log_det = 2 * torch.diagonal(cholesky, dim1=-2, dim2=-1).log().sum(-1)
+        value = self.log_det_sigma - log_det / 2 + trace(torch.cholesky_solve(second, cholesky))
+        return torch.where(info == 0, value, torch.full_like(value, float("inf")))
 
     def log_relative_second_moment(self, z: Tensor) -> Tensor:
         """log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T (y - b), `[..., d]` -> `[...]`.

@@ -198,8 +198,9 @@ class DERF(PositiveFeatures):
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite."""
     values, vectors = torch.linalg.eigh(finite(matrix))
-    tiny = torch.finfo(values.dtype).tiny
-    return values.clamp(min=tiny), vectors
+    # What is smaller than the rounding of the largest is noise of any sign. Its inverse root would be of any size.
+    info = torch.finfo(values.dtype)
+    return torch.maximum(values, (info.eps * values[..., -1:]).clamp(min=info.tiny)), vectors
 
 
 def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from favor.integrations.stored import restore
+
 _LAYER = "favor_layer"
 _CALLS = "favor_calls"
 _DECODES = "favor_decodes"
@@ -30,6 +32,7 @@ def number_layers(model: nn.Module) -> None:
     for number, (name, module) in enumerate(attention.items()):
         setattr(module, _LAYER, number)
         setattr(module, _DECODES, _stands_in_a_decoder(name, attention))
+    restore(model, dict(enumerate(attention.values())))
 
 
 def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:

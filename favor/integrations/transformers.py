@@ -14,6 +14,7 @@ from favor import features
 from favor.attention import favor_attention
 from favor.attention.packing import Packing
 from favor.config import BACKENDS, FavorConfig, feature_family
+from favor.features import Parameters
 from favor.integrations.layers import (
     decodes,
     layer_number,
@@ -22,18 +23,9 @@ from favor.integrations.layers import (
     redraw_epoch,
 )
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
-
-# Arguments that change the result: with a value, each is refused rather than dropped.
-_REFUSED = {
-    "position_bias": "a position bias for each pair of tokens (T5, relative positions)",
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "indices": "sparse attention by indices",
-    "block_indices": "sparse attention by indices",
-    "head_mask": "a head mask",
-    "cache": "a paged cache",
-}
+from favor.integrations.observe import register_observer
+from favor.integrations.refusals import causal_of, refuse
+from favor.integrations.stored import by_head, stored_choice, stored_parameters
 
 
 def register() -> None:
@@ -41,6 +33,7 @@ def register() -> None:
     for name in BACKENDS:
         AttentionInterface.register(name, partial(favor_attention_forward, name))
         AttentionMaskInterface.register(name, favor_mask)
+    register_observer()
     number_layers_of_new_models()
 
 
@@ -79,10 +72,10 @@ def favor_attention_forward(
     Raises:
         ValueError: naming what is not supported and what to use instead.
     """
-    _refuse(kwargs, module)
+    refuse(kwargs, module)
     if kwargs.get("sliding_window") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    causal = _causal(module, is_causal)
+    causal = causal_of(module, is_causal)
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
     plan = _plan(backend, options, query.device.type, causal)
     length, key_length = query.shape[2], key.shape[2]
@@ -93,30 +86,43 @@ def favor_attention_forward(
         padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
     elif attention_mask is not None and attention_mask.numel():
         raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
-    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
         outs = [_exact(module, q, k, v, padding, dropout, scaling, causal) for q, k, v in parts]
-        return outs[0] if packing is None else torch.cat(outs, dim=1), None
-    if dropout > 0:
-        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-    out = favor_attention(
-        query,
-        key,
-        value,
-        features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
-        num_features=plan.num_features,
-        key_padding_mask=padding,
-        is_causal=causal,
-        scale=scaling,
-        seed=plan.seed,
-        layer=layer_number(module),
-        redraw=redraw_epoch(module, plan.redraw_interval),
-        orthogonal=plan.orthogonal,
-        use_statistics=not decodes(module),
-        kernel=plan.kernel,
-        **({} if packing is None else packing.for_kernel()),
-    )
-    return out.transpose(1, 2).contiguous(), None
+        return outs[0] if packing is None else torch.cat(outs, dim=1)
+
+    def linear(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:
+        if dropout > 0:
+            value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+        has_window = causal or (length == key_length and not decodes(module))
+        out = favor_attention(
+            query,
+            key,
+            value,
+            features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
+            num_features=plan.num_features,
+            key_padding_mask=padding,
+            is_causal=causal,
+            scale=scaling,
+            seed=plan.seed,
+            layer=layer_number(module),
+            redraw=redraw_epoch(module, plan.redraw_interval),
+            orthogonal=plan.orthogonal,
+            use_statistics=not decodes(module),
+            parameters=parameters,
+            window=choice.get("window", plan.window) if has_window else 0,
+            kernel=plan.kernel,
+            **({} if packing is None else packing.for_kernel()),
+        )
+        return out.transpose(1, 2)
+
+    choice = stored_choice(module)
+    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+        return exact(query, key, value), None
+    parameters = _calibrated(module, choice, plan.family) if plan.calibrated else None
+    out = by_head(query, key, value, parameters, choice.get("exact_heads", ()), exact, linear)
+    return out.contiguous(), None
 
 
 def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] | None = None, **options: Any) -> Any:
@@ -170,6 +176,8 @@ class _Plan(NamedTuple):
     seed: int
     redraw_interval: int
     orthogonal: bool
+    window: int
+    calibrated: bool
     kernel: str
 
 
@@ -182,6 +190,13 @@ def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is
 def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
     config = FavorConfig.from_dict(dict(items))
     family, options = feature_family(backend, config)
+    kind = features.REGISTRY[family]
+    positive = issubclass(kind, features.PositiveFeatures)
+    if config.window and not positive:
+        raise ValueError(
+            f"{backend} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
+            "window=0, or use favor+, favor++ or favor#."
+        )
     return _Plan(
         family,
         tuple(options.items()),
@@ -190,9 +205,22 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.seed,
         config.redraw_interval,
         config.orthogonal,
+        config.window,
+        config.statistics == "calibrated" and getattr(kind, "needs_statistics", False),
         # Baselines without a Triton kernel have one form, whatever the option says.
-        config.kernel if issubclass(features.REGISTRY[family], features.PositiveFeatures) else "auto",
+        config.kernel if positive else "auto",
     )
+
+
+def _calibrated(module: nn.Module, choice: dict[str, Any], family: str) -> Parameters:
+    parameters = stored_parameters(module)
+    if parameters is None or choice.get("family") != family:
+        has = "none" if parameters is None else f"those of {choice.get('family')}"
+        raise ValueError(
+            f'statistics="calibrated" needs parameters of {family} in every layer, and {type(module).__name__} has '
+            f'{has}. Call favor.calibrate(model, dataloader), or set statistics="batch".'
+        )
+    return parameters
 
 
 def _exact(
@@ -207,36 +235,3 @@ def _exact(
 ) -> Tensor:
     mask = exact_mask(padding, query.shape[2], key.shape[2], causal, query)
     return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]
-
-
-def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
-    for name, what in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
-                f'"eager" for {type(module).__name__}.'
-            )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
-        )
-    if kwargs.get("sliding_window") is not None:
-        # Local layers between global ones stay exact, as the model meant them: they are linear in length already.
-        layer_types = getattr(module.config, "layer_types", None) or ()
-        if "full_attention" not in layer_types:
-            raise ValueError(
-                f"{type(module).__name__} has sliding-window attention only, which is already linear in length; favor "
-                "attention replaces global attention. Set config.sliding_window=None for global attention, or keep "
-                'attn_implementation="sdpa".'
-            )
-
-
-def _causal(module: nn.Module, is_causal: bool | None) -> bool:
-    if is_causal is not None:
-        return is_causal
-    own = getattr(module, "is_causal", None)
-    if own is None:
-        raise ValueError(
-            f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
-        )
-    return bool(own) and getattr(module.config, "is_causal", None) is not False

@@ -34,12 +34,15 @@ def attention_forward(
     What the backward pass of a kernel has no use for is empty.
     """
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    if query_bias is not None:
-        return chunked_window.forward(*inputs, query_bias, window, scale, is_causal)
+    blocks = (query_bias, window, scale, is_causal)
     if pick(kernel, query, value) == "torch":
+        if query_bias is not None:
+            return chunked_window.forward(*inputs, *blocks)
         return (chunked_causal if is_causal else chunked).forward(*inputs)
     with torch.cuda.device_of(query):
-        return _triton(is_causal).forward(*inputs, max_q, max_k)
+        if query_bias is not None:
+            return _triton("window").forward(*inputs, *blocks, max_q, max_k)
+        return _triton("causal" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
 
 
 @attention_forward.register_fake
@@ -67,7 +70,8 @@ def _(
     elif window or not is_causal:
         lse = offset.new_empty(0)
     if window:
-        return out, lse, *chunked_window.empty_landmarks(offset, value, window, cu_k)
+        weight, summary = chunked_window.empty_landmarks(offset, value, window, cu_k)
+        return out, lse, weight, summary.to(value.dtype) if lse.numel() else summary
     if is_causal:
         return out, lse, offset.new_empty(0), offset.new_empty(0)
     number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1

@@ -1,0 +1,172 @@
+"""Parameters of the estimator fixed from data, one set a head, kept in the model as buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from favor import features as families
+from favor.config import FavorConfig, feature_family
+from favor.features import Moments, Parameters, PositiveFeatures
+from favor.integrations.layers import number_layers
+from favor.integrations.observe import Observation, observe
+from favor.integrations.stored import store_parameters
+
+REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
+
+
+class Statistics:
+    """Moments of queries and keys of every attention layer and head, over any number of batches.
+
+    Args:
+        features: the family whose `moments` are taken.
+    """
+
+    def __init__(self, features: PositiveFeatures) -> None:
+        self.features = features
+        self.layers: dict[int, tuple[Moments, float]] = {}
+
+    def __call__(self, seen: Observation) -> None:
+        """Adds one call of a layer; each sequence has the weight of its tokens."""
+        batch, key_heads = seen.key.shape[:2]
+        groups = seen.query.shape[1] // key_heads
+        # One set of moments for each sequence and query head, [B, Hk, G, ...]; the heads of a group are pooled.
+        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2)
+        masks = [
+            None if mask is None else mask[:, None, None].expand(-1, key_heads, groups, -1)
+            for mask in (seen.query_padding, seen.padding)
+        ]
+        y = y.expand(-1, -1, groups, -1, -1)
+        moments = self.features.moments(x, y, *masks, scale=seen.scale, is_causal=seen.is_causal)
+        flat = Moments(*(t.transpose(1, 2).flatten(0, 1).double().cpu() for t in moments.tensors()))
+        count = torch.full((batch,), x.shape[3]) if seen.padding is None else seen.padding.sum(-1).cpu()
+        pooled = Moments.pooled(flat, count.repeat_interleave(groups))
+        number, total = seen.layer, float(count.sum())
+        if number in self.layers:
+            before, weight = self.layers[number]
+            both = Moments(*(torch.stack(pair) for pair in zip(before.tensors(), pooled.tensors(), strict=True)))
+            pooled, total = Moments.pooled(both, torch.tensor([weight, total])), weight + total
+        self.layers[number] = (pooled, total)
+
+    def parameters(self) -> dict[int, Parameters]:
+        """Closed-form parameters of every layer, `[Hk, d, d]`."""
+        return {number: self.features.fit_moments(moments) for number, (moments, _) in sorted(self.layers.items())}
+
+    def rho(self) -> dict[int, Tensor]:
+        """Expected log(1 + Var / K^2) of every layer and head `[Hk]`: usable with M features where below log M."""
+        parameters = self.parameters()
+        return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
+
+
+@torch.no_grad()
+def gather(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    *,
+    features: PositiveFeatures,
+    max_batches: int | None = None,
+) -> Statistics:
+    """Runs a model with exact attention over data and gathers `Statistics`.
+
+    Args:
+        model: any transformers model; its mode is put back afterwards.
+        dataloader: batches as for `favor.calibrate`.
+        features: the family whose statistics are wanted.
+        max_batches: stop after so many; None (default) takes all.
+
+    Raises:
+        ValueError: if there is no batch, or no attention layer ran.
+    """
+    statistics, training, device = Statistics(features), model.training, next(model.parameters()).device
+    model.eval()
+    batches = 0
+    try:
+        with observe(model, statistics):
+            for batch in dataloader:
+                if batches == max_batches:
+                    break
+                batch = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+                inputs = {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k != "labels"}
+                model(**inputs)
+                batches += 1
+    finally:
+        model.train(training)
+    if not statistics.layers:
+        raise ValueError(
+            f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
+            "each a tensor of input_ids or a dictionary of the model's arguments."
+        )
+    return statistics
+
+
+def calibrate(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    *,
+    attn_implementation: str = "favor#",
+    max_batches: int | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Fixes the parameters of the estimator (G, L and the key shift of each head) from data, and uses them from now on.
+
+    The model runs over the data with exact attention; the closed form of the family, by default wDERF with the keys
+    weighted by the attention they get, is taken of the pooled statistics. The parameters become buffers of the
+    attention modules, `save_pretrained` writes them and `from_pretrained` reads them. Causal layers can use them, since
+    they do not depend on the sequence at hand.
+
+    Args:
+        model: any transformers model that the backends accept.
+        dataloader: batches: dictionaries of the model's arguments (`labels` are left out) or tensors of input_ids. A
+            few thousand tokens of the kind the model will see are enough.
+        attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++".
+        max_batches: stop after so many batches; None (default) takes all.
+        **options: fields of `FavorConfig` to set, as in `favor.configure`.
+
+    Returns:
+        The model, with `statistics="calibrated"`.
+
+    Raises:
+        ValueError: for a backend without parameters, a bad option, or data that give none.
+
+    Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`.
+
+    Example:
+        >>> import torch, favor
+        >>> from transformers import BertConfig, BertModel
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.calibrate(BertModel(tiny), [torch.arange(12).view(2, 6)], exact_below=0)
+        >>> model.config.favor["statistics"]
+        'calibrated'
+    """
+    from favor.integrations.transformers import configure, model_options
+
+    config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
+    name, arguments = feature_family(attn_implementation, config)
+    family = families.REGISTRY[name]
+    if not issubclass(family, PositiveFeatures) or not family.needs_statistics:
+        raise ValueError(
+            f'{attn_implementation} has no parameters to calibrate; use attn_implementation="favor#" or "favor++".'
+        )
+    if name in ("wderf", "cderf", "saderf", "aderf"):
+        arguments["regularization"] = REGULARIZATION
+    statistics = gather(model, dataloader, features=family(**arguments), max_batches=max_batches)
+    number_layers(model)
+    store_parameters(model, statistics.parameters(), name)
+    return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
+
+
+def hopeless(rho: Mapping[int, Tensor], num_features: int) -> dict[int, list[int]]:
+    """Heads of each layer whose rho exceeds log M: no sensible number of features estimates them well."""
+    limit = math.log(num_features)
+    return {number: [head for head, value in enumerate(own.tolist()) if value > limit] for number, own in rho.items()}
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Attention modules of a model by layer number."""
+    number_layers(model)
+    return {module.favor_layer: module for module in model.modules() if hasattr(module, "favor_layer")}  # type: ignore[misc]

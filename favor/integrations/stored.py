@@ -1,0 +1,140 @@
+"""What single attention layers keep in a model: calibrated parameters, heads that stay exact, windows of their own.
+
+The layers are listed in `config.favor_layers`, by layer number, so that `from_pretrained` makes the buffers before it
+reads the weights: `{"0": {"family": "wderf", "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from favor.features import Parameters
+
+TRANSFORM, FACTOR, SHIFT = "favor_transform", "favor_factor", "favor_shift"
+_OWN = "favor_own"
+
+
+def restore(model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+    """Gives attention modules what `config.favor_layers` says they have; parameters that are there stay.
+
+    Args:
+        model: the model, whose config is read.
+        modules: its attention modules by layer number.
+    """
+    layers = getattr(getattr(model, "config", None), "favor_layers", None) or {}
+    for number, module in modules.items():
+        own = layers.get(str(number), {})
+        setattr(module, _OWN, own)
+        if "family" in own:
+            _attach(module, own["key_heads"], own["head_dim"])
+
+
+def stored_parameters(module: nn.Module) -> Parameters | None:
+    """Parameters of a layer, float32 `[Hk, d, d]`; None if it has none."""
+    transform = getattr(module, TRANSFORM, None)
+    if transform is None:
+        return None
+    transform, factor, shift = (getattr(module, name).float() for name in (TRANSFORM, FACTOR, SHIFT))
+    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift)
+
+
+def stored_choice(module: nn.Module) -> dict[str, Any]:
+    """Entry of a layer in `config.favor_layers`; empty if it has none."""
+    return getattr(module, _OWN, {})
+
+
+def store_parameters(model: nn.Module, parameters: Mapping[int, Parameters], family: str) -> None:
+    """Puts parameters into the attention modules as buffers, and their shapes into the config.
+
+    Args:
+        model: a model with numbered layers.
+        parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
+        family: registry name of the features they belong to.
+    """
+    shapes = {
+        number: {"family": family, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
+        for number, own in parameters.items()
+    }
+    update_choices(model, shapes)
+    for module in model.modules():
+        own = parameters.get(getattr(module, "favor_layer", -1))
+        if own is None:
+            continue
+        _attach(module, *own.factor.shape[:2])
+        like = getattr(module, FACTOR)
+        eye = torch.eye(own.factor.shape[-1], dtype=like.dtype, device=like.device)
+        _set(module, TRANSFORM, own.transform.to(like).expand_as(like) if own.maps else eye.expand_as(like))
+        _set(module, FACTOR, own.factor.to(like))
+        _set(module, SHIFT, torch.zeros_like(like[..., 0]) if own.shift is None else own.shift.to(like))
+
+
+def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
+    """Merges entries into `config.favor_layers`, and into the modules."""
+    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
+    for config in configs.values():
+        layers = {key: dict(own) for key, own in (getattr(config, "favor_layers", None) or {}).items()}
+        for number, own in choices.items():
+            layers[str(number)] = {**layers.get(str(number), {}), **own}
+        config.favor_layers = layers
+    for module in model.modules():
+        own = choices.get(getattr(module, "favor_layer", -1))
+        if own is not None:
+            setattr(module, _OWN, {**stored_choice(module), **own})
+
+
+def by_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: Parameters | None,
+    exact_heads: Sequence[int],
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
+) -> Tensor:
+    """Attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        parameters: of all key heads, or None.
+        exact_heads: numbers of key heads.
+        exact, linear: both kinds of attention, for any number of heads.
+    """
+    if not exact_heads:
+        return linear(query, key, value, parameters)
+    number = key.shape[1]
+    linear_heads = [head for head in range(number) if head not in exact_heads]
+    if not linear_heads:
+        return exact(query, key, value)
+
+    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
+
+    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return part(query, heads), part(key, heads), part(value, heads)
+
+    own = None if parameters is None else parameters.heads(linear_heads)
+    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
+    groups = query.shape[1] // number
+    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
+    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
+    return joined[:, :, order].flatten(2, 3)
+
+
+def _attach(module: nn.Module, key_heads: int, head_dim: int) -> None:
+    """Buffers of the parameters of FAVOR+, which need no data, unless buffers of that shape are there."""
+    if getattr(module, FACTOR, torch.empty(0)).shape == (key_heads, head_dim, head_dim):
+        return
+    device = next((p.device for p in module.parameters()), None)
+    eye = torch.eye(head_dim, device=device).repeat(key_heads, 1, 1)
+    module.register_buffer(TRANSFORM, eye)
+    module.register_buffer(FACTOR, eye.clone())
+    module.register_buffer(SHIFT, torch.zeros(key_heads, head_dim, device=device))
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    with torch.no_grad():
+        getattr(module, name).copy_(value)
