@@ -11,6 +11,7 @@ from favor import features
 from favor.attention import favor_attention
 from favor.config import BACKENDS, FavorConfig
 from favor.integrations.calibration import calibrate
+from favor.integrations.convert import convert
 from favor.integrations.layers import RedrawCounter
 from favor.integrations.transformers import configure, register
 
@@ -21,6 +22,7 @@ __all__ = [
     "RedrawCounter",
     "calibrate",
     "configure",
+    "convert",
     "favor_attention",
     "features",
 ]

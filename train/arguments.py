@@ -37,7 +37,7 @@ class ModelArguments:
     window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
     statistics: str | None = option(None, "batch (default), or calibrated: the parameters stored in the checkpoint.")
     exact_below: str | None = option(
-        None, "Exact attention for fewer tokens than this: a number, 0 for never, or auto (default): where it is as fast."
+        None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
     redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
     ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")

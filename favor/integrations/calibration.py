@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.integrations.layers import number_layers
 from favor.integrations.observe import Observation, observe
 from favor.integrations.stored import store_parameters
 
 REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
+_INVERTING = ("wderf", "cderf", "saderf", "aderf")
 
 
 class Statistics:
@@ -30,6 +29,7 @@ class Statistics:
     def __init__(self, features: PositiveFeatures) -> None:
         self.features = features
         self.layers: dict[int, tuple[Moments, float]] = {}
+        self.longest = 0
 
     def __call__(self, seen: Observation) -> None:
         """Adds one call of a layer; each sequence has the weight of its tokens."""
@@ -46,6 +46,7 @@ class Statistics:
         flat = Moments(*(t.transpose(1, 2).flatten(0, 1).double().cpu() for t in moments.tensors()))
         count = torch.full((batch,), x.shape[3]) if seen.padding is None else seen.padding.sum(-1).cpu()
         pooled = Moments.pooled(flat, count.repeat_interleave(groups))
+        self.longest = max(self.longest, x.shape[3])
         number, total = seen.layer, float(count.sum())
         if number in self.layers:
             before, weight = self.layers[number]
@@ -152,21 +153,27 @@ def calibrate(
         raise ValueError(
             f'{attn_implementation} has no parameters to calibrate; use attn_implementation="favor#" or "favor++".'
         )
-    if name in ("wderf", "cderf", "saderf", "aderf"):
-        arguments["regularization"] = REGULARIZATION
-    statistics = gather(model, dataloader, features=family(**arguments), max_batches=max_batches)
-    number_layers(model)
-    store_parameters(model, statistics.parameters(), name)
+    fit_to_data(model, dataloader, name, arguments, True, max_batches)
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
 
 
-def hopeless(rho: Mapping[int, Tensor], num_features: int) -> dict[int, list[int]]:
-    """Heads of each layer whose rho exceeds log M: no sensible number of features estimates them well."""
-    limit = math.log(num_features)
-    return {number: [head for head, value in enumerate(own.tolist()) if value > limit] for number, own in rho.items()}
+def fit_to_data(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    name: str,
+    arguments: Mapping[str, Any],
+    store: bool,
+    max_batches: int | None,
+) -> Statistics:
+    """Gathers the statistics of a family and, with `store`, puts its parameters into the model.
 
-
-def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Attention modules of a model by layer number."""
-    number_layers(model)
-    return {module.favor_layer: module for module in model.modules() if hasattr(module, "favor_layer")}  # type: ignore[misc]
+    Args:
+        name, arguments: registry name of the family and its options.
+        model, dataloader, max_batches: as for `calibrate`.
+    """
+    family = families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
+    assert isinstance(family, PositiveFeatures)
+    statistics = gather(model, dataloader, features=family, max_batches=max_batches)
+    if store:
+        store_parameters(model, statistics.parameters(), name)
+    return statistics

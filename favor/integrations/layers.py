@@ -35,6 +35,11 @@ def number_layers(model: nn.Module) -> None:
     restore(model, dict(enumerate(attention.values())))
 
 
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Attention modules of a model by layer number."""
+    return {getattr(module, _LAYER): module for module in model.modules() if hasattr(module, _LAYER)}
+
+
 def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
     """Whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
     path = name.split(".")

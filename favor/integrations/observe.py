@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor.integrations.layers import layer_number, number_layers
+from favor.integrations.layers import decodes, layer_number, number_layers
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
 from favor.integrations.refusals import causal_of, refuse
 
@@ -41,6 +41,11 @@ class Observation(NamedTuple):
     is_causal: bool
     scale: float
     output: Tensor
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys belong to the same tokens, so that a window has a meaning."""
+        return self.is_causal or (self.query.shape[2] == self.key.shape[2] and not decodes(self.module))
 
     @property
     def query_padding(self) -> Tensor | None:

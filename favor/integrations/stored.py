@@ -81,9 +81,9 @@ def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -
             layers[str(number)] = {**layers.get(str(number), {}), **own}
         config.favor_layers = layers
     for module in model.modules():
-        own = choices.get(getattr(module, "favor_layer", -1))
-        if own is not None:
-            setattr(module, _OWN, {**stored_choice(module), **own})
+        added = choices.get(getattr(module, "favor_layer", -1))
+        if added is not None:
+            setattr(module, _OWN, {**stored_choice(module), **added})
 
 
 def by_head(

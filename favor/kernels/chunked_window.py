@@ -341,10 +341,10 @@ def _backward_keys(inputs: Inputs, blocks: _Blocks, sent: States, sequence: Sequ
         shift = top.transpose(1, 2) + blocks.per_head(inputs.offset, span)
         weights = torch.baddbmm(shift, rows, directions.transpose(1, 2)).add_(blocks.bias(span)).exp_()
         inside = blocks.cut(dv, span, of_queries=False)
-        blocks.store(dv, inside.baddbmm_(weights, gathered), span, of_queries=False)
+        blocks.store(dv, torch.baddbmm(inside, weights, gathered), span, of_queries=False)
         slopes = (values @ gathered.transpose(1, 2)).sub_(shares.transpose(1, 2)).mul_(weights)
         inside = blocks.cut(dk, span, of_queries=False)
-        blocks.store(dk, inside.baddbmm_(slopes, directions), span, of_queries=False)
+        blocks.store(dk, torch.baddbmm(inside, slopes, directions), span, of_queries=False)
         blocks.store(dbias.unsqueeze(-1), slopes.sum(2, keepdim=True), span, of_queries=False)
         if grads.offset.numel():
             heads = (-1, inputs.heads)

@@ -1,6 +1,7 @@
 """The kernels as operators of PyTorch, `favor::linear_attention` and its backward, opaque to `torch.compile`."""
 
 # No `from __future__ import annotations`: the schemas of the operators are read from the annotations.
+from importlib import import_module
 from typing import Any, Optional
 
 import torch
@@ -65,13 +66,14 @@ def _(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse = chunked.empty_output(query, value), query_directions.new_empty(query.shape[:3])
-    if pick(kernel, query, value) == "triton":
+    triton = pick(kernel, query, value) == "triton"
+    if triton:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     elif window or not is_causal:
         lse = offset.new_empty(0)
     if window:
         weight, summary = chunked_window.empty_landmarks(offset, value, window, cu_k)
-        return out, lse, weight, summary.to(value.dtype) if lse.numel() else summary
+        return out, lse, weight, summary.to(value.dtype) if triton else summary
     if is_causal:
         return out, lse, offset.new_empty(0), offset.new_empty(0)
     number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
@@ -107,17 +109,21 @@ def attention_backward(
     """Gradients; empty for directions and offset unless `for_directions`, and for a query bias that is not given."""
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     saved, nothing = (out, lse, weight, summary), offset.new_empty(0)
-    if query_bias is not None:
-        grads, dquery_bias = chunked_window.backward(
-            grad, *inputs, query_bias, window, scale, is_causal, *saved, for_directions
-        )
-        return *grads, dquery_bias
+    blocks = (query_bias, window, scale, is_causal)
     # The Triton kernels hold the directions fixed; training them is for the chunked form, on any device.
     if for_directions or pick(kernel, query, value) == "torch":
+        if query_bias is not None:
+            saved = (*saved[:3], summary.to(offset.dtype))
+            grads, dquery_bias = chunked_window.backward(grad, *inputs, *blocks, *saved, for_directions)
+            return *grads, dquery_bias
         return *(chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions), nothing
+    last = nothing
     with torch.cuda.device_of(query):
-        grads = _triton(is_causal).backward(grad, *inputs, max_q, max_k, *saved)
-    return *grads, *(torch.empty_like(nothing) for _ in range(3)), nothing
+        if query_bias is not None:
+            *grads, last = _triton("window").backward(grad, *inputs, *blocks, max_q, max_k, *saved)
+        else:
+            grads = _triton("causal" if is_causal else "bidirectional").backward(grad, *inputs, max_q, max_k, *saved)
+    return *grads, *(torch.empty_like(nothing) for _ in range(3)), last
 
 
 @attention_backward.register_fake
@@ -168,12 +174,6 @@ def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Any, ...]:
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _triton(is_causal: bool) -> Any:
+def _triton(name: str) -> Any:
     # Imported when first used: triton need not be installed.
-    if is_causal:
-        from favor.kernels import triton_causal
-
-        return triton_causal
-    from favor.kernels import triton_bidirectional
-
-    return triton_bidirectional
+    return import_module(f"favor.kernels.triton_{name}")

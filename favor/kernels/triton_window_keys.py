@@ -115,10 +115,10 @@ def _key_gradients(
         q = load_rows(there, query_row, asking, width, FEATURES, WIDTH)
         there = corner(grad, batch, head, row, grad_batch, grad_head, grad_row)
         g = load_rows(there, grad_row, asking, value_width, FEATURES, VALUE_WIDTH)
-        there = (batch * HK * GROUP + head) * queries + row + tl.arange(0, FEATURES)
-        norm = tl.load(lse + there, mask=asking, other=float("inf"))
-        norm += tl.load(query_bias + there, mask=asking, other=0.0)
-        pull = tl.load(delta + there, mask=asking, other=0.0)
+        asked = (batch * HK * GROUP + head) * queries + row + tl.arange(0, FEATURES)
+        norm = tl.load(lse + asked, mask=asking, other=float("inf"))
+        norm += tl.load(query_bias + asked, mask=asking, other=0.0)
+        pull = tl.load(delta + asked, mask=asking, other=0.0)
         logits = contract(k, q) * (scale * LOG2E) - (norm * LOG2E)[None, :] + hidden[:, None]
         if IS_CAUSAL:
             logits = tl.where(place[:, None] <= column[None, :], logits, float("-inf"))

@@ -20,6 +20,15 @@ from torch import Tensor
 from favor.kernels.triton_common import Blocks, bounds, interpreted, padded_width
 
 
+# Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
+_PRECISE = {
+    128: (Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
+    256: (Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 4, 2), Blocks(32, 16, 4, 2)),
+    512: (Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 2), Blocks(16, 16, 8, 1)),
+    1024: (Blocks(16, 16, 8, 1), Blocks(16, 16, 4, 1)),
+}
+
+
 @functools.cache
 def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
     configs = [
@@ -108,8 +117,10 @@ class Problem:
     def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
         """`kernel`, choosing its blocks at the first launch for each window, type and width.
 
-        `choices` lists them by the bytes of the widest row, padded. Tiles of tokens are no longer than a window.
+        `choices` lists those for half precision by the bytes of the widest row, padded. Tiles of tokens are no longer than a window.
         """
+        if self.query.element_size() == 4:
+            choices = _PRECISE
         widest = max(padded_width(self.query.shape[-1]), padded_width(self.value.shape[-1]))
         size = widest * self.query.element_size()
         fitting = choices[min(limit for limit in choices if limit >= size)]

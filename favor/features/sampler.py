@@ -1,0 +1,204 @@
+"""Random features as a scikit-learn transformer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from favor.features.base import PositiveFeatures, RandomFeatures, Side
+from favor.features.centred import CDERF
+from favor.features.parameters import Parameters
+from favor.features.positive import ADERF, GERF, SADERF, SDERF, PosRF
+from favor.features.trigonometric import TrigRF
+
+FAMILIES: dict[str, type[RandomFeatures]] = {
+    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF)
+}
+ALPHA = {"softmax": 0.0, "gaussian": -0.5}
+# Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.
+LARGEST_LOG = 350.0
+
+
+class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Approximates the softmax or the Gaussian kernel by random features of the FAVOR family.
+
+    `transform(X) @ transform(Y).T` is an unbiased estimate of exp(scale x.y) (kernel "softmax") or of
+    exp(-scale |x - y|^2/2) (kernel "gaussian") for all pairs of rows, so that a linear model on the features approximates
+    a model with that kernel. Parameters of the features are the closed-form optimum for the data given to `fit`.
+
+    One set of data plays both roles of the kernel, and there is one map. Where the kernel is taken between two sets of
+    different kind, give the other one to `fit` too: parameters are then those of the pair, and
+    `transform(X) @ transform_keys(Y).T` estimates the kernel. For "trig", "pos", "gerf" and "sderf" the two methods are
+    the same map in any case. "saderf" and "aderf" gain from two sets alone; with one they equal "gerf".
+
+    Args:
+        features: "trig" (sin/cos pairs, of any sign), "pos", "gerf", "saderf", "aderf", "sderf" (default) or "cderf",
+            which is centred first and for a single set is the optimum of them all.
+        n_components: number of features, default 100; even for "trig".
+        scale: positive factor of x.y or of |x - y|^2/2, default 1. With kernel="gaussian", scale = 2 gamma of
+            scikit-learn's RBFSampler.
+        kernel: "softmax" (default) or "gaussian".
+        orthogonal: whether directions are orthogonal in blocks (default), which lowers the variance, or independent.
+        random_state: int, RandomState or None, for the directions.
+
+    Attributes:
+        omega_: directions, `[n_components, n_features]`; half as many for "trig".
+        parameters_: `favor.features.Parameters` in float64; None for "trig".
+        center_: what is subtracted from the rows, times sqrt(scale), `[n_features]`: the mean for "cderf" fitted to one
+            set, else zeros.
+        n_features_in_: number of columns seen by `fit`.
+        feature_names_in_: their names, if the data had names.
+
+    Raises:
+        ValueError: from `fit`, for parameters out of range.
+
+    Warns:
+        RuntimeWarning: features whose logarithm exceeds 350 are cut there, so that products of features are finite.
+            That needs data for which exp(scale x.y) is near the largest float64 or beyond it; the estimate is then wrong.
+            Lower `scale`, standardise the data, or take kernel="gaussian", whose positive features cannot overflow.
+
+    See Also:
+        sklearn.kernel_approximation.RBFSampler: independent directions with a random phase, Gaussian kernel only.
+
+    Notes:
+        The variance of positive features grows with exp(scale |x + y|^2): where scale |x|^2 is far above 1 features
+        underflow to 0 and no number of them suffices. Sources: FAVOR# (Likhosherstov et al.), equations (11) to (20)
+        and Theorems 4.2 and 4.3; "cderf" is this package's.
+
+    Example:
+        >>> import numpy as np
+        >>> from favor.features import SoftmaxKernelSampler
+        >>> X = np.random.default_rng(0).normal(size=(50, 3)) / 3
+        >>> sampler = SoftmaxKernelSampler(n_components=2000, random_state=0)
+        >>> Z = sampler.fit_transform(X)
+        >>> bool(np.abs(Z @ Z.T - np.exp(X @ X.T)).max() < 0.2)
+        True
+
+    """
+
+    def __init__(
+        self,
+        features: str = "sderf",
+        n_components: int = 100,
+        *,
+        scale: float = 1.0,
+        kernel: str = "softmax",
+        orthogonal: bool = True,
+        random_state: Any = None,
+    ) -> None:
+        self.features = features
+        self.n_components = n_components
+        self.scale = scale
+        self.kernel = kernel
+        self.orthogonal = orthogonal
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None, keys: Any = None) -> SoftmaxKernelSampler:
+        """Draws the directions and fits the parameters.
+
+        Args:
+            X: rows `[n, n_features]`.
+            y: ignored; here for pipelines.
+            keys: rows `[m, n_features]` of the other set, if `transform_keys` will be used on data of another kind.
+
+        Returns:
+            The sampler itself.
+        """
+        self._check_parameters()
+        rows = self._scaled(validate_data(self, X, dtype=np.float64))
+        if keys is not None:
+            keys = check_array(keys, dtype=np.float64, input_name="keys")
+            if keys.shape[1] != rows.shape[1]:
+                raise ValueError(f"keys must have {rows.shape[1]} features as X has, got {keys.shape[1]}.")
+        family = self._family()
+        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
+        omega = family.draw(
+            int(self.n_components),
+            rows.shape[1],
+            orthogonal=bool(self.orthogonal),
+            generator=torch.Generator().manual_seed(int(seed)),
+        )
+        self.omega_ = omega.numpy()
+        self.center_ = np.zeros(rows.shape[1])
+        self.parameters_: Parameters | None = None
+        if isinstance(family, PositiveFeatures):
+            params = family.fit(rows, rows if keys is None else self._scaled(keys))
+            if keys is None:
+                # Of a set and itself, G is the identity, and a shift of the keys alone can be had by centring both.
+                eye = torch.eye(rows.shape[1], dtype=rows.dtype, device="cpu")
+                if params.shift is not None:
+                    self.center_ = rows.mean(0).numpy()
+                params = Parameters(eye, eye, params.factor, maps=False)
+            self.parameters_ = params
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """Features `[n, n_components]` of rows `[n, n_features]`, float64."""
+        return self._features(X, "query")
+
+    def transform_keys(self, X: Any) -> np.ndarray:
+        """Features of the second argument of the kernel; `transform` itself unless `fit` was given keys.
+
+        Args:
+            X: rows `[m, n_features]`.
+
+        Returns:
+            `[m, n_components]`, float64.
+        """
+        return self._features(X, "key")
+
+    @property
+    def _n_features_out(self) -> int:
+        return int(self.n_components)
+
+    def _features(self, X: Any, side: Side) -> np.ndarray:
+        check_is_fitted(self)
+        rows = self._scaled(validate_data(self, X, dtype=np.float64, reset=False))
+        family, omega = self._family(), torch.tensor(self.omega_, device="cpu")
+        values = torch.ones((), dtype=rows.dtype, device="cpu")
+        if isinstance(family, TrigRF):
+            logs = family.log_scale(rows).unsqueeze(-1) - math.log(omega.shape[0]) / 2
+            values = family.phi(rows, omega)
+        else:
+            assert isinstance(family, PositiveFeatures)
+            assert self.parameters_ is not None
+            center = torch.tensor(self.center_, device="cpu")
+            logs = family.log_phi(rows - center, omega, self.parameters_, side) - math.log(omega.shape[0]) / 2
+            if self.kernel == "softmax":
+                # x.y = (x - c).(y - c) + (x.c - |c|^2/2) + (y.c - |c|^2/2)
+                logs = logs + (rows @ center - center @ center / 2).unsqueeze(-1)
+        if logs.numel() and logs.max() > LARGEST_LOG:
+            warnings.warn(
+                f"features up to exp({logs.max():.0f}) are cut at exp({LARGEST_LOG:.0f}): the kernel of these data is "
+                'beyond float64. Lower scale, standardise the data, or take kernel="gaussian".',
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return (logs.clamp(max=LARGEST_LOG).exp() * values).numpy()
+
+    def _scaled(self, X: np.ndarray) -> Tensor:
+        return torch.tensor(X, dtype=torch.float64, device="cpu") * float(self.scale) ** 0.5
+
+    def _family(self) -> RandomFeatures:
+        return FAMILIES[self.features](alpha=ALPHA[self.kernel])
+
+    def _check_parameters(self) -> None:
+        if self.features not in FAMILIES:
+            raise ValueError(f"features must be one of {', '.join(FAMILIES)}; got {self.features!r}.")
+        if self.kernel not in ALPHA:
+            raise ValueError(f"kernel must be one of {', '.join(ALPHA)}; got {self.kernel!r}.")
+        if not isinstance(self.n_components, Integral) or self.n_components < 1:
+            raise ValueError(f"n_components must be a positive integer, got {self.n_components!r}.")
+        if self.features == "trig" and self.n_components % 2:
+            raise ValueError(f'n_components must be even for "trig" (sin/cos pairs), got {self.n_components}.')
+        if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be a positive number, got {self.scale!r}.")

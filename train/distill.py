@@ -1,0 +1,235 @@
+"""Gives a pretrained model linear attention that is close to its exact attention.
+
+    accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
+        --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
+
+Three steps, each optional but the first: parameters of the estimator in closed form from a few samples;
+`attention_steps` of learning them, each layer against exact attention on the same queries, keys and values, while the
+weights of the model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match
+those of the exact one. The folder loads with `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModel, AutoTokenizer, HfArgumentParser, get_scheduler
+
+import favor
+from favor.integrations.layers import attention_modules
+from favor.integrations.observe import Observation, observe
+from favor.integrations.stored import store_parameters
+from favor.models import bert
+from favor.train.arguments import check_positive, option
+from favor.train.attention_student import AttentionStudent
+from favor.train.checkpoint import write_json
+from favor.train.text import samples
+
+RESULTS = "distillation.json"
+
+
+@dataclass
+class DistillArguments:
+    """Model, text, attention and schedule."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
+    train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
+    output_dir: str = field(metadata={"help": "Folder of the distilled model."})
+    attn_implementation: str = option("favor#", "FAVOR backend with parameters: favor# or favor++.")
+    num_features: int = option(256, "Random features a head.")
+    features: str | None = option(None, "Features of favor#; their closed form is the start. Default wderf.")
+    window: int = option(0, "Exact attention inside blocks of so many tokens.")
+    exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
+    layers: str = option("all", "all, or auto: heads that cannot be estimated stay exact, within flop_budget.")
+    flop_budget: float = option(0.5, "Operations of attention as a fraction of exact attention's, for --layers auto.")
+    max_length: int = option(512, "Tokens of a sample.")
+    per_device_train_batch_size: int = option(1, "Samples a process and a step.")
+    calibration_samples: int = option(8, "Samples behind the closed form.")
+    attention_steps: int = option(300, "Steps of learning the parameters of the estimator; 0 for none.")
+    attention_learning_rate: float = option(1e-2, "Peak learning rate of these, with a cosine schedule.")
+    model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
+    model_learning_rate: float = option(2e-5, "Peak learning rate of these, with warm-up and a linear schedule.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
+    seed: int = option(0, "Of the order of samples, dropout and random features.")
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        check_positive(self, "max_length", "per_device_train_batch_size", "calibration_samples")
+        for name in ("attention_steps", "model_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.exact_below != "auto" and not self.exact_below.isdecimal():
+            raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
+
+    def options(self) -> dict[str, Any]:
+        """Options of the backend."""
+        exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
+        names = ("num_features", "features", "window", "seed")
+        return {name: getattr(self, name) for name in names} | {
+            "exact_below": exact_below,
+            "statistics": "calibrated",
+        }
+
+
+def load_model(path: str) -> transformers.PreTrainedModel:
+    """The model in float32 with exact attention; a BERT as Performer BERT, whose folder remembers its backend."""
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or ["none"])[0]
+    model_class: Any = getattr(transformers, name, AutoModel)
+    if config.model_type == "bert":
+        model_class = getattr(bert, f"Performer{name}", bert.PerformerBertModel)
+    return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def endless(loader: Any) -> Any:
+    """Batches of a loader, again and again."""
+    while True:
+        yield from loader
+
+
+def learn_parameters(
+    accelerator: Accelerator, model: transformers.PreTrainedModel, loader: Any, arguments: DistillArguments
+) -> list[float]:
+    """Trains the parameters of the estimator in place; returns the loss of every step."""
+    bare = AttentionStudent(attention_modules(model), model.config.favor).to(accelerator.device)
+    optimizer = torch.optim.Adam(bare.parameters(), lr=arguments.attention_learning_rate)
+    student, optimizer = accelerator.prepare(bare, optimizer)
+    scheduler = get_scheduler("cosine", optimizer.optimizer, 0, arguments.attention_steps)
+    seen: list[Observation] = []
+    batches, losses = endless(loader), []
+    model.eval()
+    with observe(model, seen.append):
+        steps = range(1, arguments.attention_steps + 1)
+        for step in tqdm(steps, desc="attention", disable=not accelerator.is_local_main_process):
+            seen.clear()
+            with torch.no_grad():
+                model(input_ids=next(batches))
+            loss = student(seen, step)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(student.parameters(), arguments.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(finite(loss, step))
+    family = next(choice["family"] for choice in bare.choices.values())
+    store_parameters(model, bare.all_parameters(), family)
+    return losses
+
+
+def learn_outputs(
+    accelerator: Accelerator,
+    model: transformers.PreTrainedModel,
+    teacher: transformers.PreTrainedModel,
+    loader: Any,
+    arguments: DistillArguments,
+) -> list[float]:
+    """Trains all weights so that the outputs match those of the exact model; returns the loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0)
+    student, optimizer = accelerator.prepare(model, optimizer)
+    total = arguments.model_steps
+    scheduler = get_scheduler("linear", optimizer.optimizer, math.ceil(0.1 * total), total)
+    batches, losses = endless(loader), []
+    student.train()
+    for step in tqdm(range(1, total + 1), desc="model", disable=not accelerator.is_local_main_process):
+        inputs = next(batches)
+        with torch.no_grad():
+            goal = teacher(input_ids=inputs)
+        loss = distance(student(input_ids=inputs), goal)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(student.parameters(), arguments.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(finite(loss, step))
+    student.eval()
+    return losses
+
+
+def distance(output: Any, goal: Any) -> Tensor:
+    """Kullback-Leibler divergence of the predictions where there are logits, else relative error of hidden states."""
+    if getattr(goal, "logits", None) is not None:
+        log_p, log_q = goal.logits.float().log_softmax(-1), output.logits.float().log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    exact = goal.last_hidden_state
+    return (output.last_hidden_state - exact).square().sum() / exact.square().sum()
+
+
+def finite(loss: Tensor, step: int) -> float:
+    """The loss as a number.
+
+    Raises:
+        FloatingPointError: if it is not finite.
+    """
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss is {value} at step {step}: lower the learning rate")
+    return value
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Distils as the command line says; returns what it writes to `distillation.json`."""
+    parser = HfArgumentParser(DistillArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    accelerator = Accelerator()
+    set_seed(arguments.seed)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    model = load_model(arguments.model_name_or_path).to(accelerator.device)
+    teacher = copy.deepcopy(model).eval() if arguments.model_steps else None
+    steps = max(arguments.attention_steps, arguments.model_steps)
+    size = arguments.per_device_train_batch_size
+    number = max(steps * size * accelerator.num_processes, arguments.calibration_samples)
+    ids = samples(arguments.train_file, tokenizer, arguments.max_length, number, arguments.seed)
+    loader = accelerator.prepare(DataLoader(ids, batch_size=size, drop_last=len(ids) > size))  # type: ignore[arg-type]
+    started = time.perf_counter()
+    favor.convert(
+        model,
+        arguments.attn_implementation,
+        dataloader=ids[: arguments.calibration_samples].split(1),
+        layers=arguments.layers,
+        flop_budget=arguments.flop_budget,
+        length=arguments.max_length,
+        **arguments.options(),
+    )
+    losses = learn_parameters(accelerator, model, loader, arguments) if arguments.attention_steps else []
+    model_losses = learn_outputs(accelerator, model, teacher, loader, arguments) if teacher is not None else []
+    results = {
+        "arguments": asdict(arguments),
+        "seconds": round(time.perf_counter() - started, 1),
+        "samples": len(ids),
+        "attention_loss": losses,
+        "model_loss": model_losses,
+        "layers": model.config.favor_layers,
+    }
+    if accelerator.is_main_process:
+        folder = Path(arguments.output_dir)
+        accelerator.unwrap_model(model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_json(folder / RESULTS, results)
+        for name, values in (("attention", losses), ("model", model_losses)):
+            if values:
+                part = max(len(values) // 10, 1)
+                ends = [round(sum(p) / part, 4) for p in (values[:part], values[-part:])]
+                accelerator.print(json.dumps({"loss of": name, "first tenth": ends[0], "last tenth": ends[1]}))
+    return results
+
+
+def cli() -> None:
+    """Console entry."""
+    main()
+
+
+if __name__ == "__main__":
+    main()

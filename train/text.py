@@ -1,0 +1,62 @@
+"""Plain text as sequences of tokens: one file, cut into samples of equal length."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def read_text(path: str | Path, max_characters: int | None = None) -> str:
+    """Text of a UTF-8 file, plain or compressed (.gz, .xz).
+
+    Raises:
+        ValueError: if the file is empty.
+    """
+    path = Path(path)
+    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as stream:
+        text = stream.read(-1 if max_characters is None else max_characters)
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return text
+
+
+def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, seed: int = 0) -> Tensor:
+    """Samples of `length` tokens `[n, length]`, with the tokenizer's special tokens around each.
+
+    Args:
+        path: file, see `read_text`.
+        tokenizer: of the model.
+        length: tokens of a sample, special ones included.
+        number: how many, evenly spaced over the text and in an order drawn by the seed; None takes all that do not
+            overlap.
+        seed: of the order.
+
+    Raises:
+        ValueError: if the text is shorter than one sample.
+    """
+    before, after = _around(tokenizer)
+    ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
+    width = length - len(before) - len(after)
+    available = len(ids) // width if width > 0 else 0
+    if available < 1:
+        raise ValueError(f"{path} has {len(ids)} tokens, too few for one sample of {length}: give a longer text")
+    places = torch.arange(available)
+    if number is not None and number < available:
+        places = (torch.arange(number) * available) // number
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor([before + ids[p * width : (p + 1) * width] + after for p in places[order].tolist()])
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Special tokens that the tokenizer puts before and after a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
