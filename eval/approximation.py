@@ -7,8 +7,8 @@ exact attention. Each backend, number of features and window is then computed on
 error is |output - exact| / |exact|, Frobenius norms over the sequence. Beside them stand two baselines, the mean of the
 values and exact attention inside the window with nothing outside, and diagnostics: rho and the norms of x and y. End to
 end, the whole model runs with the backend in every layer: cosine of mean-pooled embeddings to the exact ones, masked-LM
-loss or perplexity, as the model has it. `--data_dir GLUE` adds the Spearman correlation on STS-B. `--converted DIR ...` adds
-checkpoints from `favor.train.distill` or `favor.convert`, made from MODEL.
+loss or perplexity, as the model has it. `--data_dir GLUE` adds the Spearman correlation on STS-B. `--converted DIR ...`
+adds checkpoints from `favor.train.distill` or `favor.convert`, made from MODEL.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
         options = model.config.favor
         name = Path(folder).name
         features = next(iter(model.config.favor_layers.values()))["family"]
-        models[Variant("favor#", features, options["num_features"], options["window"], name)] = model
+        own = (options["num_features"], options["window"], name, options["statistics"])
+        models[Variant("favor#", features, *own)] = model
     return models
 
 

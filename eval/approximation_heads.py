@@ -30,6 +30,7 @@ class Variant:
         num_features: M, 0 for baselines.
         window: length of exact blocks, 0 for none.
         folder: a converted checkpoint whose stored parameters are used, or None.
+        statistics: as in `FavorConfig`.
     """
 
     backend: str
@@ -37,6 +38,7 @@ class Variant:
     num_features: int
     window: int
     folder: str | None = None
+    statistics: str = "batch"
 
     @property
     def label(self) -> str:
@@ -52,7 +54,7 @@ class Variant:
             "window": self.window,
             "exact_below": 0,
             "seed": seed,
-            "statistics": "batch" if self.folder is None else "calibrated",
+            "statistics": self.statistics,
         }
 
 
@@ -102,12 +104,15 @@ class HeadErrors:
             scale=seen.scale,
             seed=self.seed,
             layer=seen.layer,
-            parameters=self._stored(variant, seen.layer),
+            parameters=self._stored(variant, seen.layer, "calibrated"),
+            correction=self._stored(variant, seen.layer, "corrected"),
             window=variant.window if seen.is_self_attention else 0,
         )
 
-    def _stored(self, variant: Variant, layer: int) -> Parameters | None:
-        return None if variant.folder is None else stored_parameters(self.converted[variant.folder][layer])
+    def _stored(self, variant: Variant, layer: int, kind: str) -> Parameters | None:
+        if variant.folder is None or variant.statistics != kind:
+            return None
+        return stored_parameters(self.converted[variant.folder][layer])
 
     def _diagnose(self, seen: Observation) -> dict[str, Tensor]:
         """Rho of wDERF fitted to each sequence and head, and root mean squared norms of x and y, `[B, H]`."""

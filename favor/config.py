@@ -12,6 +12,7 @@ from favor.kernels import KERNELS
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
 CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
 SHARP_FEATURES = ("wderf", "cderf", "sderf", "saderf", "aderf")
+STATISTICS = ("batch", "calibrated", "corrected")
 _FACTORED = ("wderf", "cderf", "sderf")
 
 
@@ -37,7 +38,8 @@ class FavorConfig:
         statistics: where data-dependent parameters come from. "batch" (default) takes them from each sequence; causal
             layers and the cross attention of decoders then fall back to those of FAVOR+, since statistics of a sequence
             show its tokens the future (see `favor.favor_attention`). "calibrated" takes those that `favor.calibrate`
-            or distillation stored in the model, for causal layers too.
+            stored in the model, for causal layers too. "corrected" takes those of each sequence and changes them by
+            what `favor.train.distill` learned for each head; not for causal layers.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
             error. "auto" (default) is the length where the two take equally long, measured by `eval/speed.py` for each
             kind of device: see `exact_threshold`. 0 never runs exact attention.
@@ -73,7 +75,7 @@ class FavorConfig:
         for name, allowed in (
             ("features", (None, *SHARP_FEATURES)),
             ("factorization", ("eigh", "cholesky")),
-            ("statistics", ("batch", "calibrated")),
+            ("statistics", STATISTICS),
             ("kernel", KERNELS),
         ):
             if getattr(self, name) not in allowed:

@@ -35,7 +35,7 @@ class ModelArguments:
     features: str | None = option(None, "Features of favor#: wderf (default), cderf, sderf, saderf or aderf.")
     factorization: str | None = option(None, "Of the matrices in wderf, cderf, sderf: eigh (default) or cholesky.")
     window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
-    statistics: str | None = option(None, "batch (default), or calibrated: the parameters stored in the checkpoint.")
+    statistics: str | None = option(None, "batch (default), or calibrated or corrected: what the checkpoint stores.")
     exact_below: str | None = option(
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )

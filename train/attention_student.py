@@ -10,44 +10,56 @@ from torch import Tensor, nn
 
 from favor import favor_attention
 from favor import features as families
-from favor.features import Parameters, RandomFeatures
+from favor.features import Parameters
 from favor.integrations.observe import Observation
 from favor.integrations.stored import stored_choice, stored_parameters
 
 
 class AttentionStudent(nn.Module):
-    """G, L and the key shift of every head of every layer, as parameters.
+    """A learned correction (C, D, c) of the parameters (G, L, b) of every head of every layer: G C, D L, b + c.
 
     Any invertible G and L keep the estimate of the kernel unbiased, so training them trades variance alone.
 
     Args:
-        modules: attention modules of the calibrated model by layer number; their stored parameters are the start.
-        options: options of the backend, `model.config.favor`.
+        modules: attention modules of the model by layer number.
+        family: registry name of the features.
+        options: options of the backend, `model.config.favor`. With `statistics="calibrated"` the parameters stored in
+            the modules are corrected, else those of each sequence.
+        shapes: number of key heads and head_dim of every layer to learn.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        family: str,
+        options: Mapping[str, Any],
+        shapes: Mapping[int, tuple[int, int]],
+    ) -> None:
         super().__init__()
-        self.options = dict(options)
+        self.family, self.options = families.get(family), dict(options)
+        self.choices = {number: stored_choice(modules[number]) for number in shapes}
+        self.base: dict[int, Parameters | None] = dict.fromkeys(shapes)
+        if options["statistics"] == "calibrated":
+            self.base = {number: stored_parameters(modules[number]) for number in shapes}
         self.layers = nn.ParameterDict()
-        self.choices: dict[int, dict[str, Any]] = {}
-        for number, module in modules.items():
-            own = stored_parameters(module)
-            if own is None:
-                continue
-            self.choices[number] = stored_choice(module)
-            for name, tensor in (("transform", own.transform), ("factor", own.factor), ("shift", own.shift)):
-                self.layers[f"{name}_{number}"] = nn.Parameter(tensor.detach().clone())  # type: ignore[union-attr]
-        self._family: dict[str, RandomFeatures] = {}
+        for number, (heads, head_dim) in shapes.items():
+            # Near the identity, so that one learning rate fits all heads whatever their norms.
+            self.layers[f"transform_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
+            self.layers[f"factor_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
+            self.layers[f"shift_{number}"] = nn.Parameter(torch.zeros(heads, head_dim))
 
-    def parameters_of(self, number: int) -> Parameters:
-        """Parameters of a layer, `[Hk, d, d]`, with the inverse that belongs to them."""
+    def correction(self, number: int) -> Parameters:
+        """Correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
         transform, factor, shift = (self.layers[f"{name}_{number}"] for name in ("transform", "factor", "shift"))
-        return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift)
+        eye = torch.eye(transform.shape[-1], device=transform.device)
+        transform = eye + transform
+        return Parameters(transform, torch.linalg.inv(transform), eye + factor, shift=shift)
 
-    def all_parameters(self) -> dict[int, Parameters]:
-        """Parameters of all layers, without gradient."""
-        with torch.no_grad():
-            return {number: self.parameters_of(number) for number in self.choices}
+    @torch.no_grad()
+    def result(self) -> dict[int, Parameters]:
+        """What to store: corrected parameters where they are stored ones, else the corrections."""
+        corrections = {number: self.correction(number) for number in self.choices}
+        return {n: c if self.base[n] is None else self.base[n].corrected(c) for n, c in corrections.items()}  # type: ignore[union-attr]
 
     def forward(self, observations: list[Observation], draw: int) -> Tensor:
         """Mean relative error of the heads that are estimated, over layers and sequences.
@@ -65,12 +77,12 @@ class AttentionStudent(nn.Module):
 
     def estimate(self, seen: Observation, draw: int) -> Tensor:
         """Attention of a layer with the present parameters, `[B, H, L, dv]`."""
-        choice, options = self.choices[seen.layer], self.options
+        choice, options, base = self.choices[seen.layer], self.options, self.base[seen.layer]
         return favor_attention(
             seen.query,
             seen.key,
             seen.value,
-            features=self._family.setdefault(choice["family"], families.get(choice["family"])),
+            features=self.family,
             num_features=options["num_features"],
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
@@ -79,7 +91,8 @@ class AttentionStudent(nn.Module):
             layer=seen.layer,
             redraw=draw,
             orthogonal=options["orthogonal"],
-            parameters=self.parameters_of(seen.layer),
+            parameters=base,
+            correction=self.correction(seen.layer),
             window=choice.get("window", options["window"]) if seen.is_self_attention else 0,
             kernel="torch",
         )

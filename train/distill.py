@@ -3,10 +3,10 @@
     accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
         --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
 
-Three steps, each optional but the first: parameters of the estimator in closed form from a few samples;
-`attention_steps` of learning them, each layer against exact attention on the same queries, keys and values, while the
-weights of the model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match
-those of the exact one. The folder loads with `from_pretrained`.
+Three steps, each optional but the first: parameters of the estimator in closed form; `attention_steps` of learning a
+correction of them, each layer against exact attention on the same queries, keys and values, while the weights of the
+model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match those of the
+exact one. The folder loads with `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModel, AutoTokenizer, HfArgumentParser, get_scheduler
 
 import favor
-from favor.integrations.layers import attention_modules
+from favor.config import feature_family
+from favor.integrations.layers import attention_modules, decodes
 from favor.integrations.observe import Observation, observe
 from favor.integrations.stored import store_parameters
 from favor.models import bert
@@ -56,10 +57,13 @@ class DistillArguments:
     layers: str = option("all", "all, or auto: heads that cannot be estimated stay exact, within flop_budget.")
     flop_budget: float = option(0.5, "Operations of attention as a fraction of exact attention's, for --layers auto.")
     max_length: int = option(512, "Tokens of a sample.")
-    per_device_train_batch_size: int = option(1, "Samples a process and a step.")
+    statistics: str | None = option(
+        None, "corrected: a correction of each sequence's parameters (default of encoders); calibrated: fixed ones."
+    )
+    per_device_train_batch_size: int = option(2, "Samples a process and a step.")
     calibration_samples: int = option(8, "Samples behind the closed form.")
     attention_steps: int = option(300, "Steps of learning the parameters of the estimator; 0 for none.")
-    attention_learning_rate: float = option(1e-2, "Peak learning rate of these, with a cosine schedule.")
+    attention_learning_rate: float = option(5e-4, "Peak learning rate of these, with a cosine schedule.")
     model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of these, with warm-up and a linear schedule.")
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
@@ -71,6 +75,8 @@ class DistillArguments:
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.statistics not in (None, "calibrated", "corrected"):
+            raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
         if self.exact_below != "auto" and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
 
@@ -78,10 +84,7 @@ class DistillArguments:
         """Options of the backend."""
         exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
         names = ("num_features", "features", "window", "seed")
-        return {name: getattr(self, name) for name in names} | {
-            "exact_below": exact_below,
-            "statistics": "calibrated",
-        }
+        return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
 
 
 def load_model(path: str) -> transformers.PreTrainedModel:
@@ -100,11 +103,28 @@ def endless(loader: Any) -> Any:
         yield from loader
 
 
+def layers_of(model: transformers.PreTrainedModel, sample: Tensor) -> tuple[dict[int, tuple[int, int]], bool]:
+    """Key heads and head_dim of every attention layer, and whether the queries of any must not see each other."""
+    seen: list[Observation] = []
+    with torch.no_grad(), observe(model.eval(), seen.append):
+        model(input_ids=sample)
+    return {o.layer: (o.key.shape[1], o.key.shape[3]) for o in seen}, any(
+        o.is_causal or decodes(o.module) for o in seen
+    )
+
+
 def learn_parameters(
-    accelerator: Accelerator, model: transformers.PreTrainedModel, loader: Any, arguments: DistillArguments
+    accelerator: Accelerator,
+    model: transformers.PreTrainedModel,
+    shapes: dict[int, tuple[int, int]],
+    kind: str,
+    loader: Any,
+    arguments: DistillArguments,
 ) -> list[float]:
-    """Trains the parameters of the estimator in place; returns the loss of every step."""
-    bare = AttentionStudent(attention_modules(model), model.config.favor).to(accelerator.device)
+    """Learns a correction of the parameters and stores what comes of it; returns the loss of every step."""
+    options = model.config.favor
+    family, _ = feature_family(arguments.attn_implementation, favor.FavorConfig.from_dict(options))
+    bare = AttentionStudent(attention_modules(model), family, options, shapes).to(accelerator.device)
     optimizer = torch.optim.Adam(bare.parameters(), lr=arguments.attention_learning_rate)
     student, optimizer = accelerator.prepare(bare, optimizer)
     scheduler = get_scheduler("cosine", optimizer.optimizer, 0, arguments.attention_steps)
@@ -119,13 +139,12 @@ def learn_parameters(
                 model(input_ids=next(batches))
             loss = student(seen, step)
             accelerator.backward(loss)
-            accelerator.clip_grad_norm_(student.parameters(), arguments.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             losses.append(finite(loss, step))
-    family = next(choice["family"] for choice in bare.choices.values())
-    store_parameters(model, bare.all_parameters(), family)
+    store_parameters(model, bare.result(), family, kind)
+    favor.configure(model, statistics=kind)
     return losses
 
 
@@ -194,6 +213,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     ids = samples(arguments.train_file, tokenizer, arguments.max_length, number, arguments.seed)
     loader = accelerator.prepare(DataLoader(ids, batch_size=size, drop_last=len(ids) > size))  # type: ignore[arg-type]
     started = time.perf_counter()
+    shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
+    kind = arguments.statistics or ("calibrated" if decoder else "corrected")
     favor.convert(
         model,
         arguments.attn_implementation,
@@ -201,9 +222,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         layers=arguments.layers,
         flop_budget=arguments.flop_budget,
         length=arguments.max_length,
+        statistics="calibrated" if kind == "calibrated" else "batch",
         **arguments.options(),
     )
-    losses = learn_parameters(accelerator, model, loader, arguments) if arguments.attention_steps else []
+    learn = learn_parameters if arguments.attention_steps else lambda *_: []
+    losses = learn(accelerator, model, shapes, kind, loader, arguments)
     model_losses = learn_outputs(accelerator, model, teacher, loader, arguments) if teacher is not None else []
     results = {
         "arguments": asdict(arguments),
@@ -211,7 +234,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "samples": len(ids),
         "attention_loss": losses,
         "model_loss": model_losses,
-        "layers": model.config.favor_layers,
+        "layers": getattr(model.config, "favor_layers", None),
     }
     if accelerator.is_main_process:
         folder = Path(arguments.output_dir)

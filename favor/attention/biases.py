@@ -69,7 +69,7 @@ def query_bias(
         else:
             form = _Form(None, linear=linear, weight=-scale / 2)
         value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
-        biases.append(value.unflatten(2, (-1, rows.shape[2])).flatten(1, 2))
+        biases.append(value.view(rows.shape[:3]))
     return torch.cat(biases, dim=2)
 
 

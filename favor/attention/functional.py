@@ -7,6 +7,7 @@ from torch import Tensor
 
 from favor import features as families
 from favor.attention import positive, signed
+from favor.attention.compaction import Compaction
 from favor.attention.directions import directions
 from favor.attention.packing import Packing
 from favor.features import Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
@@ -31,6 +32,7 @@ def favor_attention(
     orthogonal: bool = True,
     use_statistics: bool = True,
     parameters: Parameters | None = None,
+    correction: Parameters | None = None,
     window: int = 0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -68,8 +70,10 @@ def favor_attention(
         parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
             (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
             them a causal query sees nothing of later tokens.
+        correction: learned change of the parameters, given or fitted, see `favor.features.Parameters.corrected`.
         window: tokens are cut into blocks of this many, and inside a block attention is exact, under one normaliser
-            with the estimate of the rest; 0 (default) estimates everything. Queries and keys must be those of the
+            with the estimate of the rest; 0 (default) estimates everything. Blocks are counted from the first real
+            token, wherever padding is. Queries and keys must be those of the
             same tokens. Costs 4 window d operations a token and head, where the features cost 8 M d. A window that
             covers the sequence gives softmax attention.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]` of N sequences packed one after another along L and S,
@@ -95,7 +99,7 @@ def favor_attention(
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
     _check_window(window, family, query, key, is_causal)
-    if parameters is not None and not isinstance(family, PositiveFeatures):
+    if not (parameters is None and correction is None) and not isinstance(family, PositiveFeatures):
         raise ValueError(f"{family.name} features have no parameters.")
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
@@ -109,6 +113,14 @@ def favor_attention(
     omega = directions(
         source, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute, root
     )
+    length, compaction = query.shape[2], None
+    if window and key_padding_mask is not None:
+        compaction = Compaction.of(key_padding_mask)
+    if compaction is not None:
+        query, key, value = (compaction.move(tensor) for tensor in (query, key, value))
+        key_padding_mask = compaction.mask
+        if query_padding_mask is not None and query_padding_mask.shape == compaction.order.shape:
+            query_padding_mask = query_padding_mask.gather(1, compaction.order)
     # Autocast would run the projections, and so the exponents, in half precision.
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(family, PositiveFeatures):
@@ -124,6 +136,7 @@ def favor_attention(
                 scale=scale,
                 use_statistics=use_statistics,
                 parameters=parameters,
+                correction=correction,
                 window=window,
                 packing=packing,
                 kernel=kernel,
@@ -137,7 +150,7 @@ def favor_attention(
                 for q, k, v in parts
             ]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
-    return out.to(given)
+    return (out if compaction is None else compaction.back(out, length)).to(given)
 
 
 def _check_window(window: int, family: RandomFeatures, query: Tensor, key: Tensor, is_causal: bool) -> None:

@@ -27,6 +27,7 @@ def attention(
     scale: float,
     use_statistics: bool,
     parameters: Parameters | None,
+    correction: Parameters | None,
     window: int,
     packing: Packing | None,
     kernel: str,
@@ -39,6 +40,8 @@ def attention(
         with torch.no_grad():
             masks = (key_mask, query_mask)
             parameters = _parameters(features, query, key, omega, *masks, is_causal, scale, use_statistics, packing)
+    if correction is not None:
+        parameters = parameters.corrected(correction)
     to_query, to_key, offset = features.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
         to_query, to_key, offset = to_query[None], to_key[None], offset[None]

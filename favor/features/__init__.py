@@ -14,7 +14,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.features.centred import CDERF, WDERF
@@ -24,6 +24,9 @@ from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
 from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, optimal_a
 from favor.features.trigonometric import TrigRF
+
+if TYPE_CHECKING:
+    from favor.features.sampler import SoftmaxKernelSampler
 
 REGISTRY: dict[str, type[RandomFeatures]] = {
     family.name: family
@@ -47,6 +50,15 @@ def get(name: str, **options: Any) -> RandomFeatures:
     return REGISTRY[name](**options)
 
 
+def __getattr__(name: str) -> Any:
+    # scikit-learn takes a second to import: only for those who want the transformer.
+    if name == "SoftmaxKernelSampler":
+        from favor.features.sampler import SoftmaxKernelSampler
+
+        return SoftmaxKernelSampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "ADERF",
     "CDERF",
@@ -64,6 +76,7 @@ __all__ = [
     "RandomFeatures",
     "ReLUFeatures",
     "SignedFeatures",
+    "SoftmaxKernelSampler",
     "TrigRF",
     "draw_omega",
     "get",

@@ -88,6 +88,21 @@ class Parameters:
         transform = torch.linalg.solve(factor, B1)
         return cls(transform, torch.linalg.inv(transform), factor)
 
+    def corrected(self, correction: Parameters) -> Parameters:
+        """These parameters moved by learned ones: G C, D L and b + c for a correction (C, D, c).
+
+        A correction with C = D = I and c = 0 changes nothing.
+        """
+        shift = self.shift
+        if correction.shift is not None:
+            shift = correction.shift if shift is None else shift + correction.shift
+        return Parameters(
+            self.transform @ correction.transform,
+            correction.inverse @ self.inverse,
+            correction.factor @ self.factor,
+            shift=shift,
+        )
+
     def heads(self, heads: Sequence[int]) -> Parameters:
         """Parameters of some heads, given those of all `[Hk, d, d]`."""
         shift = None if self.shift is None else self.shift[list(heads)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -32,8 +33,9 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     """Approximates the softmax or the Gaussian kernel by random features of the FAVOR family.
 
     `transform(X) @ transform(Y).T` is an unbiased estimate of exp(scale x.y) (kernel "softmax") or of
-    exp(-scale |x - y|^2/2) (kernel "gaussian") for all pairs of rows, so that a linear model on the features approximates
-    a model with that kernel. Parameters of the features are the closed-form optimum for the data given to `fit`.
+    exp(-scale |x - y|^2/2) (kernel "gaussian") for all pairs of rows, so that a linear model on the features
+    approximates a model with that kernel. Parameters of the features are the closed-form optimum for the data given to
+    `fit`.
 
     One set of data plays both roles of the kernel, and there is one map. Where the kernel is taken between two sets of
     different kind, give the other one to `fit` too: parameters are then those of the pair, and
@@ -41,9 +43,9 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
     the same map in any case. "saderf" and "aderf" gain from two sets alone; with one they equal "gerf".
 
     Args:
-        features: "trig" (sin/cos pairs, of any sign), "pos", "gerf", "saderf", "aderf", "sderf" (default) or "cderf",
-            which is centred first and for a single set is the optimum of them all.
-        n_components: number of features, default 100; even for "trig".
+        features: "trig" (of any sign: sin/cos pairs, or cosines with random phases if n_components is odd), "pos",
+            "gerf", "saderf", "aderf", "sderf" (default) or "cderf", which is centred and the optimum of all but "trig".
+        n_components: number of features, default 100.
         scale: positive factor of x.y or of |x - y|^2/2, default 1. With kernel="gaussian", scale = 2 gamma of
             scikit-learn's RBFSampler.
         kernel: "softmax" (default) or "gaussian".
@@ -51,10 +53,9 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         random_state: int, RandomState or None, for the directions.
 
     Attributes:
-        omega_: directions, `[n_components, n_features]`; half as many for "trig".
+        omega_: directions, `[n_components, n_features]`; for "trig" half as many, or with a column of phases.
         parameters_: `favor.features.Parameters` in float64; None for "trig".
-        center_: what is subtracted from the rows, times sqrt(scale), `[n_features]`: the mean for "cderf" fitted to one
-            set, else zeros.
+        center_, key_center_: means of X and of the keys, times sqrt(scale), for "cderf"; else zeros. `[n_features]`.
         n_features_in_: number of columns seen by `fit`.
         feature_names_in_: their names, if the data had names.
 
@@ -62,17 +63,18 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         ValueError: from `fit`, for parameters out of range.
 
     Warns:
-        RuntimeWarning: features whose logarithm exceeds 350 are cut there, so that products of features are finite.
-            That needs data for which exp(scale x.y) is near the largest float64 or beyond it; the estimate is then wrong.
-            Lower `scale`, standardise the data, or take kernel="gaussian", whose positive features cannot overflow.
+        RuntimeWarning: features whose logarithm exceeds 350 are cut there, so that products of features stay finite;
+            the estimate is then wrong for those rows. That takes rows for which exp(scale x.y) comes near the largest
+            float64, or sets that are as far apart. Lower `scale`, or standardise the data.
 
     See Also:
         sklearn.kernel_approximation.RBFSampler: independent directions with a random phase, Gaussian kernel only.
 
     Notes:
         The variance of positive features grows with exp(scale |x + y|^2): where scale |x|^2 is far above 1 features
-        underflow to 0 and no number of them suffices. Sources: FAVOR# (Likhosherstov et al.), equations (11) to (20)
-        and Theorems 4.2 and 4.3; "cderf" is this package's.
+        underflow to 0 and no number of them suffices. Where features may be negative, "trig" often has the smaller
+        error for the Gaussian kernel. Sources: FAVOR# (Likhosherstov et al.), equations (11) to (20) and Theorems 4.2
+        and 4.3; "cderf" is this package's.
 
     Example:
         >>> import numpy as np
@@ -128,16 +130,19 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             generator=torch.Generator().manual_seed(int(seed)),
         )
         self.omega_ = omega.numpy()
-        self.center_ = np.zeros(rows.shape[1])
+        self.center_, self.key_center_ = np.zeros((2, rows.shape[1]))
         self.parameters_: Parameters | None = None
         if isinstance(family, PositiveFeatures):
-            params = family.fit(rows, rows if keys is None else self._scaled(keys))
+            others = rows if keys is None else self._scaled(keys)
+            params = family.fit(rows, others)
+            if params.shift is not None:
+                # To subtract each set's own mean from it is the same estimator, and of even size on both sides.
+                self.center_, self.key_center_ = rows.mean(0).numpy(), others.mean(0).numpy()
+                params = replace(params, shift=None)
             if keys is None:
-                # Of a set and itself, G is the identity, and a shift of the keys alone can be had by centring both.
+                # Then G is a rotation, which may as well be applied to the directions: one map.
                 eye = torch.eye(rows.shape[1], dtype=rows.dtype, device="cpu")
-                if params.shift is not None:
-                    self.center_ = rows.mean(0).numpy()
-                params = Parameters(eye, eye, params.factor, maps=False)
+                params = Parameters(eye, eye, params.transform.T @ params.factor, maps=False)
             self.parameters_ = params
         return self
 
@@ -164,32 +169,46 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         check_is_fitted(self)
         rows = self._scaled(validate_data(self, X, dtype=np.float64, reset=False))
         family, omega = self._family(), torch.tensor(self.omega_, device="cpu")
-        values = torch.ones((), dtype=rows.dtype, device="cpu")
         if isinstance(family, TrigRF):
-            logs = family.log_scale(rows).unsqueeze(-1) - math.log(omega.shape[0]) / 2
-            values = family.phi(rows, omega)
+            logs, values = family.log_scale(rows).unsqueeze(-1), family.phi(rows, omega)
         else:
-            assert isinstance(family, PositiveFeatures)
-            assert self.parameters_ is not None
-            center = torch.tensor(self.center_, device="cpu")
-            logs = family.log_phi(rows - center, omega, self.parameters_, side) - math.log(omega.shape[0]) / 2
-            if self.kernel == "softmax":
-                # x.y = (x - c).(y - c) + (x.c - |c|^2/2) + (y.c - |c|^2/2)
-                logs = logs + (rows @ center - center @ center / 2).unsqueeze(-1)
+            logs, values = self._log_phi(rows, omega, side), torch.ones((), dtype=rows.dtype, device="cpu")
+        logs = logs - math.log(omega.shape[0]) / 2
         if logs.numel() and logs.max() > LARGEST_LOG:
             warnings.warn(
-                f"features up to exp({logs.max():.0f}) are cut at exp({LARGEST_LOG:.0f}): the kernel of these data is "
-                'beyond float64. Lower scale, standardise the data, or take kernel="gaussian".',
+                f"features up to exp({logs.max():.0f}) are cut at exp({LARGEST_LOG:.0f}), beyond which their products "
+                "are not finite; estimates are wrong for these rows. Lower scale, or standardise the data.",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return (logs.clamp(max=LARGEST_LOG).exp() * values).numpy()
 
+    def _log_phi(self, rows: Tensor, omega: Tensor, side: Side) -> Tensor:
+        """Logarithms of positive features: those of centred rows and what centring took from x.y.
+
+        x.y = (x - a).(y - b) + (x.b - a.b/2) + (y.a - a.b/2). The Gaussian kernel does not change with the origin,
+        which is put between a and b.
+        """
+        own, other = (torch.tensor(center, device="cpu") for center in (self.center_, self.key_center_))
+        if side == "key":
+            own, other = other, own
+        if self.kernel == "gaussian":
+            origin = (own + other) / 2
+            rows, own, other = rows - origin, own - origin, other - origin
+        family = FAMILIES[self.features]()
+        assert isinstance(family, PositiveFeatures)
+        assert self.parameters_ is not None
+        tilt = rows @ other - own @ other / 2 + ALPHA[self.kernel] * rows.square().sum(-1)
+        return family.log_phi(rows - own, omega, self.parameters_, side) + tilt.unsqueeze(-1)
+
     def _scaled(self, X: np.ndarray) -> Tensor:
         return torch.tensor(X, dtype=torch.float64, device="cpu") * float(self.scale) ** 0.5
 
     def _family(self) -> RandomFeatures:
-        return FAMILIES[self.features](alpha=ALPHA[self.kernel])
+        alpha = ALPHA[self.kernel]
+        if self.features == "trig":
+            return TrigRF(alpha=alpha, form="phase" if self.n_components % 2 else "sincos")
+        return FAMILIES[self.features](alpha=alpha)
 
     def _check_parameters(self) -> None:
         if self.features not in FAMILIES:
@@ -198,7 +217,5 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             raise ValueError(f"kernel must be one of {', '.join(ALPHA)}; got {self.kernel!r}.")
         if not isinstance(self.n_components, Integral) or self.n_components < 1:
             raise ValueError(f"n_components must be a positive integer, got {self.n_components!r}.")
-        if self.features == "trig" and self.n_components % 2:
-            raise ValueError(f'n_components must be even for "trig" (sin/cos pairs), got {self.n_components}.')
         if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a positive number, got {self.scale!r}.")

@@ -57,6 +57,10 @@ def convert(
     if layers not in ("all", "auto"):
         raise ValueError(f'layers must be "all" or "auto", got {layers!r}.')
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
+    if config.statistics == "corrected":
+        raise ValueError(
+            'statistics="corrected" is what favor.train.distill makes; convert with "batch" or "calibrated".'
+        )
     if layers == "all" and config.statistics == "batch":
         return configure(model, attn_implementation, **options)
     if dataloader is None:

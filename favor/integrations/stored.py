@@ -1,7 +1,8 @@
 """What single attention layers keep in a model: calibrated parameters, heads that stay exact, windows of their own.
 
 The layers are listed in `config.favor_layers`, by layer number, so that `from_pretrained` makes the buffers before it
-reads the weights: `{"0": {"family": "wderf", "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`.
+reads the weights: `{"0": {"family": "wderf", "kind": "calibrated",
+"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`.
 """
 
 from __future__ import annotations
@@ -47,16 +48,19 @@ def stored_choice(module: nn.Module) -> dict[str, Any]:
     return getattr(module, _OWN, {})
 
 
-def store_parameters(model: nn.Module, parameters: Mapping[int, Parameters], family: str) -> None:
+def store_parameters(
+    model: nn.Module, parameters: Mapping[int, Parameters], family: str, kind: str = "calibrated"
+) -> None:
     """Puts parameters into the attention modules as buffers, and their shapes into the config.
 
     Args:
         model: a model with numbered layers.
         parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
         family: registry name of the features they belong to.
+        kind: "calibrated" for parameters, "corrected" for a correction of those of each sequence.
     """
     shapes = {
-        number: {"family": family, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
+        number: {"family": family, "kind": kind, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
         for number, own in parameters.items()
     }
     update_choices(model, shapes)

@@ -92,7 +92,7 @@ def favor_attention_forward(
         outs = [_exact(module, q, k, v, padding, dropout, scaling, causal) for q, k, v in parts]
         return outs[0] if packing is None else torch.cat(outs, dim=1)
 
-    def linear(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:
+    def linear(query: Tensor, key: Tensor, value: Tensor, stored: Parameters | None) -> Tensor:
         if dropout > 0:
             value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
         has_window = causal or (length == key_length and not decodes(module))
@@ -110,7 +110,8 @@ def favor_attention_forward(
             redraw=redraw_epoch(module, plan.redraw_interval),
             orthogonal=plan.orthogonal,
             use_statistics=not decodes(module),
-            parameters=parameters,
+            parameters=stored if plan.statistics == "calibrated" else None,
+            correction=stored if plan.statistics == "corrected" else None,
             window=choice.get("window", plan.window) if has_window else 0,
             kernel=plan.kernel,
             **({} if packing is None else packing.for_kernel()),
@@ -120,8 +121,10 @@ def favor_attention_forward(
     choice = stored_choice(module)
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
         return exact(query, key, value), None
-    parameters = _calibrated(module, choice, plan.family) if plan.calibrated else None
-    out = by_head(query, key, value, parameters, choice.get("exact_heads", ()), exact, linear)
+    if plan.statistics == "corrected" and (causal or decodes(module)):
+        raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
+    stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
+    out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 
 
@@ -177,7 +180,7 @@ class _Plan(NamedTuple):
     redraw_interval: int
     orthogonal: bool
     window: int
-    calibrated: bool
+    statistics: str
     kernel: str
 
 
@@ -206,21 +209,22 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.redraw_interval,
         config.orthogonal,
         config.window,
-        config.statistics == "calibrated" and getattr(kind, "needs_statistics", False),
+        config.statistics if getattr(kind, "needs_statistics", False) else "batch",
         # Baselines without a Triton kernel have one form, whatever the option says.
         config.kernel if positive else "auto",
     )
 
 
-def _calibrated(module: nn.Module, choice: dict[str, Any], family: str) -> Parameters:
-    parameters = stored_parameters(module)
-    if parameters is None or choice.get("family") != family:
-        has = "none" if parameters is None else f"those of {choice.get('family')}"
+def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters:
+    stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
+    if stored is None or found != (plan.family, plan.statistics):
+        has = "none" if stored is None else f"{found[1]} parameters of {found[0]}"
+        how = "favor.calibrate(model, dataloader)" if plan.statistics == "calibrated" else "favor.train.distill"
         raise ValueError(
-            f'statistics="calibrated" needs parameters of {family} in every layer, and {type(module).__name__} has '
-            f'{has}. Call favor.calibrate(model, dataloader), or set statistics="batch".'
+            f'statistics="{plan.statistics}" needs parameters of {plan.family} in every layer, and '
+            f'{type(module).__name__} has {has}. Make them with {how}, or set statistics="batch".'
         )
-    return parameters
+    return stored
 
 
 def _exact(

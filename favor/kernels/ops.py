@@ -35,14 +35,14 @@ def attention_forward(
     What the backward pass of a kernel has no use for is empty.
     """
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    blocks = (query_bias, window, scale, is_causal)
+    blocks = (window, scale, is_causal)
     if pick(kernel, query, value) == "torch":
         if query_bias is not None:
-            return chunked_window.forward(*inputs, *blocks)
+            return chunked_window.forward(*inputs, query_bias, *blocks)
         return (chunked_causal if is_causal else chunked).forward(*inputs)
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            return _triton("window").forward(*inputs, *blocks, max_q, max_k)
+            return _triton("window").forward(*inputs, query_bias, *blocks, max_q, max_k)
         return _triton("causal" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
 
 
@@ -109,18 +109,18 @@ def attention_backward(
     """Gradients; empty for directions and offset unless `for_directions`, and for a query bias that is not given."""
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     saved, nothing = (out, lse, weight, summary), offset.new_empty(0)
-    blocks = (query_bias, window, scale, is_causal)
+    blocks = (window, scale, is_causal)
     # The Triton kernels hold the directions fixed; training them is for the chunked form, on any device.
     if for_directions or pick(kernel, query, value) == "torch":
         if query_bias is not None:
             saved = (*saved[:3], summary.to(offset.dtype))
-            grads, dquery_bias = chunked_window.backward(grad, *inputs, *blocks, *saved, for_directions)
+            grads, dquery_bias = chunked_window.backward(grad, *inputs, query_bias, *blocks, *saved, for_directions)
             return *grads, dquery_bias
         return *(chunked_causal if is_causal else chunked).backward(grad, *inputs, *saved, for_directions), nothing
     last = nothing
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            *grads, last = _triton("window").backward(grad, *inputs, *blocks, max_q, max_k, *saved)
+            *grads, last = _triton("window").backward(grad, *inputs, query_bias, *blocks, max_q, max_k, *saved)
         else:
             grads = _triton("causal" if is_causal else "bidirectional").backward(grad, *inputs, max_q, max_k, *saved)
     return *grads, *(torch.empty_like(nothing) for _ in range(3)), last

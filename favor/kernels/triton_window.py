@@ -1,10 +1,10 @@
 """Windowed attention in Triton: exact inside blocks of tokens, through M landmarks between them, one normaliser.
 
-The mathematics are those of `chunked_window`. Four kernels run forwards or backwards: the keys of every block are summed
-up, sweeps over the blocks make the landmarks of each from the others (`triton_window_states`), and tiles of queries read
-the landmarks and the keys of their block (`triton_window_read`). Backwards, tiles of queries do that again for their
-gradient (`triton_window_queries`), what they send to the landmarks is summed up and swept over the same way, and tiles of
-keys gather it, along with that of the queries of their block (`triton_window_keys`). Nothing is added atomically.
+The mathematics are those of `chunked_window`. Forwards, the keys of every block are summed up, sweeps over the blocks
+make the landmarks of each from the others (`triton_window_states`), and tiles of queries read the landmarks and the
+keys of their block (`triton_window_read`). Backwards, tiles of queries read them again (`triton_window_queries`), what
+they send to the landmarks is summed up and swept over in the same way, and tiles of keys gather it, with what the
+queries of their own block send them (`triton_window_keys`). Nothing is added atomically.
 """
 
 from __future__ import annotations

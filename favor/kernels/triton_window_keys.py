@@ -2,8 +2,8 @@
 
 From the queries of its own block a key gets the gradients of softmax attention. Those of the other blocks come together
 in the landmarks of its block: with r_m and e_m the means of g and delta there, rho_m their log weight and
-t_jm = exp(k_j.uk_m + bias_j + offset_m + rho_m), the gradient of v_j is sum_m t_jm r_m and that of the logit of a landmark
-t_jm (v_j.r_m - e_m).
+t_jm = exp(k_j.uk_m + bias_j + offset_m + rho_m), the gradient of v_j is sum_m t_jm r_m, and that of the logit of a
+landmark t_jm (v_j.r_m - e_m).
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ _BLOCKS = {
     512: (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 1)),
     1024: (Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
 }
+
+
+@triton.jit
+def _pull(values, gathered):
+    """Products `[R, W]` x `[M, W]` -> `[R, M]`; what is gathered for float16 is float32."""
+    if values.dtype == gathered.dtype:
+        return contract(values, gathered)
+    else:
+        return tl.dot(values.to(gathered.dtype), tl.trans(gathered), input_precision="tf32")
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "batches", "blocks", "longest"])
@@ -142,11 +151,7 @@ def _key_gradients(
         logits, u = project_halves(k, directions + begin * width, rest, real, width, FEATURES, WIDTH)
         r = load_rows(gathered + begin * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
         weights = tl.exp2(logits + shift[None, :] + own[:, None])
-        if r.dtype == v.dtype:
-            pulls = contract(v, r)
-        else:
-            pulls = tl.dot(v.to(r.dtype), tl.trans(r), input_precision="tf32")
-        slopes = weights * (pulls - e[None, :])
+        slopes = weights * (_pull(v, r) - e[None, :])
         bias_acc += tl.sum(slopes, axis=1)
         value_acc = wide(weights, r, value_acc, v)
         key_acc = wide(slopes, u, key_acc, k)

@@ -1,7 +1,8 @@
 """Pieces that the kernels of windowed attention share: where a block lies in memory, and how to launch them.
 
 Queries stand beside the last keys: query i of a causal sequence with L queries and S keys has position S - L + i, and
-block b holds the keys and the queries with positions [b w, (b + 1) w). Without causality L = S. Exponents are in base 2.
+block b of w tokens holds the keys and the queries with positions [b w, (b + 1) w). Without causality L = S. Exponents
+are in base 2.
 
 Whatever is kept per block is stored `[slots, B, Hk, M, ...]`, see `chunked_window.empty_landmarks`: block b of a packed
 sequence has slot cu_k[sequence] // w + sequence + b, that of a batch slot b.
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from favor.kernels.triton_common import Blocks, bounds, interpreted, padded_width
 
-
 # Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
 _PRECISE = {
     128: (Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
@@ -35,7 +35,7 @@ def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
         triton.Config({"TOKENS": one.tokens, "FEATURES": one.features}, num_warps=one.warps, num_stages=one.stages)
         for one in choices
     ]
-    return triton.autotune(configs, key=["window", "WIDTH", "VALUE_WIDTH"], cache_results=True)(kernel)
+    return triton.autotune(configs, key=["window", "WIDTH", "VALUE_WIDTH", "IS_CAUSAL"], cache_results=True)(kernel)
 
 
 @dataclass
@@ -115,9 +115,10 @@ class Problem:
         }
 
     def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
-        """`kernel`, choosing its blocks at the first launch for each window, type and width.
+        """`kernel`, choosing its blocks at the first launch for each window, type, width, and with or without causality.
 
-        `choices` lists those for half precision by the bytes of the widest row, padded. Tiles of tokens are no longer than a window.
+        `choices` lists those for half precision by the bytes of the widest row, padded. Tiles of tokens are no longer
+        than a window.
         """
         if self.query.element_size() == 4:
             choices = _PRECISE

@@ -148,7 +148,9 @@ def query_gradients(
     directions = halves(problem.query_directions, query.dtype)
     count = problem.sequences * query.shape[1] * problem.query_blocks
     if count:
-        problem.tuned(_query_gradients, _BLOCKS)[lambda block: (count * triton.cdiv(problem.longest, block["TOKENS"]),)](
+        problem.tuned(_query_gradients, _BLOCKS)[
+            lambda block: (count * triton.cdiv(problem.longest, block["TOKENS"]),)
+        ](
             grad,
             query,
             problem.key,

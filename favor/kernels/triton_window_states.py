@@ -1,9 +1,9 @@
 """Landmarks of windowed attention: for every block of tokens, what the other blocks leave behind.
 
-Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights. Backwards,
-over the queries of all heads of a key head: the same with logits lq_im - l_i, values g_i, and the mean of delta_i beside
-them. One kernel sums up every block; another sweeps over the blocks and joins those before each, those after it, or
-both. Nothing is subtracted.
+Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights.
+Backwards, over the queries of all heads of a key head: the same with logits lq_im - l_i, values g_i, and the mean of
+delta_i beside them. One kernel sums up every block; another sweeps over the blocks and joins those before each, those
+after it, or both. Nothing is subtracted.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def _block_states(
 
 
 @triton.jit
-def _load_state(log_weight, summary, share, place, real, value_width: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+def _load_state(
+    log_weight, summary, share, place, real, value_width: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr
+):
     """Log weight `[ROWS]`, mean `[ROWS, W]` float32 and mean share `[ROWS]`, or 0, from row `place` on."""
     row = tl.arange(0, ROWS)
     weight = tl.load(log_weight + place + row, mask=real, other=float("-inf"))
@@ -214,6 +216,7 @@ def _outside(
     count = tl.cdiv(key_count, window)
     row = tl.arange(0, FEATURES)
     real = first_feature + row < M
+    known = real & (count > 1)  # the only block of a sequence is not summed up
     offset += (sequence * OWN * HK + source) * M + first_feature
     shift = tl.load(offset + row, mask=real, other=0.0)
     first = ((slot * batches + batch) * HK + source) * M + first_feature
@@ -235,7 +238,7 @@ def _outside(
             if share is not None:
                 tl.store(out_share + place + row, part * norm, mask=real)
             weight, mean, mean_share = _load_state(
-                log_weight, summary, share, place, real, value_width, FEATURES, VALUE_WIDTH
+                log_weight, summary, share, place, known, value_width, FEATURES, VALUE_WIDTH
             )
             top, total, acc, part = _add(top, total, acc, part, weight, mean, mean_share)
     if BEFORE and AFTER:
@@ -260,7 +263,7 @@ def _outside(
             if share is not None:
                 tl.store(out_share + place + row, all_part * norm, mask=real)
             weight, mean, mean_share = _load_state(
-                log_weight, summary, share, place, real, value_width, FEATURES, VALUE_WIDTH
+                log_weight, summary, share, place, known, value_width, FEATURES, VALUE_WIDTH
             )
             top, total, acc, part = _add(top, total, acc, part, weight, mean, mean_share)
 

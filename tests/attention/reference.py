@@ -1,12 +1,15 @@
 """Attention written out in float64 over the full L x S matrix, one head at a time."""
 
+import math
+
 import torch
 
 from favor import features
 from favor.attention.functional import directions
 
-FAMILIES = ["pos", "gerf", "saderf", "aderf", "sderf", "trig", "relu", "elu"]
-POSITIVE = FAMILIES[:5]
+# "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
+POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "pos@8", "wderf@16"]
+FAMILIES = [*POSITIVE, "trig", "relu", "elu"]
 NUM_FEATURES = 20
 
 
@@ -22,17 +25,29 @@ def inputs(length=37, key_length=None, *, batch=2, heads=4, key_heads=2, dim=8, 
     return query, scale * randn(batch, key_heads, key_length, dim), randn(batch, key_heads, key_length, value_dim)
 
 
-def weights(rf, x, y, omega, real, is_causal, groups):
-    """Unnormalised weights `[L, S]` of one head; x holds all `groups` heads that share the keys, one after another."""
+def family_and_window(name, query, key, is_causal):
+    """Registry name and window of an entry of the list above, for these inputs."""
+    name, _, window = name.partition("@")
+    return name, int(window or 0) if is_causal or query.shape[2] == key.shape[2] else 0
+
+
+def weights(rf, x, y, omega, real, is_causal, own, window):
+    """Unnormalised weights `[L, S]` of head `own` among those that share the keys, x `[G, L, d]`."""
     if isinstance(rf, features.SignedFeatures):
-        return rf.phi(x[0], omega) @ rf.phi(y, omega).T * rf.log_scale(y).exp()
+        return rf.phi(x[own], omega) @ rf.phi(y, omega).T * rf.log_scale(y).exp()
     if is_causal:
         params = features.Parameters.identity(y.shape[-1], dtype=y.dtype, device="cpu")
     else:
         query_rows = x[:, real] if x.shape[1] == y.shape[0] else x
         params = rf.fit(query_rows.flatten(0, 1), y[real])
-    log_x, log_y = rf.log_phi(x[0], omega, params), rf.log_phi(y, omega, params, side="key")
-    log_weights = torch.logsumexp(log_x[:, None] + log_y[None], dim=-1)
+    log_x, log_y = rf.log_phi(x[own], omega, params), rf.log_phi(y, omega, params, side="key")
+    log_weights = torch.logsumexp(log_x[:, None] + log_y[None], dim=-1) - math.log(len(omega))
+    if window:
+        columns = real.cumsum(0) - 1  # blocks are counted in real tokens
+        rows = columns[y.shape[0] - x.shape[1] :]
+        inside = rows[:, None] // window == columns // window
+        log_weights = torch.where(inside, x[own] @ y.T, log_weights)
+    log_weights = log_weights.masked_fill(~real, -torch.inf)
     return (log_weights - log_weights.max(dim=-1, keepdim=True).values).exp()
 
 
@@ -41,6 +56,7 @@ def reference_attention(query, key, value, *, name, mask=None, is_causal=False, 
     batch, heads, length, dim = query.shape
     key_heads, key_length = key.shape[1:3]
     groups = heads // key_heads
+    name, window = family_and_window(name, query, key, is_causal)
     rf = features.get(name)
     omega = directions(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
     root = (dim**-0.5 if scale is None else scale) ** 0.5
@@ -52,9 +68,7 @@ def reference_attention(query, key, value, *, name, mask=None, is_causal=False, 
         for h in range(heads):
             k = h // groups
             shared = query[b, k * groups : (k + 1) * groups]
-            # The head itself first; the order does not matter to the statistics.
-            x = root * torch.cat((query[b, h : h + 1], shared[torch.arange(groups) != h - k * groups]))
-            w = weights(rf, x, root * key[b, k], omega[k], real, is_causal, groups) * real
+            w = weights(rf, root * shared, root * key[b, k], omega[k], real, is_causal, h - k * groups, window) * real
             if is_causal:
                 w = w.tril(key_length - length)
             total = w.sum(-1, keepdim=True)

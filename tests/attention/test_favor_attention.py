@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import FAMILIES, NUM_FEATURES, POSITIVE, inputs, reference_attention
+from reference import FAMILIES, NUM_FEATURES, POSITIVE, family_and_window, inputs, reference_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
@@ -13,8 +13,11 @@ from favor.kernels import chunked_causal
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
 
-def attend(*tensors, name, mask=None, **options):
-    return favor.favor_attention(*tensors, features=name, num_features=NUM_FEATURES, key_padding_mask=mask, **options)
+def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
+    name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
+    return favor.favor_attention(
+        *tensors, features=name, window=window, num_features=num_features, key_padding_mask=mask, **options
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -30,6 +33,10 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
         mask[1, key_length - key_length // 4 :] = False
     out = attend(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
     expected = reference_attention(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
+    if padded and "@" in name:
+        # Blocks are those of real tokens; rows of padding belong to none in particular.
+        real = mask[:, None, key_length - length :, None]
+        out, expected = out * real, expected * real
     torch.testing.assert_close(out, expected, rtol=1e-9 if name == "trig" else 1e-10, atol=1e-10)
 
 
@@ -42,7 +49,8 @@ def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
     single = [t.float() for t in (query, key, value)]
     exact = attend(*[t.double() for t in single], name=name, is_causal=is_causal)
     error = (attend(*single, name=name, is_causal=is_causal) - exact).norm() / exact.norm()
-    assert error < 1e-5
+    # The parameters of wDERF come from softmax rows and an inverse, both in float32.
+    assert error < (3e-5 if name.startswith("wderf") else 1e-5)
 
 
 @pytest.mark.parametrize("name", POSITIVE)
@@ -236,7 +244,7 @@ def test_gradients_for_any_subset_of_inputs(subset):
             assert some[i].grad is None
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("name", [name for name in POSITIVE if "@" not in name])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
     query, key, value = (t.float() for t in inputs(24))
@@ -257,13 +265,13 @@ def test_length_zero(name, is_causal):
         assert not attend(query, key, value, name=name).any()
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("name", [name for name in POSITIVE if name != "wderf@16"])  # which covers the sequence
 def test_converges_to_softmax_attention(name):
     query, key, value = inputs(12, heads=2, key_heads=2, scale=0.7)
     exact = scaled_dot_product_attention(query, key, value)
     errors = []
     for num_features in (16, 256, 4096, 65536):
-        out = favor.favor_attention(query, key, value, features=name, num_features=num_features)
+        out = attend(query, key, value, name=name, num_features=num_features)
         errors.append(((out - exact).norm() / exact.norm()).item())
     # The error of a mean over M features falls like 1/sqrt(M): by 4 each time, in expectation.
     assert errors[3] < errors[1] / 4

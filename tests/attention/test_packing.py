@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import FAMILIES, NUM_FEATURES, inputs
+from reference import FAMILIES, NUM_FEATURES, family_and_window, inputs
 
 import favor
 
@@ -11,7 +11,8 @@ ROWS = [7, 1, 30, 0, 12]
 
 
 def attend(*tensors, name, **options):
-    return favor.favor_attention(*tensors, features=name, num_features=NUM_FEATURES, **options)
+    name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
+    return favor.favor_attention(*tensors, features=name, window=window, num_features=NUM_FEATURES, **options)
 
 
 def cumulative(lengths):
@@ -22,6 +23,8 @@ def cumulative(lengths):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("columns", [ROWS, [9, 4, 30, 2, 12]], ids=["self", "cross"])
 def test_a_packed_sequence_is_as_if_it_were_alone(name, is_causal, columns):
+    if "@" in name and not is_causal and columns is not ROWS:
+        pytest.skip("cross attention has no window")
     packed = [t.requires_grad_() for t in inputs(sum(ROWS), sum(columns), batch=1, scale=0.5)]
     alone = [t.detach().clone().requires_grad_() for t in packed]
     lengths = {"cu_seqlens_q": cumulative(ROWS), "cu_seqlens_k": cumulative(columns)}
