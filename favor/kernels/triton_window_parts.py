@@ -115,7 +115,7 @@ class Problem:
         }
 
     def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
-        """`kernel`, choosing its blocks at the first launch for each window, type, width, and with or without causality.
+        """`kernel`, choosing its blocks at the first launch for each window, type, width and kind of masking.
 
         `choices` lists those for half precision by the bytes of the widest row, padded. Tiles of tokens are no longer
         than a window.

@@ -24,12 +24,13 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton 
 def test_operators_keep_the_rules_of_pytorch(is_causal, packed, kernel, directions):
     inputs = [t.float() for t in make_inputs(9, groups=2)]
     lengths = (LENGTHS, LENGTHS, 5, 5) if packed else (None, None, 9, 9)
-    saved = attention_forward(*inputs, *lengths, is_causal, kernel)
-    options = (*lengths[2:], is_causal, directions, kernel)
+    forward = (*lengths[:2], None, *lengths[2:], is_causal, 0, 1.0, kernel)
+    saved = attention_forward(*inputs, *forward)
+    options = (None, *lengths[2:], is_causal, 0, 1.0, directions, kernel)
     torch.library.opcheck(attention_backward, (torch.randn_like(saved[0]), *inputs, *lengths[:2], *saved, *options))
     for index, tensor in enumerate(inputs):
         tensor.requires_grad_(directions or not 3 <= index < 6)
-    torch.library.opcheck(attention_forward, (*inputs, *lengths, is_causal, kernel))
+    torch.library.opcheck(attention_forward, (*inputs, *forward))
 
 
 @interpreted

@@ -17,16 +17,28 @@ CASES = {
     80: (("float16", 64, True), ("float32", 128, False)),
     90: (("bfloat16", 64, False), ("bfloat16", 256, True)),
 }
+# The same for windowed attention, and whether it is causal; for both.
+WINDOWED = (
+    ("bfloat16", 64, False, True),
+    ("bfloat16", 128, True, False),
+    ("float32", 64, True, False),
+    ("float32", 128, False, True),
+)
+
+
+def compiled_elsewhere(*arguments):
+    """Names of the kernels that this file compiles, as a program."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CASES)
 def test_kernels_compile(capability):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    kernels = done.stdout.split()
+    kernels = compiled_elsewhere(capability)
     expected = {"_part", "_join", "_halve", "_read", "_query_gradients", "_key_gradients", "_step"}
     assert expected <= {name.split(":")[0] for name in kernels}
     if capability == 90:
@@ -34,8 +46,33 @@ def test_kernels_compile(capability):
         assert {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"} <= set(kernels)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CASES)
+def test_windowed_kernels_compile(capability):
+    kernels = compiled_elsewhere(capability, "windowed")
+    products = {"_block_states", "_read", "_query_gradients", "_key_gradients"}
+    assert products | {"_outside", "_halve"} == {name.split(":")[0] for name in kernels}
+    if capability == 90:
+        assert {f"{name}:wgmma" for name in products} <= set(kernels)
+
+
+def compile_windowed(capability):
+    """Compiles the kernels of windowed attention."""
+    import torch
+    from ahead import compiling
+
+    from favor.kernels import triton_window
+
+    for kind, width, packed, is_causal in WINDOWED:
+        inputs, grad = make(kind, width, packed)
+        arguments = (*inputs[:9], torch.zeros(1, 4, 256), 64, width**-0.5, is_causal, *inputs[9:])
+        with compiling(capability) as compiled:
+            triton_window.backward(grad, *arguments, *triton_window.forward(*arguments))
+        report(compiled)
+
+
 def compile_all(capability):
-    """Prints the names of the compiled kernels, with the instruction that multiplies matrices."""
+    """Compiles the other kernels."""
     from ahead import compiling
 
     kernels = []
@@ -49,6 +86,11 @@ def compile_all(capability):
         with compiling(capability) as compiled:
             one_step(*inputs[:7])
         kernels += compiled
+    report(kernels)
+
+
+def report(kernels):
+    """Prints the names of compiled kernels, with the instruction that multiplies matrices."""
     for kernel in kernels:
         assert kernel.asm["cubin"]
         print(kernel.metadata.name, "wgmma" if "wgmma" in kernel.asm["ptx"] else "other", sep=":")
@@ -78,4 +120,4 @@ def one_step(query, key, value, query_directions, key_directions, offset, bias):
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    (compile_windowed if "windowed" in sys.argv else compile_all)(int(sys.argv[1]))

@@ -76,8 +76,8 @@ def window_attention(
 ):
     """Attention that is exact inside blocks of `window` tokens; `lengths` are those of queries and of keys, if packed.
 
-    One softmax over logits that are scale q.k inside a block, and log sum_m exp(q.uq_m + k.uk_m + offset_m) + query_bias
-    + key_bias between blocks.
+    One softmax over logits that are scale q.k inside a block, and log sum_m exp(q.uq_m + k.uk_m + offset_m)
+    + query_bias + key_bias between blocks.
     """
     inputs, options = (query, key, value, to_query, to_key, offset, bias, query_bias), (window, scale, is_causal)
     if lengths is None:

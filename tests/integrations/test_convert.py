@@ -1,0 +1,98 @@
+"""Conversion: which heads stay exact, and what a budget pays for."""
+
+import math
+
+import pytest
+import torch
+from test_calibration import OPTIONS, batches, bert, llama, tokens
+
+import favor
+from favor.features import Parameters
+from favor.integrations.convert import Costs, allocate
+from favor.integrations.stored import by_head, update_choices
+
+
+def test_all_heads_exact_is_softmax_attention():
+    model = bert()
+    with torch.no_grad():
+        expected = model(tokens()).last_hidden_state
+        favor.configure(model, "favor#", **OPTIONS)
+        assert not torch.allclose(model(tokens()).last_hidden_state, expected, atol=1e-3)
+        update_choices(model, {number: {"exact_heads": [0, 1, 2, 3]} for number in (1, 3)})
+        torch.testing.assert_close(model(tokens()).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_keep_their_places():
+    """With grouped queries, and parameters of the heads that are estimated."""
+    query, key, value = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
+    marks = torch.arange(3.0)
+    parameters = Parameters(*(m[:, None, None] * torch.eye(4) for m in (marks, marks, marks)), shift=marks[:, None])
+
+    def tagged(sign, own=None):
+        def attend(q, k, v, stored=None):
+            if stored is not None:
+                assert torch.equal(stored.shift[:, 0], torch.tensor([0.0, 2.0]))
+            return sign * q.transpose(1, 2) + k.mean() * 0 + v.mean() * 0
+
+        return attend
+
+    out = by_head(query, key, value, parameters, [1], tagged(-1.0), tagged(1.0))
+    signs = torch.tensor([1.0, 1, -1, -1, 1, 1])[None, None, :, None]
+    assert torch.equal(out, signs * query.transpose(1, 2))
+
+
+def test_the_budget_goes_to_the_worst_heads():
+    rho = {0: torch.tensor([1.0, 9.0]), 1: torch.tensor([7.0, 20.0]), 2: torch.tensor([3.0, 2.0])}
+    costs = Costs(length=1000, num_features=100, window=0, head_dim=dict.fromkeys(rho, 32))
+    exact, linear = 4 * 1000**2 * 32, 8 * 1000 * 100 * 32
+    assert costs.exact(0) == exact
+    assert costs.linear(0, 0) == linear
+
+    def spent(choices):
+        total = 0
+        for layer, own in choices.items():
+            number = len(own["exact_heads"])
+            total += number * exact + (len(rho[layer]) - number) * costs.linear(layer, own["window"])
+        return total / (6 * exact)
+
+    for budget, heads in ((0.2, []), (0.35, [(1, 1)]), (0.5, [(1, 1), (0, 1)]), (1.0, [(1, 1), (0, 1), (1, 0)])):
+        choices = allocate(rho, costs, budget)
+        assert {(layer, head) for layer, own in choices.items() for head in own["exact_heads"]} == set(heads)
+        assert spent(choices) <= budget
+    # Hopeless heads that cannot be exact get wider windows; layers without any do not.
+    choices = allocate(rho, costs, 0.3)
+    assert choices[1]["window"] > 0
+    assert choices[2]["window"] == 0
+    assert all(value < math.log(100) for value in rho[2])
+    with pytest.raises(ValueError, match=r"flop_budget=0.1 is less than the estimate alone costs at 1000 tokens, 0.20"):
+        allocate(rho, costs, 0.1)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_auto_keeps_hopeless_heads_exact(make, tmp_path):
+    statistics = "calibrated" if make is llama else "batch"
+    options = {"num_features": 2, "exact_below": 0, "statistics": statistics}
+    exact = make()
+    with torch.no_grad():
+        expected = exact(tokens())[0]
+        outs = {}
+        for layers in ("all", "auto"):
+            model = favor.convert(make(), dataloader=batches(), layers=layers, flop_budget=1.0, length=1000, **options)
+            outs[layers] = model(tokens())[0]
+    chosen = [own["exact_heads"] for own in model.config.favor_layers.values()]
+    assert any(chosen)
+    assert (outs["auto"] - expected).norm() < (outs["all"] - expected).norm()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="favor#").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens())[0], outs["auto"])
+
+
+def test_without_data_convert_configures():
+    model = favor.convert(bert(), "favor+", num_features=7)
+    assert (model.config._attn_implementation, model.config.favor["num_features"]) == ("favor+", 7)
+    for change in ({"layers": "auto"}, {"statistics": "calibrated"}):
+        with pytest.raises(ValueError, match="need data"):
+            favor.convert(bert(), **change)
+    with pytest.raises(ValueError, match='layers must be "all" or "auto"'):
+        favor.convert(bert(), layers="some")
