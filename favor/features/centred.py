@@ -52,13 +52,14 @@ class CDERF(Regularised):
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """G and Sigma from the covariances, the shift from the means."""
+        ridge = moments.ridge(self.regularization, self.floor, centred=True)
         moments = moments.regularised(self.regularization, self.floor, centred=True)
         root, _ = torch.linalg.cholesky_ex(finite(moments.cov_x))
         eye = torch.eye(moments.head_dim, dtype=root.dtype, device=root.device)
         inverse_root = torch.linalg.solve_triangular(root, eye, upper=False)
         product = finite(root.transpose(-1, -2) @ moments.cov_y @ root)
         if self.factorization == "eigh":
-            values, vectors = eigh(product)
+            values, vectors = eigh(product, ridge.square())  # both covariances are at least t I
             spread = values.sqrt()
             transform = from_spectrum(spread.sqrt(), vectors) @ inverse_root
             inverse = root @ from_spectrum(spread.rsqrt(), vectors)

@@ -99,6 +99,11 @@ class Moments:
         outer = self.mean_x.unsqueeze(-1) * self.mean_y.unsqueeze(-2)
         return self.second_x + self.second_y + outer + outer.transpose(-1, -2)
 
+    def ridge(self, regularization: float, floor: float, *, centred: bool = False) -> Tensor:
+        """The t of `regularised`, `[...]`."""
+        total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
+        return regularization * total / (2 * self.head_dim) + floor
+
     def regularised(self, regularization: float, floor: float, *, centred: bool = False) -> Moments:
         """Adds t I to both second moments, t = regularization * (tr M1 + tr M2) / (2 d) + floor.
 
@@ -106,8 +111,7 @@ class Moments:
         with `centred` the covariances.
         """
         eye = torch.eye(self.head_dim, dtype=self.mean_x.dtype, device=self.mean_x.device)
-        total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
-        ridge = (regularization * total / (2 * self.head_dim) + floor)[..., None, None] * eye
+        ridge = self.ridge(regularization, floor, centred=centred)[..., None, None] * eye
         return Moments(self.mean_x, self.mean_y, self.cov_x + ridge, self.cov_y + ridge)
 
 

@@ -195,12 +195,24 @@ class DERF(PositiveFeatures):
         return Parameters(p.transform.to(like), p.inverse.to(like), p.factor.to(like))
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite."""
+def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite.
+
+    Eigenvalues smaller than the rounding of the largest may be noise of any sign, whose inverse root would be of any
+    size.
+
+    Args:
+        matrix: `[..., d, d]`.
+        least: a lower bound of the eigenvalues that is known, `[...]`; default: the rounding of the largest.
+    """
     values, vectors = torch.linalg.eigh(finite(matrix))
-    # What is smaller than the rounding of the largest is noise of any sign. Its inverse root would be of any size.
     info = torch.finfo(values.dtype)
-    return torch.maximum(values, (info.eps * values[..., -1:]).clamp(min=info.tiny)), vectors
+    if least is None:
+        bound = info.eps * values[..., -1:]
+    else:
+        # The square of the rounding keeps the root of what is noise below the root of the largest.
+        bound = torch.maximum(least.unsqueeze(-1), info.eps**2 * values[..., -1:])
+    return torch.maximum(values, bound.clamp(min=info.tiny)), vectors
 
 
 def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:

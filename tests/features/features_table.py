@@ -39,6 +39,10 @@ POSITIVE = [
     Family("sderf", features.SDERF),
     Family("sderf-cholesky", lambda **options: features.SDERF(factorization="cholesky", **options)),
     Family("derf", general_derf),
+    Family("cderf", features.CDERF),
+    Family("cderf-cholesky", lambda **options: features.CDERF(factorization="cholesky", **options)),
+    Family("wderf", features.WDERF),
+    Family("wderf-cholesky", lambda **options: features.WDERF(factorization="cholesky", **options)),
 ]
 
 
@@ -57,8 +61,15 @@ def exact_kernel(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor
 
 
 def paper_second_moment(x: torch.Tensor, y: torch.Tensor, params: features.Parameters) -> torch.Tensor:
-    """First term of equation (15) for all pairs, from A, B1, B2 exactly as the theorem has it (alpha = 0)."""
+    """First term of equation (15) for all pairs, from A, B1, B2 exactly as the theorem has it (alpha = 0).
+
+    The paper has no shift b of the keys: it replaces y by y - b and multiplies f_1 by exp(x . b).
+    """
     eye = torch.eye(D, dtype=torch.float64)
+    tilt = torch.zeros(len(x), 1, dtype=torch.float64)
+    if params.shift is not None:
+        tilt = 2 * x @ params.shift[:, None]
+        y = y - params.shift
     A, B1, B2 = params.A, params.B1, params.B2
     inverse = torch.linalg.inv(eye - 4 * A)
     C1, C2 = -B1.T @ inverse @ B1 / 2, -B2.T @ inverse @ B2 / 2
@@ -67,4 +78,4 @@ def paper_second_moment(x: torch.Tensor, y: torch.Tensor, params: features.Param
     first = 2 * torch.einsum("ia,ab,ib->i", x, C1 + B1.T @ R @ B1, x)
     second = 2 * torch.einsum("ja,ab,jb->j", y, C2 + B2.T @ R @ B2, y)
     mixed = 4 * x @ B1.T @ R @ B2 @ y.T
-    return D4 / math.sqrt(torch.linalg.det(eye - 8 * A)) * (first[:, None] + second + mixed).exp()
+    return D4 / math.sqrt(torch.linalg.det(eye - 8 * A)) * (tilt + first[:, None] + second + mixed).exp()

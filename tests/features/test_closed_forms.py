@@ -154,7 +154,7 @@ def test_masked_samples_do_not_count(family):
     rf = family()
     masked = rf.fit(x, y, x_mask=x_mask, y_mask=y_mask)
     alone = rf.fit(x[:6], y[3:])
-    for name in ("transform", "inverse", "factor"):
+    for name in ("transform", "inverse", "factor", "shift"):
         torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-12)
 
 

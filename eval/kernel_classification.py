@@ -1,0 +1,265 @@
+"""Kernel classification with random features: Figure 3 of the FAVOR# paper.
+
+    python -m favor.eval.kernel_classification --data_dir DIR
+    python -m favor.eval.kernel_classification --datasets iris wine breast_cancer digits
+
+Nadaraya-Watson: the class of u* is the largest entry of sum_i K(s u*, s u_i) onehot(r_i) over the training set, with
+the Gaussian kernel K = exp(-|x - y|^2/2) estimated by random features (alpha = -1/2). Each data set is shuffled and
+split 90/5/5, the same for all methods; s is the best of ten values from 0.01 to 100 on the validation part, by the
+mean accuracy over 50 draws of the features; the test accuracy is the mean over 50 fresh draws. Parameters of positive
+features are fitted to the pair of sets the kernel is taken of, queries (validation or test inputs) as x and training
+inputs as y, without labels. Directions are orthogonal, and in opposite pairs for the families that have that as their
+default (cderf). The features of fewer than the largest M are the first M of the same draw.
+
+DIR holds the UCI files (see `favor.eval.kernel_data`) or CSV files of one's own, named by --datasets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from favor import features
+from favor.eval import report
+from favor.eval.kernel_data import BUNDLED, UCI, Dataset, load, split
+from favor.eval.kernel_report import checks, plot, report_lines
+
+ALPHA = -0.5
+POSITIVE = ("pos", "gerf", "saderf", "aderf", "sderf", "cderf")
+RBF_SAMPLER = "RBFSampler"
+METHODS = (RBF_SAMPLER, "trig", *POSITIVE)
+CHUNK = 1 << 20  # feature values at once: they stay in cache
+FIRST_TEST_SEED = 1 << 20
+
+Votes = tuple[Tensor, Tensor]
+
+
+def columns_of(method: str, count: int, largest: int) -> Tensor:
+    """Which of the features of a draw of `largest` make a draw of `count`: opposite and sin/cos pairs stay together."""
+    paired = method == "trig" or (method in POSITIVE and features.get(method).antithetic)
+    if not paired:
+        return torch.arange(count)
+    half = torch.arange(count // 2)
+    return torch.cat((half, largest // 2 + half))
+
+
+def accuracies(
+    method: str, x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor, counts: Sequence[int], seeds: Sequence[int]
+) -> np.ndarray:
+    """Accuracy of the classifier for every number of features and seed, `[len(counts), len(seeds)]`.
+
+    Args:
+        method: one of METHODS.
+        x: queries `[Q, d]` times s, float64.
+        y: training inputs `[N, d]` times s, float64.
+        targets: labels of the queries, `[Q]`.
+        onehot: labels of the training inputs, `[N, C]` float32.
+        counts: numbers of features; even for "trig" and for families with opposite pairs.
+        seeds: one draw each.
+    """
+    largest = max(counts)
+    picks = [columns_of(method, count, largest) for count in counts]
+    found = np.empty((len(counts), len(seeds)))
+    predict = positive_scores(method, x, y, onehot, largest) if method in POSITIVE else None
+    for i, seed in enumerate(seeds):
+        # One seed at a time: what is large, the training set by the features, then stays in cache.
+        scores = predict if predict is not None else signed_scores(method, x, y, onehot, largest)
+        for j, result in enumerate(scores(seed, picks)):
+            found[j, i] = (result.argmax(-1) == targets).double().mean().item()
+    return found
+
+
+def positive_scores(
+    method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int
+) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
+    """Scores `[Q, C]` of a draw, for positive features, up to a positive factor of each query.
+
+    Logarithms of features are taken up to what depends on the query alone. The largest over the training set is moved
+    from each feature of the training set to that of the queries, and the largest over features is then taken from each
+    query: nothing overflows, and the best feature of a query is 1.
+    """
+    rf = features.get(method, alpha=ALPHA)
+    assert isinstance(rf, features.PositiveFeatures)
+    params = rf.fit(x, y)
+    ones = y.new_ones(len(y), 1)
+    # A bias for each row and one for each feature ride along in the matrix product.
+    keys = torch.cat((y, rf.key_bias(y, params).unsqueeze(-1), ones), dim=-1).float()
+    queries = x.float()
+
+    def scores(seed: int, picks: Sequence[Tensor]) -> list[Tensor]:
+        omega = rf.draw(largest, x.shape[-1], generator=torch.Generator().manual_seed(seed))
+        to_query, to_key, offset = rf.directions(omega, params)
+        to_key = torch.cat((to_key, offset.new_ones(largest, 1), offset.unsqueeze(-1)), dim=-1).float()
+        votes, top = [], []
+        for part in to_key.split(max(1, CHUNK // len(y))):
+            log_phi = keys @ part.T
+            top.append(log_phi.amax(0))
+            votes.append(log_phi.sub_(top[-1]).exp_().T @ onehot)
+        vote = torch.cat(votes)
+        log_query = queries @ to_query.float().T + torch.cat(top)
+        results = []
+        for pick in picks:
+            logs = log_query[:, pick]
+            results.append((logs - logs.amax(-1, keepdim=True)).exp() @ vote[pick])
+        return results
+
+    return scores
+
+
+def signed_scores(
+    method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int
+) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
+    """Scores `[Q, C]` of a draw, for trigonometric features and scikit-learn's RBFSampler."""
+    queries, keys = x.float(), y.float()
+
+    def scores(seed: int, picks: Sequence[Tensor]) -> list[Tensor]:
+        if method == RBF_SAMPLER:
+            from sklearn.kernel_approximation import RBFSampler
+
+            sampler = RBFSampler(gamma=0.5, n_components=largest, random_state=seed).fit(queries[:1].numpy())
+            phi_x, phi_y = (torch.from_numpy(sampler.transform(rows.numpy())) for rows in (queries, keys))
+        else:
+            rf = features.TrigRF(alpha=ALPHA)
+            omega = rf.draw(largest, x.shape[-1], generator=torch.Generator().manual_seed(seed)).float()
+            phi_x, phi_y = rf.phi(queries, omega), rf.phi(keys, omega)
+        vote = phi_y.T @ onehot
+        return [phi_x[:, pick] @ vote[pick] for pick in picks]
+
+    return scores
+
+
+def exact_accuracy(x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor) -> float:
+    """Accuracy with the kernel itself; arguments as in `accuracies`."""
+    right = 0
+    for rows, labels in zip(x.split(256), targets.split(256), strict=True):
+        # |x|^2 is the same for all of a query.
+        logits = rows @ y.T - y.square().sum(-1) / 2
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        right += int(((weights @ onehot.double()).argmax(-1) == labels).sum())
+    return right / len(x)
+
+
+def evaluate(
+    dataset: Dataset, scales: Sequence[float], counts: Sequence[int], seeds: int, methods: Sequence[str]
+) -> dict[str, Any]:
+    """Everything about one split of one data set, whose rows are already in random order.
+
+    Returns:
+        "exact": its scale and test accuracy; "majority": test accuracy of the commonest training class; "methods":
+        {method: {M: {"scale", "validation", "test" (mean), "std" (over draws)}}}.
+    """
+    inputs, labels = split(dataset)
+    parts = {name: torch.from_numpy(rows) for name, rows in inputs.items()}
+    targets = {name: torch.from_numpy(values) for name, values in labels.items()}
+    onehot = torch.nn.functional.one_hot(targets["train"], dataset.classes).float()
+
+    def run(method: str, part: str, scale: float, first_seed: int) -> np.ndarray:
+        draws = range(first_seed, first_seed + seeds)
+        x, y = scale * parts[part], scale * parts["train"]
+        return accuracies(method, x, y, targets[part], onehot, counts, draws)
+
+    exact = [exact_accuracy(s * parts["validation"], s * parts["train"], targets["validation"], onehot) for s in scales]
+    best = scales[int(np.argmax(exact))]
+    result: dict[str, Any] = {
+        "sizes": {name: len(rows) for name, rows in inputs.items()},
+        "exact": {
+            "scale": best,
+            "test": exact_accuracy(best * parts["test"], best * parts["train"], targets["test"], onehot),
+        },
+        "majority": float((targets["test"] == onehot.sum(0).argmax()).double().mean()),
+        "methods": {},
+    }
+    for method in methods:
+        validation = np.stack([run(method, "validation", s, 0).mean(-1) for s in scales])  # [scales, counts]
+        chosen = validation.argmax(0)
+        test = {number: run(method, "test", scales[number], FIRST_TEST_SEED) for number in set(chosen.tolist())}
+        result["methods"][method] = {
+            str(count): {
+                "scale": scales[number],
+                "validation": float(validation[number, i]),
+                "test": float(test[number][i].mean()),
+                "std": float(test[number][i].std(ddof=1)) if seeds > 1 else 0.0,
+            }
+            for i, (count, number) in enumerate(zip(counts, chosen.tolist(), strict=True))
+        }
+    return result
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.kernel_classification",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
+    parser.add_argument("--datasets", nargs="+", help="default: the eight UCI sets, without a folder the bundled ones")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--num_features", type=int, nargs="+", default=[16, 32, 64, 128], metavar="M")
+    parser.add_argument("--scales", type=float, nargs="+", default=list(np.logspace(-2, 2, 10)), metavar="S")
+    parser.add_argument(
+        "--feature_seeds", type=int, default=50, help="draws of the features, in validation and in test"
+    )
+    parser.add_argument("--splits", type=int, default=1, help="shuffles of each data set; results are their mean")
+    parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
+    parser.add_argument("--seed", type=int, default=0, help="of the first shuffle")
+    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    parser.add_argument("--name", default="kernel_classification", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    arguments.datasets = arguments.datasets or list(UCI if arguments.data_dir else BUNDLED)
+    arguments.num_features = sorted(arguments.num_features)
+    if any(count < 2 or count % 2 for count in arguments.num_features):
+        parser.error("--num_features must be even: sin/cos and opposite directions come in pairs")
+    if min(arguments.feature_seeds, arguments.splits) < 1 or min(arguments.scales) <= 0:
+        parser.error("--feature_seeds and --splits must be at least 1, and --scales positive")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    counts, results = arguments.num_features, {}
+    start = time.perf_counter()
+    for name in arguments.datasets:
+        dataset = load(name, arguments.data_dir)
+        found = []
+        for number in range(arguments.splits):
+            rows = dataset.shuffled(arguments.seed + number, arguments.max_rows)
+            found.append(evaluate(rows, arguments.scales, counts, arguments.feature_seeds, arguments.methods))
+        results[name] = {"rows": len(rows.labels), "dim": rows.x.shape[1], "classes": rows.classes, "splits": found}
+        accuracy = {
+            m: [np.mean([f["methods"][m][str(c)]["test"] for f in found]) for c in counts] for m in arguments.methods
+        }
+        print(f"{name}: exact {100 * np.mean([f['exact']['test'] for f in found]):.1f}", end="", flush=True)
+        for method, values in accuracy.items():
+            print(f"  {method} " + "/".join(f"{100 * value:.1f}" for value in values), end="")
+        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
+    found_checks = checks(results, counts)
+    command = report.shown_command("favor.eval.kernel_classification", words, ["--data_dir"], ["--output_dir"])
+    content: dict[str, Any] = {
+        **report.context(command),
+        "seed": arguments.seed,
+        "feature_seeds": arguments.feature_seeds,
+        "scales": arguments.scales,
+        "num_features": counts,
+        "seconds": time.perf_counter() - start,
+        "datasets": results,
+    }
+    lines = report_lines(results, counts, arguments)
+    report.write(arguments.output_dir, arguments.name, lines, content, found_checks)
+    plot(results, counts, arguments.output_dir / f"{arguments.name}.png")
+    print("\n".join(["", *lines, "", *(check.line() for check in found_checks)]))
+    return int(not all(check.holds for check in found_checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Data sets for kernel classification: eight UCI sets from files, a user's own CSV files, or scikit-learn's.
+
+One rule encodes columns everywhere: a column whose every value reads as a number is that number, any other column is
+one-hot, a 0/1 column for each value. Only the board files a ... h of krkopt (chess) become the numbers 1 ... 8, as its
+ranks are. The last column is the label, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Name, pattern of the file, columns that are not features.
+UCI = {
+    "abalone": ("abalone", ()),
+    "banknote": ("*banknote_authentication", ()),
+    "car": ("car", ()),
+    "yeast": ("yeast", (0,)),
+    "cmc": ("cmc", ()),
+    "nursery": ("nursery", ()),
+    "wifi": ("wifi_localization", ()),
+    "krkopt": ("krkopt", ()),
+}
+BUNDLED = ("iris", "wine", "breast_cancer", "digits")
+ENDINGS = (".csv", ".data", ".arff", ".txt")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Encoded features `[n, d]`, not standardised, and labels `[n]` from 0 to classes - 1."""
+
+    name: str
+    x: np.ndarray
+    labels: np.ndarray
+    classes: int
+
+    def shuffled(self, seed: int, max_rows: int = 0) -> Dataset:
+        """The rows in random order, the first `max_rows` of them (0: all)."""
+        order = np.random.default_rng(seed).permutation(len(self.labels))[: max_rows or None]
+        return Dataset(self.name, self.x[order], self.labels[order], self.classes)
+
+
+def load(name: str, folder: Path | None) -> Dataset:
+    """One data set by name.
+
+    Args:
+        name: of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder; without a folder one
+            of scikit-learn's sets iris, wine, breast_cancer, digits.
+        folder: where the files are.
+
+    Raises:
+        ValueError: if there is no such set, or its file cannot be read as a table.
+    """
+    if name in BUNDLED:
+        from sklearn import datasets
+
+        bunch = getattr(datasets, f"load_{name}")()
+        return Dataset(name, np.asarray(bunch.data, dtype=np.float64), bunch.target, len(bunch.target_names))
+    if folder is None:
+        raise ValueError(f"without data_dir, datasets must be among {', '.join(BUNDLED)}; got {name!r}.")
+    pattern, dropped = UCI.get(name, (name, ()))
+    found = [path for end in ENDINGS for tail in ("", ".gz") for path in sorted(folder.glob(f"{pattern}{end}{tail}"))]
+    if not found:
+        raise ValueError(f"no file {pattern} with ending {', '.join(ENDINGS)} (or .gz after it) in {folder}.")
+    rows = read_rows(found[0])
+    columns = [list(column) for number, column in enumerate(zip(*rows, strict=True)) if number not in dropped]
+    if name == "krkopt":
+        columns[:-1] = [[str(" abcdefgh".find(v)) if v in "abcdefgh" else v for v in c] for c in columns[:-1]]
+    values, labels = np.unique(columns[-1], return_inverse=True)
+    return Dataset(name, encode(columns[:-1]), labels, len(values))
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """Rows of fields of a CSV, ARFF or blank-separated file, without its header.
+
+    The first row is taken for a header if it has words over a column that is otherwise all numbers.
+
+    Raises:
+        ValueError: if rows have different numbers of fields, or fewer than two.
+    """
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("%")]
+    if path.name.removesuffix(".gz").endswith(".arff"):
+        (start,) = (number for number, line in enumerate(lines) if line.lower() == "@data")
+        lines = lines[start + 1 :]
+    comma = bool(lines) and "," in lines[0]
+    rows = [[field.strip() for field in line.split("," if comma else None)] for line in lines]
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or widths.pop() < 2:
+        raise ValueError(f"expected a table with at least two columns in {path}, got rows of different widths or one.")
+    columns = list(zip(*rows[1:], strict=True))
+    header = any(is_number(rest) and not is_number([rows[0][i]]) for i, rest in enumerate(columns))
+    return rows[1:] if header else rows
+
+
+def is_number(values: Sequence[str]) -> bool:
+    """Whether every value reads as a finite number."""
+    try:
+        return bool(np.isfinite([float(value) for value in values]).all())
+    except ValueError:
+        return False
+
+
+def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
+    """Columns of text as numbers `[n, d]`, by the rule above."""
+    parts = []
+    for column in columns:
+        if is_number(column):
+            parts.append(np.array(column, dtype=np.float64)[:, None])
+        else:
+            text = np.array(column)
+            parts.append((text[:, None] == np.unique(text)).astype(np.float64))
+    return np.concatenate(parts, axis=1)
+
+
+def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Features and labels of "train" (90 %), "validation" (5 %) and "test" (5 %), in the order of the rows.
+
+    Features are centred and divided by their standard deviation, both of the training part; a column that is constant
+    there is only centred.
+
+    Raises:
+        ValueError: if a part would be empty.
+    """
+    number = len(dataset.labels)
+    held = round(0.05 * number)
+    if held < 1:
+        raise ValueError(f"{dataset.name}: 5 % of {number} rows is no row; at least 10 are needed.")
+    bounds = {"train": (0, number - 2 * held), "validation": (number - 2 * held, number - held)}
+    bounds["test"] = (number - held, number)
+    train = dataset.x[: number - 2 * held]
+    spread = train.std(0)
+    scaled = (dataset.x - train.mean(0)) / np.where(spread > 0, spread, 1.0)
+    return (
+        {part: scaled[low:high] for part, (low, high) in bounds.items()},
+        {part: dataset.labels[low:high] for part, (low, high) in bounds.items()},
+    )

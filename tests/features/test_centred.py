@@ -1,0 +1,231 @@
+"""The centred dense features: their closed form, the shift of the keys, and the weights of wDERF."""
+
+import pytest
+import torch
+from features_table import D, data, exact_kernel
+from scipy.optimize import minimize
+
+from favor import features
+from favor.features import Moments, Parameters
+from favor.features.centred import attention_received, newton_schulz_root
+
+EYE = torch.eye(D, dtype=torch.float64)
+UNREGULARISED = {"regularization": 0.0, "floor": 0.0}
+CENTRED = {
+    "cderf": features.CDERF,
+    "cderf-cholesky": lambda **options: features.CDERF(factorization="cholesky", **options),
+    "wderf": features.WDERF,
+    "wderf-cholesky": lambda **options: features.WDERF(factorization="cholesky", **options),
+}
+each_family = pytest.mark.parametrize("make", CENTRED.values(), ids=CENTRED)
+
+
+def covariance(rows: torch.Tensor) -> torch.Tensor:
+    centred = rows - rows.mean(0)
+    return centred.T @ centred / len(rows)
+
+
+@each_family
+@pytest.mark.parametrize("num_features", [1, 4, 7, 10])
+def test_unbiased_far_from_the_origin(make, num_features):
+    """The shift is large here: without its share in log f_1 the estimate would be off by orders of magnitude."""
+    x, y = data()
+    x, y = x + 0.8, y + torch.tensor([1.0, -0.5, 0.7, -1.2])
+    rf = make()
+    params = rf.fit(x, y)
+    assert params.shift.norm() > 1
+    omega = rf.draw(num_features, D, generator=torch.Generator().manual_seed(1), batch_shape=(20000,))
+    estimates = rf.kernel(x, y, omega, params)
+    standard_error = estimates.std(0) / estimates.shape[0] ** 0.5
+    assert ((estimates.mean(0) - exact_kernel(x, y, 0.0)) / standard_error).abs().max() < 5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_map_is_the_geometric_mean(seed):
+    x, y = data(12, 9, seed=seed)
+    params = features.CDERF(**UNREGULARISED).fit(x, y)
+    F = params.transform.T @ params.transform
+    torch.testing.assert_close(F @ covariance(x) @ F, covariance(y), rtol=0, atol=1e-12)
+    torch.testing.assert_close(params.transform @ params.inverse, EYE, rtol=0, atol=1e-12)
+    torch.testing.assert_close(params.shift, y.mean(0) + F @ x.mean(0), rtol=0, atol=1e-12)
+
+
+def test_shift_centres_the_sum():
+    x, y = data(12, 9)
+    params = features.CDERF().fit(x, y)
+    z = params.map_queries(x).mean(0) + params.map_keys(y).mean(0)
+    assert z.abs().max() < 1e-12
+
+
+def any_derf(theta: torch.Tensor) -> Parameters:
+    """Every G, every Sigma > I/2 and every shift."""
+    G = theta[:16].reshape(4, 4) + EYE
+    root = theta[16:32].reshape(4, 4) + EYE
+    factor = torch.linalg.cholesky(root @ root.T + 0.5 * EYE)
+    return Parameters(G, torch.linalg.inv(G), factor, shift=theta[32:])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_closed_form_is_the_optimum_of_all_dense_features(seed):
+    x, y = data(12, 9, scale=0.8, seed=seed)
+    rf = features.CDERF(**UNREGULARISED)
+
+    def value_and_gradient(theta):
+        theta = torch.tensor(theta, requires_grad=True)
+        objective = rf.objective(x, y, any_derf(theta))
+        if not objective.isfinite():
+            return 1e6, torch.zeros_like(theta).numpy()
+        (gradient,) = torch.autograd.grad(objective, theta)
+        return objective.item(), gradient.numpy()
+
+    generator = torch.Generator().manual_seed(0)
+    starts = [0.3 * torch.randn(36, dtype=torch.float64, generator=generator) for _ in range(4)]
+    options = {"gtol": 1e-8, "maxiter": 2000}
+    numerical = min(minimize(value_and_gradient, s.numpy(), jac=True, options=options).fun for s in starts)
+    closed = rf.objective(x, y, rf.fit(x, y)).item()
+    assert closed == pytest.approx(numerical, abs=1e-6)
+    for other in (features.SDERF(), features.ADERF(**UNREGULARISED), features.SADERF(**UNREGULARISED)):
+        assert closed < other.objective(x, y, other.fit(x, y)).item()
+    assert closed > 2 * (x @ y.T).mean().item()  # the bound of no variance
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.3, 0.8, 2.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_cholesky_form_is_near_the_optimum(scale, seed):
+    x, y = data(12, 9, scale=scale, seed=seed)
+    objective = {
+        form: rf.objective(x, y, rf.fit(x, y)).item()
+        for form in ("eigh", "cholesky")
+        for rf in [features.CDERF(factorization=form, **UNREGULARISED)]
+    }
+    assert objective["eigh"] - 1e-9 <= objective["cholesky"] <= objective["eigh"] + 0.0075 * D
+
+
+def test_newton_schulz_root():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(3, 8, 8, dtype=torch.float64, generator=generator)
+    matrix = matrix @ matrix.transpose(-1, -2) + 0.5 * torch.eye(8)
+    root = newton_schulz_root(matrix)
+    torch.testing.assert_close(root, root.transpose(-1, -2), rtol=0, atol=1e-12)
+    size = matrix.diagonal(dim1=-2, dim2=-1).sum(-1).max()
+    assert (root @ root - matrix).abs().max() < 1e-4 * size
+    assert (torch.linalg.eigvalsh(newton_schulz_root(torch.diag(torch.tensor([1.0, 0.0, 0.0])))) > 0).all()
+
+
+def outlier(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One strong direction common to both, as with sink tokens: C1 C2 is beyond the digits of float32."""
+    generator = torch.Generator().manual_seed(3)
+    d = 64
+    direction = torch.nn.functional.normalize(torch.randn(d, generator=generator), dim=0)
+    narrow = torch.ones(d)
+    narrow[d // 2 :] = 1e-3
+    x, y = (
+        torch.randn(200, d, generator=generator) * narrow + 1e3 * torch.randn(200, 1, generator=generator) * direction
+        for _ in range(2)
+    )
+    return x, y
+
+
+DEGENERATE = {
+    "zero keys": lambda x, y: (x, 0 * y),
+    "zero queries": lambda x, y: (0 * x, y),
+    "all zero": lambda x, y: (0 * x, 0 * y),
+    "one token": lambda x, y: (x[:1], y[:1]),
+    "identical tokens": lambda x, y: (x[:1].expand(8, -1), y[:1].expand(8, -1)),
+    "fewer tokens than dimensions": lambda x, y: (x[:2], y[:2]),
+    "norms x 1000": lambda x, y: (1000 * x, 1000 * y),
+    "one strong direction": outlier,
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+@each_family
+def test_finite_on_degenerate_data(make, case):
+    x, y = DEGENERATE[case](*(t.float() for t in data(8, 9, scale=1.0)))
+    rf = make()
+    params = rf.fit(x, y)
+    omega = rf.draw(7, x.shape[-1], generator=torch.Generator().manual_seed(0)).float()
+    assert rf.log_phi(x, omega, params).isfinite().all()
+    assert rf.log_phi(y, omega, params, side="key").isfinite().all()
+    assert all(part.isfinite().all() for part in rf.directions(omega, params))
+    assert rf.objective(x, y, params).isfinite()
+
+
+@pytest.mark.parametrize("name", ["aderf", "cderf"])
+def test_float32_is_near_float64_with_one_strong_direction(name):
+    """Eigenvalues below the rounding of the largest are noise; taken at their word they gave 1e10 and more here."""
+    x, y = outlier(None, None)
+    rf = features.get(name)
+    single = rf.fit(x, y)
+    x, y = x.double(), y.double()
+    inverse = torch.linalg.inv(single.transform.double())
+    shift = None if single.shift is None else single.shift.double()
+    as_double = Parameters(single.transform.double(), inverse, single.factor.double(), shift=shift)
+    value, best = (rf.log_relative_second_moment(x, y, p).mean() for p in (as_double, rf.fit(x, y)))
+    assert value < best + 1
+
+
+@each_family
+def test_masked_rows_do_not_matter(make):
+    x, y = data(8, 9)
+    x_mask, y_mask = torch.arange(8) % 3 != 1, torch.arange(9) > 2
+    rf = make()
+    spoiled_x, spoiled_y = x.clone(), y.clone()
+    spoiled_x[~x_mask], spoiled_y[~y_mask] = 1e6, -1e6
+    masked = rf.fit(spoiled_x, spoiled_y, x_mask=x_mask, y_mask=y_mask)
+    alone = rf.fit(x[x_mask], y[y_mask])
+    for name in ("transform", "inverse", "factor", "shift"):
+        torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_weights_are_the_mean_softmax_row_of_the_sampled_queries(num_queries, masked):
+    x, y = data(12, 9, scale=1.5)
+    x_mask = torch.arange(12) % 4 != 2 if masked else torch.ones(12, dtype=torch.bool)
+    y_mask = torch.arange(9) < 7 if masked else torch.ones(9, dtype=torch.bool)
+    seen = x[x_mask]
+    rows = seen[((torch.arange(num_queries) + 0.5) / num_queries * len(seen)).long()]
+    expected = torch.zeros(9, dtype=torch.float64)
+    expected[y_mask] = torch.softmax(0.7 * rows @ y[y_mask].T, -1).mean(0)
+    masks = (x_mask, y_mask) if masked else (None, None)
+    weights = attention_received(x, y, *masks, num_queries, scale=0.7, is_causal=False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+    rf = features.WDERF(num_queries=num_queries)
+    moments = rf.moments(x, y, *masks, scale=0.7)
+    mean = expected @ y
+    apart = y - mean
+    torch.testing.assert_close(moments.mean_y, 0.7**0.5 * mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(moments.cov_y, 0.7 * apart.T @ (expected[:, None] * apart), rtol=0, atol=1e-12)
+    torch.testing.assert_close(moments.mean_x, 0.7**0.5 * seen.mean(0), rtol=0, atol=1e-12)
+
+
+def test_causal_weights_leave_later_keys_out():
+    x, y = data(6, 8)
+    weights = attention_received(x, y, None, None, 6, scale=1.0, is_causal=True)
+    logits = (x @ y.T).masked_fill(torch.arange(8) > torch.arange(6)[:, None] + 2, -torch.inf)
+    torch.testing.assert_close(weights, torch.softmax(logits, -1).mean(0), rtol=0, atol=1e-12)
+
+
+def test_uniform_attention_makes_wderf_cderf():
+    x, y = data(8, 9)
+    weighted, plain = features.WDERF().fit(0 * x, y), features.CDERF().fit(0 * x, y)
+    torch.testing.assert_close(weighted.factor, plain.factor, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weighted.shift, plain.shift, rtol=0, atol=1e-12)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match='factorization must be "eigh" or "cholesky", got \'svd\''):
+        features.CDERF(factorization="svd")
+    with pytest.raises(ValueError, match="must not be negative"):
+        features.CDERF(floor=-1.0)
+    with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
+        features.WDERF(num_queries=0)
+
+
+def test_moments_with_weights_that_are_equal_are_the_plain_ones():
+    x, y = data(5, 7)
+    weighted = Moments.from_samples(x, y, y_weights=torch.full((7,), 1 / 7, dtype=torch.float64))
+    plain = Moments.from_samples(x, y)
+    torch.testing.assert_close(weighted.cov_y, plain.cov_y, rtol=0, atol=1e-14)

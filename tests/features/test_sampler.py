@@ -1,0 +1,249 @@
+"""The scikit-learn transformer: scikit-learn's own checks, unbiasedness, accuracy, and what surrounds it."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris
+from sklearn.kernel_approximation import RBFSampler
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics.pairwise import rbf_kernel
+from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import favor
+from favor.features import Parameters, SoftmaxKernelSampler
+
+FEATURES = ("trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf")
+
+
+def sets(n: int = 6, m: int = 5, d: int = 4, scale: float = 0.3) -> tuple[np.ndarray, np.ndarray]:
+    """Two sets of different spread, with means that are not zero."""
+    source = np.random.default_rng(0)
+    spread = np.linspace(1.5, 0.5, d)
+    return scale * (source.normal(size=(n, d)) * spread + 0.6), scale * (
+        source.normal(size=(m, d)) * spread[::-1] - 0.4
+    )
+
+
+def exact(kernel: str, scale: float, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.exp(scale * x @ y.T) if kernel == "softmax" else rbf_kernel(x, y, gamma=scale / 2)
+
+
+# One of scikit-learn's checks has rows of norm 100 and more, whose softmax kernel float64 cannot hold.
+@pytest.mark.filterwarnings("ignore:features up to exp")
+# One needs scipy's array API, which is set before scipy is imported.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks(
+    [SoftmaxKernelSampler(n_components=10)]
+    + [SoftmaxKernelSampler(name, n_components=10, kernel="gaussian") for name in FEATURES]
+)
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+@pytest.mark.parametrize("two_sets", [False, True])
+def test_unbiased(features, kernel, two_sets):
+    """The mean over many draws is the kernel, with one set as with two; no entry is off by 5 standard errors."""
+    x, y = sets()
+    draws = []
+    for seed in range(400):
+        sampler = SoftmaxKernelSampler(features, 6, kernel=kernel, scale=0.7, random_state=seed)
+        sampler.fit(x, keys=y if two_sets else None)
+        z = sampler.transform(x)
+        draws.append(z @ (sampler.transform_keys(y) if two_sets else z).T)
+    truth = exact(kernel, 0.7, x, y if two_sets else x)
+    error = np.std(draws, axis=0, ddof=1) / len(draws) ** 0.5
+    # sin/cos pairs are exact on the diagonal.
+    off = np.abs(np.mean(draws, axis=0) - truth)
+    assert (off <= 5 * error + 1e-12).all()
+    assert error.max() < 0.2
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_one_set_has_one_map(features):
+    x, _ = sets()
+    sampler = SoftmaxKernelSampler(features, 8, random_state=0).fit(x + 1)
+    np.testing.assert_array_equal(sampler.transform(x), sampler.transform_keys(x))
+    assert np.allclose(sampler.center_, (x + 1).mean(0) if features == "cderf" else 0)
+
+
+@pytest.mark.parametrize("features", FEATURES[1:])
+def test_one_map_keeps_the_optimum(features):
+    """Both maps of a family fitted to one set are a rotation of the one map here, with the same variance."""
+    x = torch.from_numpy(sets(9)[0] + 1)
+    sampler = SoftmaxKernelSampler(features, 8, random_state=0).fit(x.numpy())
+    centred = x - torch.from_numpy(sampler.center_)
+    z = (centred[:, None] + centred).flatten(0, 1)
+    rf = favor.features.get(features)
+    expected = rf.log_relative_second_moment(x, x, rf.fit(x, x)).flatten()
+    torch.testing.assert_close(sampler.parameters_.log_relative_second_moment(z), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("features", ["saderf", "aderf", "cderf"])
+def test_two_sets_have_two_maps(features):
+    x, y = sets()
+    sampler = SoftmaxKernelSampler(features, 8, random_state=0).fit(x, keys=y)
+    assert not np.allclose(sampler.transform(x), sampler.transform_keys(x))
+
+
+def test_keys_lower_the_error_of_asymmetric_features():
+    """x and y live on different axes: with G the product of their norms counts, without it their sum."""
+    source = np.random.default_rng(0)
+    wide, narrow = np.array([3.0, 0.1, 0.1]), np.array([0.1, 0.1, 1.0])
+    x, y = source.normal(size=(40, 3)) * wide, source.normal(size=(40, 3)) * narrow
+
+    def error(keys):
+        total = 0.0
+        for seed in range(20):
+            sampler = SoftmaxKernelSampler("aderf", 32, random_state=seed).fit(x, keys=keys)
+            total += np.abs(sampler.transform(x) @ sampler.transform_keys(y).T / np.exp(x @ y.T) - 1).mean()
+        return total
+
+    assert error(y) < 0.5 * error(None)
+
+
+def test_error_beside_rbf_sampler():
+    """Sin/cos pairs are closer to the Gaussian kernel than RBFSampler; the error of both falls as 1 / sqrt(M)."""
+    x = StandardScaler().fit_transform(load_iris().data)
+    truth = rbf_kernel(x, gamma=0.25)
+
+    def error(make, size):
+        found = [make(size, seed).fit_transform(x) for seed in range(10)]
+        return np.mean([np.sqrt(np.mean((z @ z.T - truth) ** 2)) for z in found])
+
+    def ours(size, seed):
+        return SoftmaxKernelSampler("trig", size, kernel="gaussian", scale=0.5, random_state=seed)
+
+    def theirs(size, seed):
+        return RBFSampler(gamma=0.25, n_components=size, random_state=seed)
+
+    assert error(ours, 64) < 0.85 * error(theirs, 64)
+    for make in (ours, theirs):
+        assert 0.28 < error(make, 256) / error(make, 32) < 0.44
+
+
+def test_optimal_parameters_lower_the_error_of_positive_features():
+    x = StandardScaler().fit_transform(load_iris().data) + 0.3
+    truth = rbf_kernel(x, gamma=0.25)
+    error = {}
+    for name in ("pos", "gerf", "sderf", "cderf"):
+        samplers = [SoftmaxKernelSampler(name, 64, kernel="gaussian", scale=0.5, random_state=s) for s in range(20)]
+        error[name] = np.median([np.mean((s.fit_transform(x) @ s.transform(x).T - truth) ** 2) for s in samplers])
+    assert error["cderf"] < error["sderf"] < error["gerf"] < error["pos"]
+
+
+@pytest.mark.parametrize("features", ["sderf", "cderf", "trig"])
+def test_pipeline_on_digits(features):
+    data = load_digits()
+    train_x, test_x, train_y, test_y = train_test_split(data.data / 16, data.target, random_state=0)
+    sampler = SoftmaxKernelSampler(features, 400, kernel="gaussian", scale=0.4, random_state=0)
+    linear = LogisticRegression(C=100, max_iter=2000).fit(train_x, train_y).score(test_x, test_y)
+    model = make_pipeline(sampler, StandardScaler(), LogisticRegression(max_iter=2000)).fit(train_x, train_y)
+    assert model.score(test_x, test_y) > max(0.95, linear - 0.01)
+
+
+def test_search_over_parameters_on_iris():
+    data = load_iris(as_frame=True)
+    pipeline = make_pipeline(StandardScaler(), SoftmaxKernelSampler(n_components=50, random_state=0))
+    pipeline.steps.append(("linear", LogisticRegression(max_iter=2000)))
+    grid = {"softmaxkernelsampler__features": ["pos", "sderf"], "softmaxkernelsampler__scale": [0.1, 0.3]}
+    search = GridSearchCV(pipeline, grid, cv=3).fit(data.data, data.target)
+    assert search.best_score_ > 0.9
+
+
+def test_clone_pickle_and_names():
+    x = load_iris(as_frame=True).data
+    sampler = SoftmaxKernelSampler("cderf", 6, scale=0.1, random_state=3).set_output(transform="pandas")
+    frame = sampler.fit_transform(x)
+    assert list(frame.columns) == [f"softmaxkernelsampler{i}" for i in range(6)]
+    assert list(sampler.get_feature_names_out()) == list(frame.columns)
+    assert list(sampler.feature_names_in_) == list(x.columns)
+    assert sampler.n_features_in_ == 4
+    assert sampler.omega_.shape == (6, 4)
+    assert isinstance(sampler.parameters_, Parameters)
+    again = pickle.loads(pickle.dumps(sampler))
+    np.testing.assert_array_equal(again.transform(x), frame)
+    copy = clone(sampler)
+    assert not hasattr(copy, "omega_")
+    np.testing.assert_array_equal(copy.fit_transform(x), frame)
+
+
+@pytest.mark.parametrize(("features", "n_components", "shape"), [("trig", 6, (3, 4)), ("trig", 5, (5, 5))])
+def test_trigonometric_directions(features, n_components, shape):
+    x, _ = sets()
+    sampler = SoftmaxKernelSampler(features, n_components, kernel="gaussian", random_state=0)
+    assert sampler.fit_transform(x).shape == (6, n_components)
+    assert sampler.omega_.shape == shape
+    assert sampler.parameters_ is None
+
+
+def test_random_state_may_be_shared():
+    x, _ = sets()
+    state = np.random.RandomState(0)
+    one, two = (SoftmaxKernelSampler(n_components=4, random_state=state).fit(x).omega_ for _ in range(2))
+    assert not np.array_equal(one, two)
+    iid = SoftmaxKernelSampler(n_components=4, orthogonal=False, random_state=0).fit(x).omega_
+    assert abs(iid[0] @ iid[1]) > 1e-6
+
+
+def test_a_kernel_beyond_float64_is_cut_with_a_warning():
+    x = np.full((3, 4), 40.0) * np.array([[1.0], [0.5], [0.1]])
+    sampler = SoftmaxKernelSampler("trig", 10, random_state=0).fit(x)
+    with pytest.warns(RuntimeWarning, match="are cut at exp\\(350\\).*Lower scale"):
+        z = sampler.transform(x)
+    assert np.isfinite(z @ z.T).all()
+
+
+@pytest.mark.filterwarnings("ignore:features up to exp")
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("norm", [1e-8, 1.0, 1e3])
+def test_gaussian_features_are_finite_at_any_norm(features, norm):
+    x, y = sets()
+    sampler = SoftmaxKernelSampler(features, 8, kernel="gaussian", random_state=0).fit(norm * x, keys=norm * y)
+    assert np.isfinite(sampler.transform(norm * x)).all()
+    assert np.isfinite(sampler.transform_keys(norm * y)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": "wderf"}, "features must be one of trig, pos, gerf, saderf, aderf, sderf, cderf; got 'wderf'"),
+        ({"kernel": "rbf"}, "kernel must be one of softmax, gaussian; got 'rbf'"),
+        ({"n_components": 0}, "n_components must be a positive integer, got 0"),
+        ({"n_components": 1.5}, "n_components must be a positive integer, got 1.5"),
+        ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
+        ({"scale": "1"}, "scale must be a positive number, got '1'"),
+    ],
+)
+def test_bad_parameters_are_refused_by_fit(options, message):
+    sampler = SoftmaxKernelSampler(**options)
+    with pytest.raises(ValueError, match=message):
+        sampler.fit(sets()[0])
+
+
+def test_keys_must_have_the_same_width():
+    x, y = sets()
+    with pytest.raises(ValueError, match="keys must have 4 features as X has, got 3"):
+        SoftmaxKernelSampler().fit(x, keys=y[:, :3])
+
+
+def test_scikit_learn_is_imported_only_when_asked_for():
+    code = (
+        "import sys, favor.features as f; assert 'sklearn' not in sys.modules; "
+        "f.SoftmaxKernelSampler; assert 'sklearn' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_unknown_attributes_of_the_package_are_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'Sampler'"):
+        favor.features.Sampler  # noqa: B018
