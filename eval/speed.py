@@ -47,7 +47,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
     add("--passes", nargs="+", choices=PASSES, default=PASSES)
     add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS)
-    add("--features", nargs="+", default=["pos"], help="registry names of feature families, a row each")
+    add(
+        "--features",
+        nargs="+",
+        default=["pos"],
+        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens",
+    )
     add("--batch_size", type=int, default=1)
     add("--heads", type=int, default=8)
     add("--key_heads", type=int, help="default: as many as heads")

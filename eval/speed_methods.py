@@ -185,14 +185,15 @@ class Eager(Softmax):
 
 
 class Favor(Method):
-    """`favor.favor_attention` with one family of features."""
+    """`favor.favor_attention` with one family of features, and exact blocks for a name such as wderf@128."""
 
-    def __init__(self, features: str) -> None:
-        if features not in families.REGISTRY:
+    def __init__(self, name: str) -> None:
+        features, _, window = name.partition("@")
+        if features not in families.REGISTRY or not (window or "0").isdecimal():
             known = ", ".join(families.REGISTRY)
-            raise ValueError(f"expected features among {known}, got {features!r}; use registry names")
-        self.features = features
-        self.name = f"favor:{features}"
+            raise ValueError(f"expected features among {known}, alone or as NAME@WINDOW, got {name!r}")
+        self.features, self.window = features, int(window or 0)
+        self.name = f"favor:{name}"
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Features of any sign are held for all tokens, positive ones are not."""
@@ -212,13 +213,15 @@ class Favor(Method):
             num_features=cell.num_features,
             is_causal=cell.causal,
             seed=cell.seed,
+            window=self.window,
             kernel=cell.kernel if positive else "auto",
         )
-        return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head]))
+        return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:
-        """8 M d per token and head, three times that with the backward."""
-        return _linear_flops(cell, 8, cell.head_dim if self.features == "elu" else cell.num_features)
+        """8 M d + 4 window d per token and head, three times that with the backward."""
+        features = cell.head_dim if self.features == "elu" else cell.num_features
+        return _linear_flops(cell, 8, features) + _linear_flops(cell, 4, self.window)
 
 
 class Performer(Method):

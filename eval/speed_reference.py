@@ -7,6 +7,7 @@ is zero outside those rows; then the gradients of all keys and values follow exa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,13 +94,14 @@ def softmax_rows(sample: Sample) -> Rows:
     return _softmax(logits, sample), 1.0
 
 
-def favor_rows(sample: Sample, name: str, omega: Tensor) -> Rows:
+def favor_rows(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Rows:
     """The estimator that `favor_attention` computes, from its definition: features of rows and keys, then weights.
 
     Args:
         sample: what to compute.
         name: registry name of the features.
         omega: directions of the key head, `[M, d]`.
+        window: length of the blocks inside which weights are exact; 0 for none.
 
     Returns:
         `[R, dv]`, and for features of any sign `[R]`, by how much sums of them cancel: errors grow by that factor.
@@ -125,7 +127,11 @@ def favor_rows(sample: Sample, name: str, omega: Tensor) -> Rows:
         high = of_key.detach().amax(-1, keepdim=True)
         return (weights @ (of_key - high).exp().T).log() + high.T
 
-    return _softmax(_by_blocks(log_weights, y) + top, sample), 1.0
+    estimates = _by_blocks(log_weights, y) + top - math.log(len(omega))
+    if window:
+        blocks = torch.arange(len(y), device=y.device) // window
+        estimates = torch.where(sample.rows[:, None] // window == blocks, x @ y.T, estimates)
+    return _softmax(estimates, sample), 1.0
 
 
 def _signed_rows(sample: Sample, family: SignedFeatures, x: Tensor, y: Tensor, omega: Tensor) -> Rows:

@@ -131,10 +131,19 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
     if weights is None:
         count: Tensor | int = max(samples.shape[-2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
         mean = samples.sum(-2) / count
-        centred = samples - mean.unsqueeze(-2)
-        if mask is not None:
-            centred = centred.masked_fill_(~mask.unsqueeze(-1), 0.0)
-        return mean, centred.transpose(-1, -2) @ centred / (count if isinstance(count, int) else count.unsqueeze(-1))
+        scatter = _scatter(samples, mean, mask if mask is None else mask.unsqueeze(-1))
+        return mean, scatter / (count if isinstance(count, int) else count.unsqueeze(-1))
     mean = (weights.unsqueeze(-2) @ samples).squeeze(-2)
-    centred = samples - mean.unsqueeze(-2)
-    return mean, centred.transpose(-1, -2) @ (centred * weights.unsqueeze(-1))
+    return mean, _scatter(samples, mean, weights.unsqueeze(-1))
+
+
+def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of weight (sample - mean)(sample - mean)', `[..., d, d]`; on a CPU in parts that stay in cache."""
+    in_parts = samples.device.type == "cpu" and not torch.compiler.is_compiling()
+    size = 512 if in_parts else max(samples.shape[-2], 1)
+    total = mean.new_zeros(*mean.shape, mean.shape[-1])
+    for start in range(0, samples.shape[-2], size):
+        centred = samples[..., start : start + size, :] - mean.unsqueeze(-2)
+        weighted = centred if weights is None else centred * weights[..., start : start + size, :]
+        total += weighted.transpose(-1, -2) @ centred
+    return total

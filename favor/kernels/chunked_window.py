@@ -18,67 +18,31 @@ the keys of each block over all other blocks, by the same sweeps. Blocks come fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from favor.kernels.chunked import Gradients, Inputs, empty_gradients, empty_output
+from favor.kernels.chunked_window_states import States
 from favor.kernels.sequences import Sequence, sequences
 
 _SPAN = 2**20  # numbers in the logits of the blocks that are worked on together
 
 
-class States(NamedTuple):
-    """Sums over keys times exp(-top), for each block and feature: `[b, N, M, 1]`, `[b, N, M, 1]`, `[b, N, M, w]`.
+class _Memory:
+    """Memory for one product at a time, used again for the next; fresh pages each time cost more than arithmetic."""
 
-    Top is -inf where there is nothing.
-    """
+    def __init__(self, inputs: Inputs) -> None:
+        self._flat = inputs.to_key.new_empty(0)
 
-    top: Tensor
-    total: Tensor
-    values: Tensor
-
-    @classmethod
-    def empty(cls, inputs: Inputs, blocks: int, width: int) -> States:
-        """States without a key."""
-        shape = (blocks, inputs.heads, inputs.to_key.shape[1])
-        top = inputs.to_key.new_full((*shape, 1), -torch.inf)
-        return cls(top, torch.zeros_like(top), inputs.to_key.new_zeros(*shape, width))
-
-    def add(self, index: int, other: States, own: int) -> None:
-        """Adds block `own` of other states to block `index`, in place."""
-        top, total, values = (tensor[index] for tensor in self)
-        risen = torch.maximum(top, other.top[own])
-        base = risen.masked_fill(risen == -torch.inf, 0.0)
-        decay, weight = (top - base).exp_(), (other.top[own] - base).exp_()
-        total.mul_(decay).addcmul_(other.total[own], weight)
-        values.mul_(decay).addcmul_(other.values[own], weight)
-        top.copy_(risen)
-
-    def outside(self, *, before: bool, after: bool, values: Tensor | None = None) -> States:
-        """For each block the sum over the blocks before it, after it, or both; `values` is memory to use."""
-        values = torch.empty_like(self.values) if values is None else values
-        result = States(torch.empty_like(self.top), torch.empty_like(self.total), values)
-        blocks = range(self.top.shape[0])
-        running = States(*(torch.zeros_like(tensor[:1]) for tensor in self))
-        running.top.fill_(-torch.inf)
-        for block in blocks if before else ():
-            for target, tensor in zip(result, running, strict=True):
-                target[block] = tensor[0]
-            running.add(0, self, block)
-        running.top.fill_(-torch.inf)
-        running.total.zero_()
-        running.values.zero_()
-        for block in reversed(blocks) if after else ():
-            if before:
-                result.add(block, running, 0)
-            else:
-                for target, tensor in zip(result, running, strict=True):
-                    target[block] = tensor[0]
-            running.add(0, self, block)
-        return result
+    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Rows `[n, R, w]` x columns `[n, w, C]`; valid until the next product."""
+        shape = (rows.shape[0], rows.shape[1], columns.shape[2])
+        if self._flat.numel() < math.prod(shape):
+            self._flat = rows.new_empty(math.prod(shape))
+        return torch.bmm(rows, columns, out=self._flat[: math.prod(shape)].view(shape))
 
 
 @dataclass
@@ -108,57 +72,117 @@ class _Blocks:
         step = max(1, _SPAN // (rows * (inputs.to_key.shape[1] + self.size)))
         return [(start, min(start + step, self.number)) for start in range(first, self.number, step)]
 
-    def cut(self, tensor: Tensor, span: tuple[int, int], *, of_queries: bool, fill: float = 0.0) -> Tensor:
-        """Rows of `[B, H, L, w]` that lie in these blocks, `[s N, G size, w]`; `fill` where the sequence has none."""
-        inputs, shift = self.inputs, self.prefix if of_queries else 0
+    def load(self, target: Tensor, tensor: Tensor, span: tuple[int, int], *, of_queries: bool) -> Tensor:
+        """Copies rows of `[B, H, L, w]` that lie in these blocks into `[s N, G size, w]`, zeros past the ends."""
+        shift = self.prefix if of_queries else 0
         start, stop = span[0] * self.size - shift, span[1] * self.size - shift
-        rows = tensor[:, :, max(start, 0) : stop].to(inputs.to_query.dtype)
+        rows = tensor[:, :, max(start, 0) : stop]
         missing = (max(-start, 0), max(stop - tensor.shape[2], 0))
         if any(missing):
-            rows = torch.nn.functional.pad(rows, (0, 0, *missing), value=fill)
-        rows = rows.reshape(inputs.heads, -1, span[1] - span[0], self.size, tensor.shape[-1])
-        return rows.permute(2, 0, 1, 3, 4).reshape((span[1] - span[0]) * inputs.heads, -1, tensor.shape[-1])
+            rows = torch.nn.functional.pad(rows, (0, 0, *missing))
+        number, (batch, heads) = span[1] - span[0], self.inputs.key.shape[:2]
+        rows = rows.unflatten(2, (number, self.size)).unflatten(1, (heads, -1)).permute(3, 0, 1, 2, 4, 5)
+        target.unflatten(0, (number, batch, heads)).unflatten(3, (-1, self.size)).copy_(rows)
+        return target
 
-    def keys(self, tensor: Tensor, span: tuple[int, int]) -> Tensor:
-        """Rows of keys or values; hidden ones are zeros, whatever they hold."""
-        rows = self.cut(tensor, span, of_queries=False)
+    def cut(self, tensor: Tensor, span: tuple[int, int], *, of_queries: bool) -> Tensor:
+        """The same rows in memory of their own."""
+        rows = self.size * tensor.shape[1] // self.inputs.key.shape[1]
+        shape = ((span[1] - span[0]) * self.inputs.heads, rows, tensor.shape[3])
+        return self.load(self.inputs.to_query.new_empty(shape), tensor, span, of_queries=of_queries)
+
+    def load_keys(self, target: Tensor, tensor: Tensor, span: tuple[int, int]) -> Tensor:
+        """Copies rows of keys or values; hidden ones are zeros, whatever they hold."""
+        self.load(target, tensor, span, of_queries=False)
         hidden = self.hidden(span)
-        return rows if hidden is None else rows.masked_fill(hidden, 0.0)
+        return target if hidden is None else target.masked_fill_(hidden, 0.0)
 
-    def bias(self, span: tuple[int, int]) -> Tensor:
-        """Bias of the keys `[s N, size, 1]`, -inf past the end."""
-        bias = self.inputs.bias.view((*self.inputs.key.shape[:3], 1))
-        return self.cut(bias, span, of_queries=False, fill=-torch.inf)
+    def load_bias(self, target: Tensor, span: tuple[int, int]) -> None:
+        """Copies the bias of the keys into `[s N, size, 1]`, -inf past the end."""
+        self.load(target, self.inputs.bias.view(*self.inputs.key.shape[:3], 1), span, of_queries=False)
+        hidden = self.hidden(span)
+        if hidden is not None:
+            target.masked_fill_(hidden, -torch.inf)
 
     def hidden(self, span: tuple[int, int]) -> Tensor | None:
         """`[s N, size, 1]`, True for keys out of sight; None if there are none."""
-        inside = span[1] * self.size <= self.inputs.key.shape[2]
-        return None if self.inputs.hidden is None and inside else self.bias(span) == -torch.inf
+        if self.inputs.hidden is None and span[1] * self.size <= self.inputs.key.shape[2]:
+            return None
+        bias = self.inputs.bias
+        visible = torch.ones_like(bias) if self.inputs.hidden is None else (~self.inputs.hidden).to(bias.dtype)
+        return self.cut(visible.view(*self.inputs.key.shape[:3], 1), span, of_queries=False) == 0
 
     def store(self, target: Tensor, rows: Tensor, span: tuple[int, int], *, of_queries: bool) -> None:
         """Writes `[s N, G size, w]` into `[B, H, L, w]`; the reverse of `cut`."""
         shift = self.prefix if of_queries else 0
         start, stop = span[0] * self.size - shift, span[1] * self.size - shift
-        rows = rows.view(span[1] - span[0], self.inputs.heads, -1, self.size, rows.shape[-1]).permute(1, 2, 0, 3, 4)
+        rows = rows.reshape(span[1] - span[0], self.inputs.heads, -1, self.size, rows.shape[-1]).permute(1, 2, 0, 3, 4)
         rows = rows.reshape(*target.shape[:2], stop - start, target.shape[-1])
         first = max(start, 0)
         target[:, :, first:stop] = rows[:, :, first - start : target.shape[2] - start]
 
-    def per_head(self, tensor: Tensor, span: tuple[int, int]) -> Tensor:
-        """`[N, ...]` as `[s N, ...]`, for each block of a span."""
-        return tensor.repeat(span[1] - span[0], *(1,) * (tensor.ndim - 1))
+    def buffer(self, rows: int, width: int, *, of_queries: bool = False) -> Tensor:
+        """Uninitialised `[s N, rows, width]` for the longest span."""
+        longest = max((stop - start for start, stop in self.spans(of_queries=of_queries)), default=0)
+        return self.inputs.to_key.new_empty(longest * self.inputs.heads, rows, width)
 
-    def exact_logits(
-        self, rows: Tensor, keys: Tensor, query_bias: Tensor, scale: float, hidden: Tensor | None
-    ) -> Tensor:
-        """Scale q.k - query_bias, `[s N, G size, size]`, -inf for keys out of sight."""
-        logits = torch.baddbmm(query_bias, rows, keys.transpose(1, 2), beta=-1, alpha=scale)
-        if hidden is not None:
-            logits.masked_fill_(hidden.transpose(1, 2), -torch.inf)
+    def repeated(self, target: Tensor, per_head: Tensor) -> None:
+        """Copies `[N, ...]` into `[s N, ...]`, for each block of a span."""
+        target.unflatten(0, (-1, self.inputs.heads)).copy_(per_head)
+
+    def hide(self, logits: Tensor) -> None:
+        """Puts -inf where a query of a causal layer would see a later key of its block, `[s N, G size, size]`."""
         if self.is_causal:
-            later = torch.ones(self.size, self.size, dtype=torch.bool, device=rows.device).triu_(1)
-            logits.view(logits.shape[0], -1, self.size, self.size).masked_fill_(later, -torch.inf)
-        return logits
+            later = torch.ones(self.size, self.size, dtype=torch.bool, device=logits.device).triu_(1)
+            logits.unflatten(1, (-1, self.size)).masked_fill_(later, -torch.inf)
+
+
+class _Reader:
+    """Reads, for the queries of a span of blocks, M landmarks and the `size` keys of their block, side by side.
+
+    Query bias and log weights are two more columns of the factors of one product, which then needs no further pass.
+
+    Attributes:
+        rows: queries `[s N, G size, d + 2]`, with a column of ones and the query bias.
+        targets: directions and scaled keys `[s N, M + size, d + 2]`, with log weights (or 0, -inf) and 0 (or -1).
+        values: `[s N, size, dv]`.
+        features: M.
+    """
+
+    def __init__(
+        self, inputs: Inputs, blocks: _Blocks, query_bias: Tensor, landmarks: tuple[Tensor, Tensor], scale: float
+    ) -> None:
+        (self.features, self.dim), size = inputs.to_query.shape[1:], blocks.size
+        self.inputs, self.blocks, self.query_bias, self.scale = inputs, blocks, query_bias, scale
+        self.weight, self.summary = landmarks
+        self._memory, self._values = _Memory(inputs), blocks.buffer(size, inputs.width, of_queries=True)
+        self._rows = blocks.buffer(inputs.groups * size, self.dim + 2, of_queries=True)
+        self._rows[:, :, self.dim] = 1.0
+        self._targets = blocks.buffer(self.features + size, self.dim + 2, of_queries=True)
+        blocks.repeated(self._targets[:, : self.features, : self.dim], inputs.to_query)
+        self._targets[:, : self.features, -1], self._targets[:, self.features :, -1] = 0.0, -1.0
+
+    def read(self, span: tuple[int, int]) -> Tensor:
+        """Attention weights `[s N, G size, M + size]`; they and the attributes are valid until the next reading."""
+        blocks, features, dim = self.blocks, self.features, self.dim
+        number = (span[1] - span[0]) * self.inputs.heads
+        self.rows, self.targets = self._rows[:number], self._targets[:number]
+        blocks.load(self.rows[:, :, :dim], self.inputs.query, span, of_queries=True)
+        blocks.load(self.rows[:, :, dim + 1 :], self.query_bias, span, of_queries=True)
+        blocks.load_keys(self.targets[:, features:, :dim], self.inputs.key, span).mul_(self.scale)
+        self.targets[:, :features, dim] = self.weight[slice(*span)].flatten(0, 1)
+        self.targets[:, features:, dim], hidden = 0.0, blocks.hidden(span)
+        if hidden is not None:
+            self.targets[:, features:, dim].masked_fill_(hidden[..., 0], -torch.inf)
+        self.values = blocks.load_keys(self._values[:number], self.inputs.value, span)
+        logits = self._memory.product(self.rows, self.targets.transpose(1, 2))
+        blocks.hide(logits[:, :, features:])
+        torch.softmax(logits, -1, out=logits)
+        return logits if hidden is None else logits.nan_to_num_(0.0)  # of queries that see nothing
+
+    def means(self, span: tuple[int, int]) -> Tensor:
+        """Means of the values of the landmarks, `[s N, M, dv]`."""
+        return self.summary[slice(*span)].flatten(0, 1)
 
 
 def first_block(cu_k: Tensor | None, index: int, window: int) -> int:
@@ -202,11 +226,12 @@ def forward(
         weight, summary = (tensor[first : first + blocks.number].flatten(1, 2) for tensor in landmarks)
         _summarise(inputs, blocks, weight, summary)
         own, own_bias = out[sequence.rows], query_bias[sequence.rows].unsqueeze(-1)
+        reader, memory = _Reader(inputs, blocks, own_bias, (weight, summary), scale), _Memory(inputs)
         for span in blocks.spans(of_queries=True):
-            values = blocks.keys(inputs.value, span)
-            to_landmarks, to_keys, _, _ = _weights(inputs, blocks, own_bias, weight, scale, span)
-            rows = to_landmarks @ summary[slice(*span)].flatten(0, 1)
-            blocks.store(own, rows.baddbmm_(to_keys, values), span, of_queries=True)
+            weights = reader.read(span)
+            rows = memory.product(weights[:, :, : reader.features], reader.means(span))
+            rows.baddbmm_(weights[:, :, reader.features :], reader.values)
+            blocks.store(own, rows, span, of_queries=True)
     return out, offset.new_empty(0), *landmarks
 
 
@@ -256,36 +281,25 @@ def _cut(sequence: Sequence, window: int, is_causal: bool) -> tuple[Inputs, _Blo
 
 def _summarise(inputs: Inputs, blocks: _Blocks, weight: Tensor, summary: Tensor) -> None:
     """Writes log weight `[b, N, M]`, -inf without a key, and summary `[b, N, M, dv]` of the keys outside each block."""
-    states = States.empty(inputs, blocks.number, inputs.width)
+    states, memory = States.uninitialised(inputs, blocks.number), _Memory(inputs)
+    (features, dim), size = inputs.to_key.shape[1:], blocks.size
+    left, right = blocks.buffer(features, dim + 1), blocks.buffer(size, dim + 1)
+    blocks.repeated(left[:, :, :dim], inputs.to_key)
+    left[:, :, dim] = 1.0
+    own = blocks.buffer(size, inputs.width)
     for span in blocks.spans(of_queries=False):
-        rows = blocks.keys(inputs.key, span).transpose(1, 2)
-        logits = torch.baddbmm(blocks.bias(span).transpose(1, 2), blocks.per_head(inputs.to_key, span), rows)
+        number = (span[1] - span[0]) * inputs.heads
+        blocks.load_keys(right[:number, :, :dim], inputs.key, span)
+        blocks.load_bias(right[:number, :, dim:], span)
+        weights = memory.product(left[:number], right[:number].transpose(1, 2))
         top, total, values = (tensor[slice(*span)].flatten(0, 1) for tensor in states)
-        torch.amax(logits, 2, keepdim=True, out=top)
-        weights = logits.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+        torch.amax(weights, 2, keepdim=True, out=top)
+        weights.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
         torch.sum(weights, 2, keepdim=True, out=total)
-        torch.bmm(weights, blocks.keys(inputs.value, span), out=values)
+        torch.bmm(weights, blocks.load_keys(own[:number], inputs.value, span), out=values)
     top, total, values = states.outside(before=True, after=not blocks.is_causal, values=summary)
     values.div_(total.masked_fill(total == 0, 1.0))
     torch.add(top + total.log(), inputs.offset.transpose(1, 2), out=weight.unsqueeze(-1))
-
-
-def _weights(
-    inputs: Inputs, blocks: _Blocks, query_bias: Tensor, weight: Tensor, scale: float, span: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights of the landmarks `[s N, G size, M]` and of own keys `[s N, G size, size]`, then the queries and keys."""
-    rows, keys = blocks.cut(inputs.query, span, of_queries=True), blocks.keys(inputs.key, span)
-    bias, hidden = blocks.cut(query_bias, span, of_queries=True), blocks.hidden(span)
-    project = blocks.per_head(inputs.to_query, span).transpose(1, 2)
-    landmarks = torch.baddbmm(weight[slice(*span)].flatten(0, 1).unsqueeze(1), rows, project)
-    exact = blocks.exact_logits(rows, keys, bias, scale, hidden)
-    top = torch.maximum(landmarks.amax(2, keepdim=True), exact.amax(2, keepdim=True))
-    top.masked_fill_(top == -torch.inf, 0.0)
-    landmarks.sub_(top).exp_()
-    exact.sub_(top).exp_()
-    total = landmarks.sum(2, keepdim=True).add_(exact.sum(2, keepdim=True))
-    total.masked_fill_(total == 0, 1.0)
-    return landmarks.div_(total), exact.div_(total), rows, keys
 
 
 def _backward_queries(
@@ -306,27 +320,30 @@ def _backward_queries(
     Returns:
         what the landmarks of each block gather, with the negative of their log weight as top.
     """
-    sent = States.empty(inputs, blocks.number, inputs.width)
-    sent.top.copy_(weight.unsqueeze(-1).neg())
+    sent = States.uninitialised(inputs, blocks.number)
+    torch.neg(weight.unsqueeze(-1), out=sent.top)
     sent.top.masked_fill_(sent.top == torch.inf, -torch.inf)
+    unread = blocks.prefix // blocks.size  # blocks before the first query
+    sent.total[:unread], sent.values[:unread] = 0.0, 0.0
     dq, dk, dv = grads.query[sequence.rows], grads.key[sequence.columns], grads.value[sequence.columns]
+    reader, memory = _Reader(inputs, blocks, query_bias, (weight, summary), scale), _Memory(inputs)
+    features, dim = reader.features, reader.dim
     for span in blocks.spans(of_queries=True):
-        to_landmarks, to_keys, rows, keys = _weights(inputs, blocks, query_bias, weight, scale, span)
-        g = blocks.cut(grad, span, of_queries=True)
+        weights, g = reader.read(span), blocks.cut(grad, span, of_queries=True)
+        to_landmarks, to_keys = weights[:, :, :features], weights[:, :, features:]
         delta = (g * blocks.cut(out, span, of_queries=True)).sum(2, keepdim=True)
         _, total, values = (tensor[slice(*span)].flatten(0, 1) for tensor in sent)
         torch.bmm(to_landmarks.transpose(1, 2), g, out=values)
         torch.bmm(to_landmarks.transpose(1, 2), delta, out=total)
-        inside = torch.baddbmm(delta, g, blocks.keys(inputs.value, span).transpose(1, 2), beta=-1).mul_(to_keys)
         blocks.store(dv, to_keys.transpose(1, 2) @ g, span, of_queries=False)
+        targets = torch.cat((reader.means(span), reader.values), dim=1).transpose(1, 2)
+        slopes = memory.product(g, targets).sub_(delta).mul_(weights)
+        blocks.store(dq, slopes @ reader.targets[:, :, :dim], span, of_queries=True)
+        outside, inside, rows = slopes[:, :, :features], slopes[:, :, features:], reader.rows[:, :, :dim]
         blocks.store(dk, (inside.transpose(1, 2) @ rows).mul_(scale), span, of_queries=False)
-        mean = summary[slice(*span)].flatten(0, 1).transpose(1, 2)
-        slopes = torch.baddbmm(delta, g, mean, beta=-1).mul_(to_landmarks)
-        blocks.store(dquery_bias, slopes.sum(2, keepdim=True), span, of_queries=True)
-        directions = blocks.per_head(inputs.to_query, span)
-        blocks.store(dq, torch.baddbmm(slopes @ directions, inside, keys, alpha=scale), span, of_queries=True)
+        blocks.store(dquery_bias, outside.sum(2, keepdim=True), span, of_queries=True)
         if grads.offset.numel():
-            update = (slopes.transpose(1, 2) @ rows).unflatten(0, (-1, inputs.heads)).sum(0)
+            update = (outside.transpose(1, 2) @ rows).unflatten(0, (-1, inputs.heads)).sum(0)
             sequence.accumulate(grads.query_directions, update)
     return sent
 
@@ -334,17 +351,25 @@ def _backward_queries(
 def _backward_keys(inputs: Inputs, blocks: _Blocks, sent: States, sequence: Sequence, grads: Gradients) -> None:
     """Adds the gradients that keys and values get from the queries of other blocks."""
     dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
+    first, second, (features, dim), size = _Memory(inputs), _Memory(inputs), inputs.to_key.shape[1:], blocks.size
+    left, right = blocks.buffer(size, dim + 2), blocks.buffer(features, dim + 2)
+    blocks.repeated(right[:, :, :dim], inputs.to_key)
+    left[:, :, dim], right[:, :, dim + 1] = 1.0, 1.0
+    own = blocks.buffer(size, inputs.width)
     for span in blocks.spans(of_queries=False):
-        rows, values = blocks.keys(inputs.key, span), blocks.keys(inputs.value, span)
+        number = (span[1] - span[0]) * inputs.heads
         top, shares, gathered = (tensor[slice(*span)].flatten(0, 1) for tensor in sent)
-        directions = blocks.per_head(inputs.to_key, span)
-        shift = top.transpose(1, 2) + blocks.per_head(inputs.offset, span)
-        weights = torch.baddbmm(shift, rows, directions.transpose(1, 2)).add_(blocks.bias(span)).exp_()
+        rows = blocks.load_keys(left[:number, :, :dim], inputs.key, span)
+        blocks.load_bias(left[:number, :, dim + 1 :], span)
+        values, directions = blocks.load_keys(own[:number], inputs.value, span), right[:number, :, :dim]
+        blocks.repeated(right[:number, :, dim : dim + 1], inputs.offset.transpose(1, 2))
+        right[:number, :, dim : dim + 1] += top
+        weights = first.product(left[:number], right[:number].transpose(1, 2)).exp_()
         inside = blocks.cut(dv, span, of_queries=False)
-        blocks.store(dv, torch.baddbmm(inside, weights, gathered), span, of_queries=False)
-        slopes = (values @ gathered.transpose(1, 2)).sub_(shares.transpose(1, 2)).mul_(weights)
+        blocks.store(dv, inside.baddbmm_(weights, gathered), span, of_queries=False)
+        slopes = second.product(values, gathered.transpose(1, 2)).sub_(shares.transpose(1, 2)).mul_(weights)
         inside = blocks.cut(dk, span, of_queries=False)
-        blocks.store(dk, torch.baddbmm(inside, slopes, directions), span, of_queries=False)
+        blocks.store(dk, inside.baddbmm_(slopes, directions), span, of_queries=False)
         blocks.store(dbias.unsqueeze(-1), slopes.sum(2, keepdim=True), span, of_queries=False)
         if grads.offset.numel():
             heads = (-1, inputs.heads)
