@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 
 from favor.eval import approximation_model as whole
 from favor.eval import approximation_report as report
+from favor.eval import report as common
 from favor.eval.approximation_heads import LOCAL, MEAN, HeadErrors, Variant
-from favor.eval.launch import machine, versions
 from favor.eval.pretrained import PACKAGE, minilm_path
 from favor.integrations.layers import attention_modules
 from favor.integrations.observe import observe
@@ -131,14 +131,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     sts = None
     if arguments.data_dir and whole.measure_of(model) == "cosine":
         sts = similarity(model, others, found, tokenizer, arguments)
-    command = "python -m favor.eval.approximation " + shlex.join(sys.argv[1:] if argv is None else argv)
+    words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
+    context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
     facts = {
         "model": Path(path).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}",
         "text": f"{len(ids)} samples of {arguments.length} tokens of {Path(arguments.text).name}",
         "seed": arguments.seed,
-        "machine": machine(),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "command": report.portable(command),
+        "machine": context["machine"],
+        "versions": ", ".join(f"{name} {version}" for name, version in context["versions"].items()),
+        "command": f"`{context['command']}`",
         "seconds": round(time.perf_counter() - started),
     }
     results = report.Results(facts, heads, whole.measure_of(model), exact, scores, sts)

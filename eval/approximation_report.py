@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from favor.eval.approximation_heads import LOCAL, MEAN, HeadErrors, Variant
+from favor.eval.report import table
 
 
 @dataclass
@@ -35,12 +35,6 @@ class Results:
     exact: float
     scores: dict[Variant, float]
     sts: tuple[float, dict[Variant, float], int] | None
-
-
-def portable(command: str) -> str:
-    """A command without the folders of this machine: data folders become DATA, GLUE or the last part of their path."""
-    command = re.sub(r"\S*/glue\b", "GLUE", command)
-    return re.sub(r"\S*/data/", "DATA/", re.sub(r"/(?:tmp|home)/\S*/", "", command))
 
 
 def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
@@ -88,9 +82,7 @@ def lines(results: Results) -> list[str]:
         f"and samples. Column {results.measure}: the whole model, with the backend in every layer.",
         *([f"STS-B: {results.sts[2]} pairs of the development set, `exact_below=0`."] if results.sts else []),
         "",
-        "| " + " | ".join(head) + " |",
-        "| --- |" + " ---: |" * (len(head) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *table(head, rows),
         "",
         "## Diagnostics by layer, mean over heads (largest head)",
         "",
@@ -110,15 +102,15 @@ def _diagnostics(results: Results) -> list[str]:
         f"({math.log(best.num_features):.1f} at M = {best.num_features}). |x|, |y|: root mean squared norms of queries "
         "and keys times the root of the scale.",
         "",
-        f"| layer | rho | \\|x\\| | \\|y\\| | error, mean of V | error, `{best.label}` M = {best.num_features}, window "
-        f"{best.window} |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    options = f"M = {best.num_features}, window {best.window}"
+    head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}` {options}"]
+    body = []
     for place, number in enumerate(numbers):
         cells = [f"{values[n][place].mean():.1f} ({values[n][place].max():.1f})" for n in ("rho", "|x|", "|y|")]
         cells += [f"{t[place].mean():.2f} ({t[place].max():.2f})" for t in (uniform, errors)]
-        rows.append(f"| {number} | " + " | ".join(cells) + " |")
-    return rows
+        body.append([str(number), *cells])
+    return rows + table(head, body)
 
 
 def best_variant(results: Results) -> Variant:
@@ -166,7 +158,9 @@ def plot(results: Results, path: Path) -> None:
     shown = [Variant(MEAN, None, 0, 0), backends[0], best]
     figure, axes = pyplot.subplots(1, 4, figsize=(18, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.4]})
     for axis, variant in zip(axes, shown, strict=False):
-        image = axis.imshow(by_head(results.heads.errors[variant]), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axis.imshow(
+            by_head(results.heads.errors[variant]).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto"
+        )
         title = variant.label + (f", M = {variant.num_features}" if variant.num_features else "")
         axis.set(title=title + (f", window {variant.window}" if variant.window else ""), xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes[2], label="relative error")
