@@ -54,6 +54,16 @@ def test_exact_below_is_exact(architecture, padded):
 
 
 @over_cases
+def test_a_window_over_the_sequence_is_exact(architecture, padded):
+    """Cross attention has no window, and so more features are what brings it close."""
+    exact = run(architecture.build("sdpa"), architecture, padded)
+    model = architecture.build("favor#", num_features=4096, exact_below=0, window=64)
+    found, crosses = run(model, architecture, padded), architecture.name in ("bart", "moonshine")
+    assert distance(found[0], exact[0]) < (0.1 if crosses else 1e-5)
+    assert distance(found[1], exact[1]) < (0.3 if crosses else 1e-4)
+
+
+@over_cases
 @pytest.mark.parametrize("backend", favor.BACKENDS)
 def test_every_backend_runs(architecture, padded, backend):
     model = architecture.build(backend, num_features=16, exact_below=0)
@@ -69,9 +79,10 @@ SIDES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor_relu", "favor_elu"])
+@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor#@4", "favor_relu", "favor_elu"])
 @pytest.mark.parametrize(("architecture", "side"), SIDES, ids=[f"{a.name}-{side}" for a, side in SIDES])
 def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backend):
+    backend, _, window = backend.partition("@")
     ids = torch.randint(4, 40, (1, 13), generator=torch.Generator().manual_seed(3))
     total = 20
     start = total - 13 if side == "left" else 0
@@ -81,7 +92,7 @@ def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backe
     mask[0], mask[1, start : start + 13] = 1, 1  # the third row is padding only
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
-    model = architecture.build(backend, num_features=30, exact_below=0)
+    model = architecture.build(backend, num_features=30, exact_below=0, window=int(window or 0))
     weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(5))
     results = []
     for inputs, rows in (

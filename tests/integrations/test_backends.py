@@ -130,6 +130,8 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
         {"orthogonal": False},
         {"seed": 1},
         {"num_features": 17},
+        {"features": "cderf"},
+        {"window": 4},
     ],
     ids=str,
 )
@@ -181,10 +183,10 @@ def test_a_model_built_before_the_import_is_told_what_to_do():
 
 
 @ignore_fallback
-@pytest.mark.parametrize("backend", ["favor+", "favor#", "favor_elu"])
-def test_decoding_with_a_cache_is_the_full_forward_pass(backend):
+@pytest.mark.parametrize(("backend", "window"), [("favor+", 0), ("favor#", 0), ("favor_elu", 0), ("favor+", 5)])
+def test_decoding_with_a_cache_is_the_full_forward_pass(backend, window):
     config = LLAMA.config()
-    config.favor = {"num_features": 16, "exact_below": 0}
+    config.favor = {"num_features": 16, "exact_below": 0, "window": window}
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM._from_config(config, attn_implementation=backend).eval()
     ids = tokens(False)["input_ids"]
@@ -277,10 +279,12 @@ def test_layers_have_their_own_directions():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
-@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor_elu"])
+@pytest.mark.parametrize(
+    ("backend", "window"), [("favor+", 0), ("favor++", 0), ("favor#", 0), ("favor_elu", 0), ("favor#", 7)]
+)
 @pytest.mark.parametrize("mode", ["inference", "training"])
-def test_models_compile_without_graph_breaks(backend, mode):
-    model = BERT.build(backend, num_features=16, exact_below=0).train(mode == "training")
+def test_models_compile_without_graph_breaks(backend, window, mode):
+    model = BERT.build(backend, num_features=16, exact_below=0, window=window).train(mode == "training")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # compiled code draws other random numbers
