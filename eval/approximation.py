@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.eval import approximation_model as whole
 from favor.eval import approximation_report as report
 from favor.eval import report as common
@@ -32,9 +33,10 @@ from favor.eval.pretrained import PACKAGE, minilm_path
 from favor.integrations.layers import attention_modules
 from favor.integrations.observe import observe
 from favor.train.glue_data import load_glue
+from favor.train.pretrained import load_exact
 from favor.train.text import samples
 
-BACKENDS = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf", "favor#:wderf")
+COMPARED = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf", "favor#:wderf")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +48,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=8, help="samples, evenly spaced over the text")
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]")
+    parser.add_argument("--backends", nargs="+", default=list(COMPARED), metavar="NAME[:FEATURES]")
     parser.add_argument("--num_features", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--windows", nargs="+", type=int, default=[0, 128])
     parser.add_argument("--converted", nargs="*", default=[], help="checkpoints made from MODEL")
@@ -75,12 +77,13 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
     """Converted checkpoints, and the variants that they are."""
     models = {}
     for folder in folders:
-        model = whole.load(folder, device)
+        model = load_exact(folder).to(device).eval()
         options = model.config.favor
         name = Path(folder).name
-        features = next(iter(model.config.favor_layers.values()))["family"]
+        backend = model.config._attn_implementation if model.config._attn_implementation in BACKENDS else "favor#"
+        features = feature_family(backend, FavorConfig.from_dict(options))[0] if backend == "favor#" else None
         own = (options["num_features"], options["window"], name, options["statistics"])
-        models[Variant("favor#", features, *own)] = model
+        models[Variant(backend, features, *own)] = model
     return models
 
 
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     path = arguments.model or str(minilm_path())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer, model = AutoTokenizer.from_pretrained(path), whole.load(path, device)
+    tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).to(device).eval()
     ids = samples(arguments.text, tokenizer, arguments.length, arguments.samples, arguments.seed)
     others = converted(arguments.converted, device)
     found = [*variants(arguments), *others]

@@ -14,7 +14,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.observe import Observation
-from favor.integrations.stored import stored_parameters
+from favor.integrations.stored import stored_choice, stored_parameters
 from favor.train.attention_student import relative_error
 
 MEAN, LOCAL = "mean of V", "window alone"
@@ -92,8 +92,10 @@ class HeadErrors:
         if variant.backend == LOCAL:
             return window_alone(seen, variant.window)
         name, options = feature_family(variant.backend, FavorConfig(features=variant.features))
-        family = families.get(name, **options)
-        return favor_attention(
+        family, choice = families.get(name, **options), {}
+        if variant.folder is not None:
+            choice = stored_choice(self.converted[variant.folder][seen.layer])
+        out = favor_attention(
             seen.query,
             seen.key,
             seen.value,
@@ -106,8 +108,12 @@ class HeadErrors:
             layer=seen.layer,
             parameters=self._stored(variant, seen.layer, "calibrated"),
             correction=self._stored(variant, seen.layer, "corrected"),
-            window=variant.window if seen.is_self_attention else 0,
+            window=choice.get("window", variant.window) if seen.is_self_attention else 0,
         )
+        groups = seen.query.shape[1] // seen.key.shape[1]
+        exact = [head for head in range(seen.query.shape[1]) if head // groups in choice.get("exact_heads", ())]
+        out[:, exact] = seen.output[:, exact]
+        return out
 
     def _stored(self, variant: Variant, layer: int, kind: str) -> Parameters | None:
         if variant.folder is None or variant.statistics != kind:

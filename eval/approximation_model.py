@@ -7,24 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from scipy.stats import spearmanr
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 import favor
 from favor.eval.approximation_heads import LOCAL, MEAN, Variant
-from favor.models import bert
 
 MASKED = 0.15
-
-
-def load(path: str, device: torch.device) -> PreTrainedModel:
-    """A model as its checkpoint names it, in float32 and evaluation mode, with exact attention."""
-    config = AutoConfig.from_pretrained(path)
-    name = (config.architectures or ["none"])[0]
-    model_class: Any = getattr(transformers, name, None) or getattr(bert, name, AutoModel)
-    return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).to(device).eval()
 
 
 def measure_of(model: PreTrainedModel) -> str:

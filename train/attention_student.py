@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from favor import favor_attention
-from favor import features as families
-from favor.features import Parameters
+from favor.features import Parameters, PositiveFeatures
 from favor.integrations.observe import Observation
 from favor.integrations.stored import stored_choice, stored_parameters
 
@@ -22,7 +21,7 @@ class AttentionStudent(nn.Module):
 
     Args:
         modules: attention modules of the model by layer number.
-        family: registry name of the features.
+        features: the family.
         options: options of the backend, `model.config.favor`. With `statistics="calibrated"` the parameters stored in
             the modules are corrected, else those of each sequence.
         shapes: number of key heads and head_dim of every layer to learn.
@@ -31,12 +30,12 @@ class AttentionStudent(nn.Module):
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        family: str,
+        features: PositiveFeatures,
         options: Mapping[str, Any],
         shapes: Mapping[int, tuple[int, int]],
     ) -> None:
         super().__init__()
-        self.family, self.options = families.get(family), dict(options)
+        self.features, self.options = features, dict(options)
         self.choices = {number: stored_choice(modules[number]) for number in shapes}
         self.base: dict[int, Parameters | None] = dict.fromkeys(shapes)
         if options["statistics"] == "calibrated":
@@ -82,7 +81,7 @@ class AttentionStudent(nn.Module):
             seen.query,
             seen.key,
             seen.value,
-            features=self.family,
+            features=self.features,
             num_features=options["num_features"],
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,

@@ -22,21 +22,22 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModel, AutoTokenizer, HfArgumentParser, get_scheduler
+from transformers import AutoTokenizer, HfArgumentParser, get_scheduler
 
 import favor
+from favor import features as families
 from favor.config import feature_family
 from favor.integrations.layers import attention_modules, decodes
 from favor.integrations.observe import Observation, observe
-from favor.integrations.stored import store_parameters
-from favor.models import bert
+from favor.integrations.stored import store_parameters, stored_choice
 from favor.train.arguments import check_positive, option
 from favor.train.attention_student import AttentionStudent
 from favor.train.checkpoint import write_json
+from favor.train.pretrained import load_exact
 from favor.train.text import samples
 
 RESULTS = "distillation.json"
@@ -75,6 +76,10 @@ class DistillArguments:
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.attn_implementation not in ("favor#", "favor_sharp", "favor++", "favor_plus_plus"):
+            raise ValueError(f"attn_implementation must be favor# or favor++, got {self.attn_implementation!r}")
+        if self.statistics == "corrected" and not self.attention_steps:
+            raise ValueError("statistics corrected is what attention_steps learn; set attention_steps above 0")
         if self.statistics not in (None, "calibrated", "corrected"):
             raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
         if self.exact_below != "auto" and not self.exact_below.isdecimal():
@@ -87,20 +92,15 @@ class DistillArguments:
         return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
 
 
-def load_model(path: str) -> transformers.PreTrainedModel:
-    """The model in float32 with exact attention; a BERT as Performer BERT, whose folder remembers its backend."""
-    config = AutoConfig.from_pretrained(path)
-    name = (config.architectures or ["none"])[0]
-    model_class: Any = getattr(transformers, name, AutoModel)
-    if config.model_type == "bert":
-        model_class = getattr(bert, f"Performer{name}", bert.PerformerBertModel)
-    return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
-
-
 def endless(loader: Any) -> Any:
     """Batches of a loader, again and again."""
     while True:
-        yield from loader
+        count = 0
+        for batch in loader:
+            count += 1
+            yield batch
+        if not count:
+            raise ValueError("there are fewer samples than processes; give a longer text or a smaller batch")
 
 
 def layers_of(model: transformers.PreTrainedModel, sample: Tensor) -> tuple[dict[int, tuple[int, int]], bool]:
@@ -123,8 +123,14 @@ def learn_parameters(
 ) -> list[float]:
     """Learns a correction of the parameters and stores what comes of it; returns the loss of every step."""
     options = model.config.favor
-    family, _ = feature_family(arguments.attn_implementation, favor.FavorConfig.from_dict(options))
-    bare = AttentionStudent(attention_modules(model), family, options, shapes).to(accelerator.device)
+    family, family_options = feature_family(arguments.attn_implementation, favor.FavorConfig.from_dict(options))
+    modules = attention_modules(model)
+    # Layers that stay exact altogether have nothing to learn.
+    shapes = {n: s for n, s in shapes.items() if len(stored_choice(modules[n]).get("exact_heads", ())) < s[0]}
+    if not shapes:
+        return []
+    features = families.get(family, **family_options)
+    bare = AttentionStudent(modules, features, options, shapes).to(accelerator.device)
     optimizer = torch.optim.Adam(bare.parameters(), lr=arguments.attention_learning_rate)
     student, optimizer = accelerator.prepare(bare, optimizer)
     scheduler = get_scheduler("cosine", optimizer.optimizer, 0, arguments.attention_steps)
@@ -139,6 +145,7 @@ def learn_parameters(
                 model(input_ids=next(batches))
             loss = student(seen, step)
             accelerator.backward(loss)
+            accelerator.clip_grad_norm_(student.parameters(), arguments.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -202,10 +209,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Distils as the command line says; returns what it writes to `distillation.json`."""
     parser = HfArgumentParser(DistillArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
     (arguments,) = parser.parse_args_into_dataclasses(argv)
-    accelerator = Accelerator()
+    # A pooler or another head may have no part in the loss.
+    parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(kwargs_handlers=[parallel])
     set_seed(arguments.seed)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-    model = load_model(arguments.model_name_or_path).to(accelerator.device)
+    model = load_exact(arguments.model_name_or_path, performer=True).to(accelerator.device)
     teacher = copy.deepcopy(model).eval() if arguments.model_steps else None
     steps = max(arguments.attention_steps, arguments.model_steps)
     size = arguments.per_device_train_batch_size

@@ -58,5 +58,8 @@ def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, s
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Special tokens that the tokenizer puts before and after a text."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
+    if not bare or not starts:
+        raise ValueError(f"cannot tell the special tokens of {type(tokenizer).__name__} from those of a text")
+    start = starts[0]
     return whole[:start], whole[start + len(bare) :]

@@ -45,7 +45,8 @@ def favor_attention(
     Approximates softmax(scale query key') value. Works on x = sqrt(scale) query and y = sqrt(scale) key; features and
     maxima are float32 (float64 for float64 inputs) whatever the inputs are. No epsilon is added anywhere. A query
     that sees no key gives zeros, with zero gradient. Positive features exist one block of tokens at a time, forward and
-    backward, so memory is linear in the length and does not grow with the number of features.
+    backward, so memory is linear in the length and does not grow with the number of features, except with a window:
+    each of its blocks keeps M means of values, so memory grows like 1 + M / window.
 
     All positive families but PosRF take their parameters, per sequence and key head and without gradient, from the
     moments of the tokens that are not padding, unless `parameters` are given. Moments of a whole sequence would show a
@@ -98,9 +99,9 @@ def favor_attention(
     family = families.get(features) if isinstance(features, str) else features
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
-    _check_window(window, family, query, key, is_causal)
-    if not (parameters is None and correction is None) and not isinstance(family, PositiveFeatures):
-        raise ValueError(f"{family.name} features have no parameters.")
+    _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
+    if not (parameters is None and correction is None) and not getattr(family, "needs_statistics", False):
+        raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)
@@ -153,7 +154,15 @@ def favor_attention(
     return (out if compaction is None else compaction.back(out, length)).to(given)
 
 
-def _check_window(window: int, family: RandomFeatures, query: Tensor, key: Tensor, is_causal: bool) -> None:
+def _check_window(
+    window: int,
+    family: RandomFeatures,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
     if window < 0:
         raise ValueError(f"window must not be negative, got {window}.")
     if window and (not isinstance(family, PositiveFeatures) or family.alpha):
@@ -165,6 +174,12 @@ def _check_window(window: int, family: RandomFeatures, query: Tensor, key: Tenso
         raise ValueError(
             f"a window needs queries and keys of the same tokens, got {query.shape[2]} queries and {key.shape[2]} "
             "keys; use window=0 for cross attention."
+        )
+    if not window or is_causal or cu_seqlens_q is None or cu_seqlens_k is None or cu_seqlens_q is cu_seqlens_k:
+        return
+    if not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError(
+            "a window needs packed queries and keys of the same lengths; use window=0 for cross attention."
         )
 
 

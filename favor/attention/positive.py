@@ -40,8 +40,10 @@ def attention(
         with torch.no_grad():
             masks = (key_mask, query_mask)
             parameters = _parameters(features, query, key, omega, *masks, is_causal, scale, use_statistics, packing)
+    else:
+        parameters = _checked("parameters", parameters, omega)
     if correction is not None:
-        parameters = parameters.corrected(correction)
+        parameters = parameters.corrected(_checked("correction", correction, omega))
     to_query, to_key, offset = features.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
         to_query, to_key, offset = to_query[None], to_key[None], offset[None]
@@ -54,6 +56,15 @@ def attention(
     return linear_attention(
         query, key, value, to_query, to_key, offset, bias, is_causal=is_causal, kernel=kernel, **options
     )
+
+
+def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
+    """Given parameters in the type and on the device of omega `[Hk, M, d]`."""
+    heads, head_dim = omega.shape[0], omega.shape[-1]
+    for part in (given.transform, given.inverse, given.factor):
+        if part.shape[-2:] != (head_dim, head_dim) or (part.ndim > 2 and part.shape[-3] not in (1, heads)):
+            raise ValueError(f"{name} must be [{heads}, {head_dim}, {head_dim}], got {tuple(part.shape)}.")
+    return given.to(omega)
 
 
 def _parameters(

@@ -88,6 +88,11 @@ class Parameters:
         transform = torch.linalg.solve(factor, B1)
         return cls(transform, torch.linalg.inv(transform), factor)
 
+    def to(self, like: Tensor) -> Parameters:
+        """The same in the type and on the device of another tensor."""
+        shift = None if self.shift is None else self.shift.to(like)
+        return Parameters(self.transform.to(like), self.inverse.to(like), self.factor.to(like), self.maps, shift)
+
     def corrected(self, correction: Parameters) -> Parameters:
         """These parameters moved by learned ones: G C, D L and b + c for a correction (C, D, c).
 

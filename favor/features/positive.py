@@ -191,8 +191,7 @@ class DERF(PositiveFeatures):
     def fit_moments(self, moments: Moments) -> Parameters:
         """The given parameters, in the type and on the device of the data."""
         like = moments.mean_x
-        p = self.parameters
-        return Parameters(p.transform.to(like), p.inverse.to(like), p.factor.to(like))
+        return self.parameters.to(like)
 
 
 def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,26 +84,38 @@ def gather(
     Raises:
         ValueError: if there is no batch, or no attention layer ran.
     """
-    statistics, training, device = Statistics(features), model.training, next(model.parameters()).device
+    statistics, device = Statistics(features), next(model.parameters()).device
+    training = [module for module in model.modules() if module.training]
     model.eval()
     batches = 0
     try:
         with observe(model, statistics):
-            for batch in dataloader:
-                if batches == max_batches:
-                    break
-                batch = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-                inputs = {k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k != "labels"}
-                model(**inputs)
+            for batch in islice(dataloader, max_batches):
+                model(**_inputs(batch, device))
                 batches += 1
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
     if not statistics.layers:
         raise ValueError(
             f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
             "each a tensor of input_ids or a dictionary of the model's arguments."
         )
     return statistics
+
+
+def _inputs(batch: Any, device: torch.device) -> dict[str, Tensor]:
+    """Arguments of the model, without labels, from a dictionary, a tensor of input_ids or a tuple of that alone."""
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping) or not all(isinstance(tensor, Tensor) for tensor in batch.values()):
+        raise ValueError(
+            "a batch must be a tensor of input_ids or a dictionary of tensors with the model's arguments, got "
+            f"{type(batch).__name__}{list(batch) if isinstance(batch, Mapping) else ''}."
+        )
+    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
 
 
 def calibrate(
@@ -148,11 +161,6 @@ def calibrate(
 
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     name, arguments = feature_family(attn_implementation, config)
-    family = families.REGISTRY[name]
-    if not issubclass(family, PositiveFeatures) or not family.needs_statistics:
-        raise ValueError(
-            f'{attn_implementation} has no parameters to calibrate; use attn_implementation="favor#" or "favor++".'
-        )
     fit_to_data(model, dataloader, name, arguments, True, max_batches)
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
 
@@ -172,7 +180,8 @@ def fit_to_data(
         model, dataloader, max_batches: as for `calibrate`.
     """
     family = families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
-    assert isinstance(family, PositiveFeatures)
+    if not isinstance(family, PositiveFeatures) or not family.needs_statistics:
+        raise ValueError(f"{name} features have no parameters to fit to data; use favor# or favor++.")
     statistics = gather(model, dataloader, features=family, max_batches=max_batches)
     if store:
         store_parameters(model, statistics.parameters(), name)

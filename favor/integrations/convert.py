@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from favor import features as families
 from favor.config import FavorConfig, feature_family
-from favor.features import PositiveFeatures
 from favor.integrations.calibration import fit_to_data
-from favor.integrations.stored import update_choices
+from favor.integrations.layers import decodes_or_is_causal
+from favor.integrations.stored import clear_choices, update_choices
 
 WIDENINGS = (2, 4)  # windows that a layer may take instead of the common one, as multiples
 NARROWEST = 64
@@ -61,13 +60,16 @@ def convert(
         raise ValueError(
             'statistics="corrected" is what favor.train.distill makes; convert with "batch" or "calibrated".'
         )
+    clear_choices(model)
     if layers == "all" and config.statistics == "batch":
         return configure(model, attn_implementation, **options)
     if dataloader is None:
         raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
     name, arguments = feature_family(attn_implementation, config)
-    if not issubclass(families.REGISTRY[name], PositiveFeatures):
-        raise ValueError(f'{attn_implementation} does not estimate softmax attention; use layers="all".')
+    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
+        raise ValueError(
+            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit none of their own.'
+        )
     statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
     if layers == "auto":
         rho = statistics.rho()
@@ -147,4 +149,6 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
             if wider < costs.length and spent + extra <= limit:
                 spent += extra
                 windows[layer] = wider
-    return {layer: {"exact_heads": sorted(exact[layer]), "window": windows[layer]} for layer in rho}
+    # A layer with the common window has none of its own, so that a change of the option reaches it.
+    own = {layer: {"window": window} for layer, window in windows.items() if window != costs.window}
+    return {layer: {"exact_heads": sorted(exact[layer]), **own.get(layer, {})} for layer in rho}

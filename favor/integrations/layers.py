@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from favor.integrations.stored import restore
+from favor.integrations.stored import NAME, restore
 
 _LAYER = "favor_layer"
 _CALLS = "favor_calls"
@@ -29,10 +29,12 @@ def number_layers(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
     }
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for number, (name, module) in enumerate(attention.items()):
         setattr(module, _LAYER, number)
+        setattr(module, NAME, name.removeprefix(prefix))
         setattr(module, _DECODES, _stands_in_a_decoder(name, attention))
-    restore(model, dict(enumerate(attention.values())))
+    restore(model, attention.values())
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -59,6 +61,13 @@ def decodes(module: nn.Module) -> bool:
     """Whether the queries of a layer are those of a decoder, so that statistics over them would show the future."""
     marks = (getattr(module, _DECODES, False), getattr(module, "is_decoder", False))
     return any(marks) or bool(getattr(module.config, "is_decoder", False))
+
+
+def decodes_or_is_causal(module: nn.Module) -> bool:
+    """Whether a module is an attention layer whose queries must not see each other's future."""
+    if not hasattr(module, _LAYER) or not hasattr(module, "config"):
+        return False
+    return decodes(module) or bool(getattr(module, "is_causal", False))
 
 
 def number_layers_of_new_models() -> None:

@@ -49,8 +49,8 @@ class Observation(NamedTuple):
 
     @property
     def query_padding(self) -> Tensor | None:
-        """Boolean `[B, L]`, True for the queries that count; of self-attention."""
-        return self.padding if self.query.shape[2] == self.key.shape[2] else None
+        """Boolean `[B, L]`, True for the queries that count, where queries and keys are those of the same tokens."""
+        return self.padding if self.is_self_attention and self.query.shape[2] == self.key.shape[2] else None
 
 
 @contextmanager
@@ -88,6 +88,8 @@ def _observed(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     refuse(kwargs, module)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError("observing attention needs batches with padding, not packed ones (cu_seq_lens_q was given).")
     if kwargs.get("sliding_window") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal, (length, key_length) = causal_of(module, is_causal), (query.shape[2], key.shape[2])

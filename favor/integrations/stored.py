@@ -1,13 +1,13 @@
 """What single attention layers keep in a model: calibrated parameters, heads that stay exact, windows of their own.
 
-The layers are listed in `config.favor_layers`, by layer number, so that `from_pretrained` makes the buffers before it
-reads the weights: `{"0": {"family": "wderf", "kind": "calibrated",
+The layers are listed in `config.favor_layers`, by their names below the base model, so that `from_pretrained` makes the
+buffers before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
 "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from favor.features import Parameters
 
 TRANSFORM, FACTOR, SHIFT = "favor_transform", "favor_factor", "favor_shift"
+NAME = "favor_name"
 _OWN = "favor_own"
 
 
-def restore(model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+def restore(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Gives attention modules what `config.favor_layers` says they have; parameters that are there stay.
 
     Args:
         model: the model, whose config is read.
-        modules: its attention modules by layer number.
+        modules: its attention modules, named.
     """
     layers = getattr(getattr(model, "config", None), "favor_layers", None) or {}
-    for number, module in modules.items():
-        own = layers.get(str(number), {})
+    for module in modules:
+        own = layers.get(getattr(module, NAME), {})
         setattr(module, _OWN, own)
         if "family" in own:
             _attach(module, own["key_heads"], own["head_dim"])
@@ -77,17 +78,29 @@ def store_parameters(
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
-    """Merges entries into `config.favor_layers`, and into the modules."""
-    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
-    for config in configs.values():
-        layers = {key: dict(own) for key, own in (getattr(config, "favor_layers", None) or {}).items()}
-        for number, own in choices.items():
-            layers[str(number)] = {**layers.get(str(number), {}), **own}
-        config.favor_layers = layers
+    """Merges entries, by layer number, into the modules and into `config.favor_layers`."""
     for module in model.modules():
         added = choices.get(getattr(module, "favor_layer", -1))
         if added is not None:
             setattr(module, _OWN, {**stored_choice(module), **added})
+    _write(model)
+
+
+def clear_choices(model: nn.Module) -> None:
+    """Forgets which heads stay exact and which windows layers have of their own; parameters stay."""
+    for module in model.modules():
+        if stored_choice(module):
+            own = {key: value for key, value in stored_choice(module).items() if key not in ("exact_heads", "window")}
+            setattr(module, _OWN, own)
+    _write(model)
+
+
+def _write(model: nn.Module) -> None:
+    layers = {getattr(module, NAME): stored_choice(module) for module in model.modules() if stored_choice(module)}
+    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
+    for config in configs.values():
+        if layers or hasattr(config, "favor_layers"):
+            config.favor_layers = layers
 
 
 def by_head(

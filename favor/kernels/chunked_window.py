@@ -177,8 +177,9 @@ class _Reader:
         self.values = blocks.load_keys(self._values[:number], self.inputs.value, span)
         logits = self._memory.product(self.rows, self.targets.transpose(1, 2))
         blocks.hide(logits[:, :, features:])
+        dead = None if hidden is None else (logits == -torch.inf).all(-1, keepdim=True)  # queries that see nothing
         torch.softmax(logits, -1, out=logits)
-        return logits if hidden is None else logits.nan_to_num_(0.0)  # of queries that see nothing
+        return logits if dead is None else logits.masked_fill_(dead, 0.0)
 
     def means(self, span: tuple[int, int]) -> Tensor:
         """Means of the values of the landmarks, `[s N, M, dv]`."""

@@ -133,7 +133,7 @@ def test_favor_plus_plus_has_parameters_and_favor_plus_has_none():
     model = favor.calibrate(bert(), batches(), attn_implementation="favor++", **OPTIONS)
     assert model.config._attn_implementation == "favor++"
     assert {own["family"] for own in model.config.favor_layers.values()} == {"gerf"}
-    with pytest.raises(ValueError, match="favor\\+ has no parameters to calibrate"):
+    with pytest.raises(ValueError, match="pos features have no parameters to fit"):
         favor.calibrate(bert(), batches(), attn_implementation="favor+")
 
 
@@ -150,6 +150,35 @@ def test_errors_say_what_is_missing():
     decoder = favor.configure(llama(), "favor#", statistics="corrected", **OPTIONS)
     with pytest.raises(ValueError, match="is for encoders"):
         decoder(tokens())
+
+
+def test_calibrated_models_run_in_float64():
+    model = favor.calibrate(bert(), batches(), window=8, **OPTIONS)
+    with torch.no_grad():
+        single = model(tokens()).last_hidden_state
+        torch.testing.assert_close(model.double()(tokens()).last_hidden_state.float(), single, rtol=1e-3, atol=1e-4)
+
+
+def test_batches_of_other_kinds():
+    expected = favor.calibrate(bert(), [tokens()], **OPTIONS).state_dict()
+    found = favor.calibrate(bert(), [(tokens(),)], **OPTIONS).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(
+        ValueError, match=r"a batch must be a tensor of input_ids or a dictionary of tensors .* \['text'\]|got dict"
+    ):
+        favor.calibrate(bert(), [{"text": "words"}])
+    lengths = torch.tensor([0, 8, 20], dtype=torch.int32)
+    packed = {"input_ids": tokens(1), "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    with pytest.raises(ValueError, match="needs batches with padding, not packed ones"):
+        favor.calibrate(bert(), [packed])
+
+
+def test_modes_of_modules_are_put_back():
+    model = bert().train()
+    model.encoder.layer[0].eval()
+    favor.calibrate(model, [tokens()], **OPTIONS)
+    assert model.training
+    assert not model.encoder.layer[0].training
 
 
 def test_observing_is_exact_attention_and_leaves_no_trace():

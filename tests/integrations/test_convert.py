@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from test_calibration import OPTIONS, batches, bert, llama, tokens
+from transformers import BartConfig, BartForCausalLM, BartForConditionalGeneration
 
 import favor
 from favor.features import Parameters
 from favor.integrations.convert import Costs, allocate
-from favor.integrations.stored import by_head, update_choices
+from favor.integrations.stored import by_head, stored_choice, update_choices
 
 
 def test_all_heads_exact_is_softmax_attention():
@@ -51,8 +52,8 @@ def test_the_budget_goes_to_the_worst_heads():
     def spent(choices):
         total = 0
         for layer, own in choices.items():
-            number = len(own["exact_heads"])
-            total += number * exact + (len(rho[layer]) - number) * costs.linear(layer, own["window"])
+            number, window = len(own["exact_heads"]), own.get("window", 0)
+            total += number * exact + (len(rho[layer]) - number) * costs.linear(layer, window)
         return total / (6 * exact)
 
     for budget, heads in ((0.2, []), (0.35, [(1, 1)]), (0.5, [(1, 1), (0, 1)]), (1.0, [(1, 1), (0, 1), (1, 0)])):
@@ -62,7 +63,7 @@ def test_the_budget_goes_to_the_worst_heads():
     # Hopeless heads that cannot be exact get wider windows; layers without any do not.
     choices = allocate(rho, costs, 0.3)
     assert choices[1]["window"] > 0
-    assert choices[2]["window"] == 0
+    assert "window" not in choices[2]
     assert all(value < math.log(100) for value in rho[2])
     with pytest.raises(ValueError, match=r"flop_budget=0.1 is less than the estimate alone costs at 1000 tokens, 0.20"):
         allocate(rho, costs, 0.1)
@@ -86,6 +87,41 @@ def test_auto_keeps_hopeless_heads_exact(make, tmp_path):
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="favor#").eval()
     with torch.no_grad():
         assert torch.equal(loaded(tokens())[0], outs["auto"])
+
+
+def test_options_still_apply_after_auto_and_all_heads_means_all():
+    options = {"num_features": 2, "exact_below": 0}
+    model = favor.convert(bert(), dataloader=batches(), layers="auto", flop_budget=0.3, length=1000, **options)
+    assert any(own.get("exact_heads") for own in model.config.favor_layers.values())
+    with torch.no_grad():
+        before = model(tokens())[0]
+        assert not torch.equal(favor.configure(model, window=8)(tokens())[0], before)
+        favor.convert(model, **options, window=0)
+        plain = favor.configure(bert(), "favor#", **options)
+        assert torch.equal(model(tokens())[0], plain(tokens())[0])
+
+
+def test_layers_are_found_by_name_in_submodels(tmp_path):
+    """An encoder-decoder's choices for its encoder do not land on the decoder loaded alone."""
+    config = BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    number = model.model.encoder.layers[0].self_attn.favor_layer
+    update_choices(model, {number: {"exact_heads": [0]}})
+    model.save_pretrained(tmp_path)
+    whole = BartForConditionalGeneration.from_pretrained(tmp_path)
+    assert stored_choice(whole.model.encoder.layers[0].self_attn) == {"exact_heads": [0]}
+    alone = BartForCausalLM.from_pretrained(tmp_path)
+    assert stored_choice(alone.model.decoder.layers[0].self_attn) == {}
+
+
+def test_what_cannot_be_judged_is_refused():
+    with pytest.raises(ValueError, match='layers="auto" of a decoder needs statistics="calibrated"'):
+        favor.convert(llama(), dataloader=batches(), layers="auto", flop_budget=1.0, length=1000)
+    with pytest.raises(ValueError, match="pos features have no parameters to fit"):
+        favor.convert(bert(), "favor+", dataloader=batches(), statistics="calibrated")
 
 
 def test_without_data_convert_configures():

@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import favor
 import favor.models
+from favor import features
 from favor.integrations.observe import observe
 from favor.train import distill
 from favor.train.attention_student import AttentionStudent, relative_error
@@ -59,15 +60,16 @@ def student_of(model):
     from favor.integrations.layers import attention_modules
 
     modules = attention_modules(model)
-    shapes = {int(n): (own["key_heads"], own["head_dim"]) for n, own in model.config.favor_layers.items()}
-    return AttentionStudent(modules, "wderf", model.config.favor, shapes)
+    shapes = {n: (2, 4) for n, module in modules.items() if hasattr(module, "favor_factor")}
+    return AttentionStudent(modules, features.get("wderf"), model.config.favor, shapes)
 
 
 def test_fixed_parameters_are_learned(decoder_folder, text, tmp_path):
     more = ("--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8")
     results = distill.main(arguments(decoder_folder, text, tmp_path / "out", "--attention_steps", "200", *more))
     start = distill.main(arguments(decoder_folder, text, tmp_path / "start", "--attention_steps", "0"))
-    assert results["layers"]["1"]["kind"] == start["layers"]["1"]["kind"] == "calibrated"
+    layer = "layers.0.self_attn"
+    assert results["layers"][layer]["kind"] == start["layers"][layer]["kind"] == "calibrated"
     assert len(results["attention_loss"]) == 200
     ids = samples(text, AutoTokenizer.from_pretrained(decoder_folder), 32, 30, seed=5)
     exact = LlamaForCausalLM.from_pretrained(decoder_folder).eval()
@@ -95,7 +97,9 @@ def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp
 
 def test_an_untrained_correction_changes_nothing():
     inputs = [torch.randn(2, 4, 20, 8) for _ in range(3)]
-    nothing = AttentionStudent({0: torch.nn.Module()}, "wderf", {"statistics": "batch"}, {0: (4, 8)}).correction(0)
+    nothing = AttentionStudent(
+        {0: torch.nn.Module()}, features.get("wderf"), {"statistics": "batch"}, {0: (4, 8)}
+    ).correction(0)
     options = {"features": "wderf", "num_features": 12, "window": 8}
     torch.testing.assert_close(
         favor.favor_attention(*inputs, correction=nothing, **options), favor.favor_attention(*inputs, **options)
