@@ -135,6 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.data_dir and whole.measure_of(model) == "cosine":
         sts = similarity(model, others, found, tokenizer, arguments)
     words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
+    if "--results" in words:
+        place = words.index("--results")
+        words[place : place + 2] = []
     context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
     facts = {
         "model": Path(path).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}",

@@ -156,7 +156,7 @@ def plot(results: Results, path: Path) -> None:
     best = best_variant(results)
     backends = [variant for variant in results.heads.variants if variant.backend not in (MEAN, LOCAL)]
     shown = [Variant(MEAN, None, 0, 0), backends[0], best]
-    figure, axes = pyplot.subplots(1, 4, figsize=(18, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.4]})
+    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.3]})
     for axis, variant in zip(axes, shown, strict=False):
         image = axis.imshow(
             by_head(results.heads.errors[variant]).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto"
@@ -173,11 +173,16 @@ def plot(results: Results, path: Path) -> None:
 def _curves(results: Results, backends: Sequence[Variant], axis: Any) -> None:
     labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
     colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
+    windows = sorted({window for _, window in labels})
+    styles = {window: ("-", "--", ":", "-.")[place % 4] for place, window in enumerate(windows)}
     for label, window in labels:
         own = [v for v in backends if (v.label, v.window) == (label, window)]
         errors = [mean_error(results, variant) for variant in own]
-        style = {"color": colours[label], "linestyle": "--" if window else "-", "marker": "o"}
+        style = {"color": colours[label], "linestyle": styles[window], "marker": "o"}
         axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
     axis.axhline(mean_error(results, Variant(MEAN, None, 0, 0)), color="grey", label=MEAN)
     axis.set(xscale="log", xlabel="number of features M", ylabel="mean relative error", ylim=(0, None))
-    axis.legend(fontsize=7)
+    ticks = sorted({variant.num_features for variant in backends})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
