@@ -41,7 +41,7 @@ def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dro
     Args:
         program: module name.
         argv: the arguments.
-        folders: options whose value is a data folder of this machine.
+        folders: options whose value is a data folder.
         dropped: options with one value that are left out.
     """
     kept: list[str] = []

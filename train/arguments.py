@@ -1,4 +1,4 @@
-"""The command line of `train/glue.py`: names as in transformers' GLUE example, values checked before anything runs."""
+"""Command-line arguments of `train/glue.py`, and what other programs share: checked before anything runs."""
 
 from __future__ import annotations
 

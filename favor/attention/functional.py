@@ -73,10 +73,10 @@ def favor_attention(
             them a causal query sees nothing of later tokens.
         correction: learned change of the parameters, given or fitted, see `favor.features.Parameters.corrected`.
         window: tokens are cut into blocks of this many, and inside a block attention is exact, under one normaliser
-            with the estimate of the rest; 0 (default) estimates everything. Blocks are counted from the first real
-            token, wherever padding is. Queries and keys must be those of the
-            same tokens. Costs 4 window d operations a token and head, where the features cost 8 M d. A window that
-            covers the sequence gives softmax attention.
+            with the estimate of the rest; 0 (default) estimates everything. Queries and keys must be those of the same
+            tokens. Blocks are counted from the first real token, wherever padding is; padding that is not at the end
+            costs a copy of the inputs, and a cached step then the work of all tokens. Costs 4 window d operations a
+            token and head, where the features cost 8 M d. A window that covers the sequence gives softmax attention.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]` of N sequences packed one after another along L and S,
             starting with 0 (the same tensor twice for self-attention). B is then 1, there are no masks, and no
             sequence sees another, nor its statistics.
