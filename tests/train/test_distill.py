@@ -3,6 +3,8 @@
 import gzip
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -125,3 +127,16 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
 def test_bad_arguments(more, message, bert_folder, text, tmp_path):
     with pytest.raises(ValueError, match=message):
         distill.main(arguments(bert_folder, text, tmp_path, *more))
+
+
+@pytest.mark.slow
+def test_two_processes_learn_both_stages(bert_folder, text, tmp_path):
+    """The pooler has no part in the loss, which distributed training must be told."""
+    words = arguments(bert_folder, text, tmp_path, "--attention_steps", "3", "--model_steps", "3")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    done = subprocess.run([*launch, "-m", "favor.train.distill", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads((tmp_path / "distillation.json").read_text())
+    assert (len(results["attention_loss"]), len(results["model_loss"])) == (3, 3)
+    assert AutoModel.from_pretrained(tmp_path).config.favor["statistics"] == "corrected"
