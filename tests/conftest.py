@@ -12,6 +12,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 # One thread a worker: pytest-xdist and the processes that tests start share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gzip
 import random
 from pathlib import Path
 
@@ -47,6 +48,16 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = BertForSequenceClassification(config).bert
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compressed text of 4000 words that the tokenizer above knows."""
+    path = tmp_path_factory.mktemp("text") / "words.txt.gz"
+    source = random.Random(0)
+    with gzip.open(path, "wt", encoding="utf-8") as stream:
+        stream.write(" ".join(source.choice(WORDS) for _ in range(4000)))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,9 @@
 
 import json
 import math
-import random
 
 import pytest
 import torch
-from conftest import WORDS
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -15,14 +13,6 @@ from favor.eval import approximation, approximation_model
 from favor.eval.approximation_heads import LOCAL, MEAN, HeadErrors, Variant, mean_of_values, window_alone
 from favor.features.centred import attention_received
 from favor.integrations.observe import Observation
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    source = random.Random(0)
-    path.write_text(" ".join(source.choice(WORDS) for _ in range(400)))
-    return path
 
 
 class Encoder(torch.nn.Module):

@@ -1,14 +1,11 @@
 """Distillation: what is learned helps on other text, and the folder is all that is needed afterwards."""
 
-import gzip
 import json
-import random
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import WORDS
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import favor
@@ -17,15 +14,6 @@ from favor import features
 from favor.train import distill
 from favor.train.attention_student import AttentionStudent
 from favor.train.text import samples
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "words.txt.gz"
-    source = random.Random(0)
-    with gzip.open(path, "wt", encoding="utf-8") as stream:
-        stream.write(" ".join(source.choice(WORDS) for _ in range(4000)))
-    return path
 
 
 @pytest.fixture(scope="module")
