@@ -63,6 +63,11 @@ def decodes(module: nn.Module) -> bool:
     return any(marks) or bool(getattr(module.config, "is_decoder", False))
 
 
+def is_self_attention(module: nn.Module, is_causal: bool, length: int, key_length: int) -> bool:
+    """Whether the queries and keys of a call belong to the same tokens, so that a window has a meaning."""
+    return is_causal or (length == key_length and not decodes(module))
+
+
 def decodes_or_is_causal(module: nn.Module) -> bool:
     """Whether a module is an attention layer whose queries must not see each other's future."""
     if not hasattr(module, _LAYER) or not hasattr(module, "config"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor.integrations.layers import decodes, layer_number, number_layers
+from favor.integrations.layers import is_self_attention, layer_number, number_layers
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
 from favor.integrations.refusals import causal_of, refuse
 
@@ -45,7 +45,7 @@ class Observation(NamedTuple):
     @property
     def is_self_attention(self) -> bool:
         """Whether queries and keys belong to the same tokens, so that a window has a meaning."""
-        return self.is_causal or (self.query.shape[2] == self.key.shape[2] and not decodes(self.module))
+        return is_self_attention(self.module, self.is_causal, self.query.shape[2], self.key.shape[2])
 
     @property
     def query_padding(self) -> Tensor | None:

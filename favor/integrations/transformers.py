@@ -17,6 +17,7 @@ from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.layers import (
     decodes,
+    is_self_attention,
     layer_number,
     number_layers,
     number_layers_of_new_models,
@@ -95,7 +96,7 @@ def favor_attention_forward(
     def linear(query: Tensor, key: Tensor, value: Tensor, stored: Parameters | None) -> Tensor:
         if dropout > 0:
             value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-        has_window = causal or (length == key_length and not decodes(module))
+        has_window = is_self_attention(module, causal, length, key_length)
         out = favor_attention(
             query,
             key,

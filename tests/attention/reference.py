@@ -4,6 +4,7 @@ import math
 
 import torch
 
+import favor
 from favor import features
 from favor.attention.functional import directions
 
@@ -29,6 +30,14 @@ def family_and_window(name, query, key, is_causal):
     """Registry name and window of an entry of the list above, for these inputs."""
     name, _, window = name.partition("@")
     return name, int(window or 0) if is_causal or query.shape[2] == key.shape[2] else 0
+
+
+def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
+    """`favor_attention` for an entry of the list above."""
+    name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
+    return favor.favor_attention(
+        *tensors, features=name, window=window, num_features=num_features, key_padding_mask=mask, **options
+    )
 
 
 def weights(rf, x, y, omega, real, is_causal, own, window):

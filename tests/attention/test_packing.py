@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from reference import FAMILIES, NUM_FEATURES, family_and_window, inputs
-
-import favor
+from reference import FAMILIES, attend, inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 ROWS = [7, 1, 30, 0, 12]
-
-
-def attend(*tensors, name, **options):
-    name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
-    return favor.favor_attention(*tensors, features=name, window=window, num_features=NUM_FEATURES, **options)
 
 
 def cumulative(lengths):
@@ -65,7 +58,7 @@ GOOD = torch.tensor([0, 10, 37])
             r"from 0 to 37, got \[0, 40\]",
         ),
         ({"cu_seqlens_q": GOOD.float()}, r"cu_seqlens_q must hold the cumulative lengths \[0, ..., 37\] as integers"),
-        ({"key_padding_mask": torch.ones(1, 37, dtype=torch.bool)}, "no padding"),
+        ({"mask": torch.ones(1, 37, dtype=torch.bool)}, "no padding"),
         ({"cu_seqlens_k": torch.tensor([0, 30, 37]), "is_causal": True}, "at least as many keys as queries in every"),
         ({"batch": 2}, "batch of size 1, got 2"),
     ],
