@@ -1,0 +1,211 @@
+"""The quadratic upper bound on the log-partition function of a softmax, and its O(n) structure.
+
+For Z(theta) = sum_y h(y) exp(theta . f(y)) and any expansion point t0, the bound of Jebara and Choromanska
+("Majorization for CRFs and latent likelihoods", 2012, Algorithm 1) gives mu and Sigma with, for every theta,
+
+    log Z(theta) <= log Z(t0) + (theta - t0) . mu + (theta - t0)' Sigma (theta - t0) / 2,
+
+with equal value and gradient at t0. Labels are taken in one after the other; any order is valid and gives another
+Sigma.
+
+For a softmax layer with weight W `[n, d]` and one input x, theta . f(y) is the logit a_y = W_y . x and Sigma is the
+Kronecker product B (x) x x', where B `[n, n]` depends on the logits alone. B is semiseparable: three numbers a label
+(beta, kappa, rho) hold all of it, and products, diagonal and linear systems cost O(n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from favor.optim.scan import affine_scan
+
+FLOOR = 60.0
+ORDERS = ("ascending", "descending", "none")
+
+
+@dataclass(frozen=True)
+class PartitionBound:
+    """The bound at one point: `log_z` (), `mean` mu `[D]` and `curvature` Sigma `[D, D]`."""
+
+    log_z: Tensor
+    mean: Tensor
+    curvature: Tensor
+
+
+def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = None) -> PartitionBound:
+    """The bound for any table of features: Algorithm 1, O(n D^2), labels in the order of the rows.
+
+    Args:
+        theta: expansion point `[D]`.
+        features: f(y), one row a label, `[n, D]`.
+        weights: h(y) >= 0, `[n]`, at least one of them positive. Default: ones.
+
+    Raises:
+        ValueError: for shapes that do not fit, or weights that are negative or all zero.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import partition_bound
+        >>> bound = partition_bound(torch.zeros(2), torch.eye(2))
+        >>> bound.curvature
+        tensor([[ 0.2500, -0.2500],
+                [-0.2500,  0.2500]])
+    """
+    if features.ndim != 2 or theta.shape != features.shape[1:]:
+        raise ValueError(
+            f"features must be [n, D] and theta [D], got {tuple(features.shape)} and {tuple(theta.shape)}."
+        )
+    logits = features @ theta
+    if weights is not None:
+        if weights.shape != logits.shape or not bool((weights >= 0).all() & (weights > 0).any()):
+            raise ValueError(f"weights must be {tuple(logits.shape)} numbers >= 0, at least one > 0.")
+        logits = logits + weights.log()
+    c = bound_coefficients(logits, "none")
+    mean, curvature = features[0], features.new_zeros(features.shape[1], features.shape[1])
+    for label in range(1, len(features)):
+        step = features[label] - mean
+        curvature = curvature + c.beta[label] * torch.outer(step, step)
+        mean = mean + c.kappa[label] * step
+    return PartitionBound(c.log_z, mean, curvature)
+
+
+@dataclass(frozen=True)
+class BoundCoefficients:
+    """Everything about B for logits `[..., n]`, in the order in which the labels were taken in.
+
+    With S_k the sum of exp(a) of the first k labels and L_k = a_k - log S_{k-1}, each `[..., n]`:
+
+    Attributes:
+        beta: tanh(L/2) / (2 L), 0 for the first label.
+        kappa: sigmoid(L), 1 for the first label.
+        rho: 1 - kappa, computed without the difference.
+        log_z: log-partition function `[...]`.
+        order: `[..., n]`, the label taken in at each place; None if that is 0, 1, ...
+    """
+
+    beta: Tensor
+    kappa: Tensor
+    rho: Tensor
+    log_z: Tensor
+    order: Tensor | None
+
+    @cached_property
+    def tail(self) -> Tensor:
+        """C_k `[..., n]`, curvature of later labels as it reaches label k: C_{k-1} = beta_k + rho_k^2 C_k, C_n = 0."""
+        suffix = affine_scan(self.rho.square(), self.beta, reverse=True)
+        return torch.cat((suffix[..., 1:], torch.zeros_like(suffix[..., :1])), dim=-1)
+
+    @cached_property
+    def coupling(self) -> Tensor:
+        """G_k `[..., n]`: B_ab = kappa_a (product of rho between a and b) G_b for a before b."""
+        return self.kappa * self.rho * self.tail - self.beta
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Values by label `[..., n]` in the order of the coefficients."""
+        return values if self.order is None else values.gather(-1, self.order.expand(values.shape))
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Values in the order of the coefficients `[..., n]` by label."""
+        if self.order is None:
+            return values
+        return torch.empty_like(values).scatter_(-1, self.order.expand(values.shape), values)
+
+
+def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> BoundCoefficients:
+    """Coefficients of B from logits, in the log domain throughout.
+
+    Logits more than 60 below the largest of their row (-inf for masked labels, for instance) are raised to that, which
+    keeps the bound valid: it is then one of a slightly larger partition function, by at most n e^-60.
+
+    Args:
+        logits: `[..., n]` with n >= 1, floating point; half precisions are computed in float32.
+        order: in which labels are taken in: "ascending" (likely labels last: smallest largest eigenvalue, and B is the
+            Laplacian of a graph), "descending" (smallest trace), "none" (by index), or a permutation, `[n]` or
+            `[..., n]` int64. Ties keep the order of the labels.
+
+    Raises:
+        ValueError: for logits that are NaN or +inf, a row that is all -inf, no labels, or an unknown order.
+    """
+    if logits.ndim == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits must be floating point [..., n] with n >= 1, got {logits.dtype} {tuple(logits.shape)}."
+        )
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    top = logits.amax(-1, keepdim=True)
+    if not bool(top.isfinite().all()):
+        raise ValueError("logits must be finite, or -inf for some labels of a row; got NaN, +inf or a row of -inf.")
+    logits, permutation = _sorted(logits.maximum(top - FLOOR), order)
+    log_sums = logits.logcumsumexp(-1)
+    if logits.shape[-1] == 1:
+        zero = torch.zeros_like(logits)
+        return BoundCoefficients(zero, torch.ones_like(logits), zero, log_sums[..., -1], permutation)
+    ratio = logits[..., 1:] - log_sums[..., :-1]
+    # The first label has nothing before it: log ratio +inf, so kappa = 1 and rho = beta = 0.
+    ratio = torch.nn.functional.pad(ratio, (1, 0), value=torch.inf)
+    half = ratio.abs() / 2
+    beta = torch.where(half == 0, 0.25, half.tanh() / (4 * half))
+    return BoundCoefficients(beta, ratio.sigmoid(), (-ratio).sigmoid(), log_sums[..., -1], permutation)
+
+
+def _sorted(logits: Tensor, order: str | Tensor) -> tuple[Tensor, Tensor | None]:
+    if isinstance(order, Tensor):
+        expanded = order.expand(logits.shape)
+        if not bool((expanded.sort(-1)[0] == torch.arange(logits.shape[-1], device=order.device)).all()):
+            raise ValueError("order must hold every label once.")
+        return logits.gather(-1, expanded), expanded
+    if order not in ORDERS:
+        raise ValueError(f"order must be a permutation or one of {', '.join(ORDERS)}; got {order!r}.")
+    if order == "none":
+        return logits, None
+    ordered, permutation = torch.sort(logits, dim=-1, descending=order == "descending", stable=True)
+    return ordered, permutation
+
+
+def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
+    """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions."""
+    v = c.arrange(v.expand(torch.broadcast_shapes(v.shape, c.beta.shape)))
+    mean = affine_scan(c.rho, c.kappa * v)
+    before = torch.nn.functional.pad(mean[..., :-1], (1, 0))
+    force = c.beta * (v - before)
+    later = torch.nn.functional.pad(affine_scan(c.rho, force, reverse=True)[..., 1:], (0, 1))
+    return c.restore(force - c.kappa * later)
+
+
+def bound_diagonal(c: BoundCoefficients) -> Tensor:
+    """Diagonal of B by label, `[..., n]`, in O(n)."""
+    return c.restore(c.beta + c.kappa.square() * c.tail)
+
+
+def bound_row_sums(c: BoundCoefficients) -> Tensor:
+    """Sums of absolute values of the rows of B by label, `[..., n]`, in O(n); diag of them is above B (Gershgorin)."""
+    coupling = c.coupling.abs()
+    coupling = torch.cat((torch.zeros_like(coupling[..., :1]), coupling[..., 1:]), dim=-1)
+    later = torch.nn.functional.pad(affine_scan(c.rho, coupling, reverse=True)[..., 1:], (0, 1))
+    return c.restore(c.beta + c.kappa.square() * c.tail + c.kappa * later + coupling)
+
+
+def bound_factor(c: BoundCoefficients) -> Tensor:
+    """F `[..., n - 1, n]`, columns by label, with B = F'F: row sqrt(beta_k) (e_k - m_{k-1}) for all but the first."""
+    n = c.beta.shape[-1]
+    # m_{k-1} has weight kappa_a times the product of rho from a + 1 to k - 1 at label a: logs, as products underflow.
+    log_rho = torch.nn.functional.pad(c.rho[..., 1:].log(), (1, 0)).cumsum(-1)
+    weight = c.kappa.log() - log_rho
+    row, column = torch.arange(1, n, device=weight.device).unsqueeze(-1), torch.arange(n, device=weight.device)
+    log_mean = weight.unsqueeze(-2) + log_rho[..., :-1].unsqueeze(-1)
+    mean = torch.where(column < row, log_mean, -torch.inf).exp()
+    factor = c.beta[..., 1:, None].sqrt() * ((column == row).to(mean) - mean)
+    if c.order is None:
+        return factor
+    index = c.order.unsqueeze(-2).expand(factor.shape)
+    return torch.empty_like(factor).scatter_(-1, index, factor)
+
+
+def bound_dense(c: BoundCoefficients) -> Tensor:
+    """B itself, `[..., n, n]` by label: O(n^2) memory."""
+    factor = bound_factor(c)
+    return factor.mT @ factor

@@ -1,0 +1,164 @@
+"""One exact full-rank step on one example in O(n d), and ProxBoundSGD, which takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from favor.optim.bound import bound_coefficients
+from favor.optim.head import Batch, HeadOptimizer, joined, write
+from favor.optim.solve import bound_solve
+
+
+def single_direction(
+    logits: Tensor,
+    residual: Tensor,
+    norm2: Tensor | float,
+    weight_decay: float,
+    damping: float,
+    order: str | Tensor = "none",
+) -> Tensor:
+    """V `[n]` of the exact step on one example: (s B + damping I) v = r + (lambda / s) a.
+
+    With a = W x, r the gradient by a and s = |x|^2 > 0, the step on the (n d) x (n d) system
+
+        W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
+
+    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x': O(n) beside one update of rank one.
+
+    Args:
+        logits: a `[n]`.
+        residual: r `[n]`, softmax(a) - onehot(target) for cross-entropy.
+        norm2: s.
+        weight_decay: lambda >= 0.
+        damping: > 0.
+        order: of the labels, see `bound_coefficients`. Default "none", which saves the sorting.
+    """
+    right = residual + (weight_decay / norm2) * logits if weight_decay else residual
+    return bound_solve(bound_coefficients(logits, order), norm2, damping, right)
+
+
+@torch.no_grad()
+def exact_step_(
+    weight: Tensor,
+    x: Tensor,
+    target: int,
+    *,
+    lr: float = 1.0,
+    weight_decay: float = 0.0,
+    damping: float,
+    order: str | Tensor = "none",
+) -> Tensor:
+    """W <- W - eta (B (x) x x' + damping I)^{-1} (gradient of cross-entropy + lambda W), exactly, in place, in O(n d).
+
+    Args:
+        weight: W `[n, d]`, changed.
+        x: one input `[d]`.
+        target: its label.
+        lr: eta. Default 1.
+        weight_decay: lambda of lambda/2 |W|^2. Default 0.
+        damping: > 0; lambda + 1/tau is the proximal step of length tau, lambda alone the undamped one.
+        order: of the labels, see `bound_coefficients`. Default "none".
+
+    Returns:
+        The loss before the step, without the l2 term, ().
+
+    Raises:
+        ValueError: for shapes that do not fit, or a target that is no label.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import exact_step_
+        >>> weight = torch.zeros(3, 2)
+        >>> exact_step_(weight, torch.tensor([1.0, 0.0]), 1, damping=1.0)
+        tensor(1.0986)
+    """
+    if weight.ndim != 2 or x.shape != weight.shape[1:]:
+        raise ValueError(f"weight must be [n, d] and x [d], got {tuple(weight.shape)} and {tuple(x.shape)}.")
+    if not 0 <= target < len(weight):
+        raise ValueError(f"target must be from 0 to {len(weight) - 1}, got {target}.")
+    logits = torch.mv(weight, x)
+    log_p = logits.log_softmax(-1)
+    residual = log_p.exp()
+    residual[target] = 0
+    residual[target] = -residual.sum()
+    _apply(weight, x, logits, residual, lr, weight_decay, damping, order)
+    return -log_p[target]
+
+
+def _apply(
+    weight: Tensor,
+    x: Tensor,
+    logits: Tensor,
+    residual: Tensor,
+    lr: float,
+    weight_decay: float,
+    damping: float,
+    order: str | Tensor,
+) -> None:
+    norm2 = torch.dot(x, x).item()
+    shrink = lr * weight_decay / damping
+    if norm2 > 0:
+        direction = single_direction(logits, residual, norm2, weight_decay, damping, order)
+        push = -lr * direction if shrink == 0 else shrink / norm2 * logits - lr * direction
+        weight.addr_(push, x, beta=1 - shrink)
+    else:
+        weight.mul_(1 - shrink)
+
+
+class ProxBoundSGD(HeadOptimizer):
+    r"""Stochastic gradient descent on one example a step, each step minimizing the example's bound.
+
+    .. math:: W \leftarrow \arg\min_V \; \mathrm{bound}_j(V) + \tfrac{\lambda}{2} |V|^2 + \tfrac{1}{2 \eta} |V - W|^2
+
+    It never overshoots, tends to plain gradient descent for small eta, and costs O(n d) like it. The undamped step of
+    the paper (`SPFB(literal=True)`) has another fixed point than the optimum; this one has not, as eta goes to 0.
+
+    Args:
+        head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.
+        lr: eta, the length of the step; decrease it by a scheduler to converge. Default 1.
+        weight_decay: lambda, bias included. Default 0.
+        order: of the labels in the bound: "none" (default), "descending" or "ascending".
+
+    Raises:
+        TypeError: if the head is not an `nn.Linear`.
+        ValueError: for an option out of range, a tied weight, or a batch that is not one example.
+
+    References:
+        The bound: Jebara and Choromanska, 2012; its use on one example: Wang and Choromanska, "SGB: Stochastic Gradient
+        Bound", eq. 2.3, here with a proximal term and solved in O(n d).
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        order: str = "none",
+    ) -> None:
+        super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "order": order})
+
+    def _update(self, group: dict[str, Any], head: nn.Linear, gradient: Tensor, batch: Batch) -> None:
+        x, rate = only_row(self, batch), group["lr"]
+        if rate == 0:
+            return
+        theta = joined(head, group["params"])
+        norm2 = torch.dot(x, x).clamp_min(torch.finfo(x.dtype).tiny)
+        logits, residual = torch.mv(theta, x), torch.mv(gradient, x) / norm2
+        decay = group["weight_decay"]
+        _apply(theta, x, logits, residual, 1.0, decay, decay + 1 / rate, group["order"])
+        write(head, theta)
+
+
+def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
+    """The one input `[d]` of a batch; raises ValueError if there are more."""
+    rows = batch.weights.nonzero().squeeze(-1)
+    if len(rows) != 1 or optimizer._world_size() > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} takes one example a step on one process, got {len(rows)} on each: use SPFB or "
+            "SoftmaxBound for batches."
+        )
+    return batch.x[rows[0]]

@@ -1,0 +1,133 @@
+"""SoftmaxBound: curvature for the output layer of a deep network, beside any optimizer of its body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from favor.optim.exact import Exact, exact
+from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.majorizers import Blocks, Kronecker, averaged, majorize
+
+CURVATURES = ("bohning", "diag", "block", "kfac", "exact")
+
+
+class SoftmaxBound(HeadOptimizer):
+    r"""Preconditions the gradient of a softmax output layer by an upper bound on its curvature.
+
+    .. math:: W \leftarrow W - \eta\, (K + (\lambda + \delta) I)^{-1} (G + \lambda W)
+
+    with the gradient G of the loss, weight decay lambda and K one of the majorizers of `favor.optim.majorizers`. The
+    step size has a natural value, lr = 1. Use it on the head alone, with any optimizer on the body, and step both. The
+    loss stays what it is: label smoothing, `ignore_index`, gradient accumulation, DDP and GradScaler (it unscales
+    before it steps) need no change. The loss has to be a softmax of the head's output, averaged over rows.
+
+    Args:
+        head: `nn.Linear` with weight `[n, d]`, or dicts `{"head": nn.Linear, ...}`. Weights are best kept in float32
+            under mixed precision; curvature is in float32 always.
+        lr: eta. Default 1.
+        weight_decay: lambda of lambda/2 |W|^2, bias included, inside the solve. Default 0.
+        damping: delta as a part of the mean eigenvalue of K. Default 1e-2.
+        curvature: "bohning" (default: inputs alone, no logits, any number of labels), "diag" (one number a label,
+            from logits), "block" (a d x d matrix a label, up to 2000 labels), "kfac" (a matrix over labels, up to
+            2000; no bound) or "exact" (the bound of the batch itself, by conjugate gradients).
+        curvature_ema: part of the curvature of earlier steps that is kept, in [0, 1). Default 0.9; "exact" has none.
+        max_rows: rows of a batch from which curvatures that need logits are taken, evenly spread. Default 512.
+        process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.
+
+    Raises:
+        TypeError: if the head is not an `nn.Linear`.
+        ValueError: for an option out of range, or a weight that is tied to another module's.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import SoftmaxBound
+        >>> body, head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        >>> optimizers = torch.optim.AdamW(body.parameters()), SoftmaxBound(head)
+        >>> logits = head(body(torch.randn(16, 4)).relu())
+        >>> torch.nn.functional.cross_entropy(logits, torch.randint(3, (16,))).backward()
+        >>> for optimizer in optimizers:
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    See Also:
+        BBM: full batches, with a guarantee of descent.
+
+    References:
+        Jebara and Choromanska, "Majorization for CRFs and latent likelihoods", 2012. Bohning, "Multinomial logistic
+        regression algorithm", 1992. The structure of the bound for a softmax layer is derived in favor/optim/README.md.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        damping: float = 1e-2,
+        curvature: str = "bohning",
+        curvature_ema: float = 0.9,
+        max_rows: int = 512,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "damping": damping,
+            "curvature": curvature,
+            "curvature_ema": curvature_ema,
+            "max_rows": max_rows,
+        }
+        super().__init__(head, defaults, process_group)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        if options["curvature"] not in CURVATURES:
+            raise ValueError(f"curvature must be one of {', '.join(CURVATURES)}; got {options['curvature']!r}.")
+        if not 0 <= options["curvature_ema"] < 1:
+            raise ValueError(f"curvature_ema must be in [0, 1), got {options['curvature_ema']}.")
+        if options["max_rows"] < 1:
+            raise ValueError(f"max_rows must be at least 1, got {options['max_rows']}.")
+        if options["damping"] + options["weight_decay"] <= 0:
+            raise ValueError(
+                "damping and weight_decay are both 0, and curvature alone has no inverse: set one of them."
+            )
+
+    def _direction(
+        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
+    ) -> Tensor:
+        gradient = gradient + group["weight_decay"] * theta
+        curvature = self._curvature(group, state, theta, batch)
+        damping = group["weight_decay"] + group["damping"] * curvature.mean_eigenvalue().item()
+        return group["lr"] * curvature.solve(gradient, damping)
+
+    def _curvature(
+        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch
+    ) -> Kronecker | Blocks | Exact:
+        """The majorizer, its factors averaged over processes and, but for "exact", over steps."""
+        if group["curvature"] == "exact":
+            return exact(batch.x @ theta.T, batch.x, batch.weights, reduce=self._mean)
+        x, weights = batch.x, batch.weights
+        if group["curvature"] != "bohning":
+            x, weights = thinned(x, weights, group["max_rows"])
+        now = averaged(majorize(group["curvature"], theta, x, weights), self._mean)
+        keep = group["curvature_ema"]
+        # Divided by the sum of all weights so far, as in Adam: the mean is not drawn to where it started.
+        fresh = (1 - keep) / (1 - keep ** state["step"])
+        for name in (names := [field.name for field in fields(now)]):
+            value = getattr(now, name)
+            state[name] = state[name].lerp_(value, fresh) if name in state else value
+        return type(now)(**{name: state[name] for name in names})
+
+
+def thinned(x: Tensor, weights: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    """At most so many of the rows that count, evenly spread, with the same total weight."""
+    counted = weights.nonzero().squeeze(-1)
+    if len(counted) > max_rows:
+        counted = counted[torch.linspace(0, len(counted) - 1, max_rows, device=x.device).long()]
+    chosen = weights[counted]
+    return x[counted], chosen * (weights.sum() / chosen.sum())

@@ -1,0 +1,182 @@
+"""SPFB and SBM: the papers' stochastic optimizers, corrected where the printed algorithms diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from favor.optim.bound import bound_coefficients, bound_factor
+from favor.optim.exact import exact
+from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.single import single_direction
+
+MAX_SIZE = 5000
+
+
+class SPFB(HeadOptimizer):
+    r"""Stochastic partition function bound: the curvature of the mini-batch at hand, all of it.
+
+    .. math:: W \leftarrow W - \eta\, (\Sigma_b + (\lambda + \delta) I)^{-1} (G + \lambda W)
+
+    with the bound's curvature Sigma_b of the batch and damping delta = `damping` times the mean |x|^2 of the batch. A
+    batch of one example costs O(n d), others conjugate gradients (a dense solve up to n d = 1500).
+
+    The published form (`literal`) has delta = 0 and eta = lr / t at step t. It does not converge to the optimum on
+    batches of one example: gradient and curvature come from the same example, and the mean of their quotient is not
+    zero where the mean gradient is. The bias falls like one over the batch size.
+
+    Args:
+        head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.
+        lr: eta. Default 1.
+        weight_decay: lambda, bias included. Default 1e-4.
+        damping: delta over the mean |x|^2. Default 1e-2.
+        literal: the published form; it does not use `damping`. Default False.
+        order: of the labels in the bound: "ascending" (default), "descending" or "none".
+        process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.
+
+    Raises:
+        TypeError: if the head is not an `nn.Linear`.
+        ValueError: for an option out of range, or a tied weight.
+
+    References:
+        Wang and Choromanska, "SGB: Stochastic Gradient Bound", section 2.2.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        weight_decay: float = 1e-4,
+        damping: float = 1e-2,
+        literal: bool = False,
+        order: str = "ascending",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "damping": damping, "literal": literal, "order": order}
+        super().__init__(head, defaults, process_group)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        if options["weight_decay"] + (0 if options["literal"] else options["damping"]) <= 0:
+            raise ValueError(
+                "curvature alone has no inverse: weight_decay, or damping without literal, must be positive."
+            )
+
+    def _direction(
+        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
+    ) -> Tensor:
+        decay, rate, damping = group["weight_decay"], group["lr"], group["weight_decay"]
+        norms = batch.x.square().sum(-1)
+        if group["literal"]:
+            rate /= state["step"]
+        else:
+            damping += group["damping"] * self._mean(batch.weights @ norms).item()
+        if len(norms) == 1 and self._world_size() == 1:
+            x, norm2 = batch.x[0], norms.item()
+            if norm2 == 0:
+                return rate * decay / damping * theta
+            logits, residual = theta @ x, gradient @ x / norm2
+            solution = single_direction(logits, residual, norm2, decay, damping, group["order"])
+            # What is orthogonal to x has no curvature: there the step is that of weight decay over the damping.
+            push = solution - (decay / damping / norm2) * logits
+            return rate * (torch.outer(push, x) + decay / damping * theta)
+        sigma = exact(batch.x @ theta.T, batch.x, batch.weights, order=group["order"], reduce=self._mean)
+        return rate * sigma.solve(gradient + decay * theta, damping)
+
+
+class SBM(HeadOptimizer):
+    r"""Stochastic bound majorization: the curvature of all examples seen so far, inverted as it grows.
+
+    With T examples, :math:`M = (\lambda T I + \sum_i \Sigma_i)^{-1}` over the examples i seen and the sum g of a
+    batch's gradients (each with its share :math:`\lambda W` of weight decay):
+
+    - "online": :math:`W \leftarrow W - \eta M g`, eta from 1 to 3;
+    - "accumulated", the paper's Algorithm 2 with regularization counted once per example and not once per label:
+      :math:`W \leftarrow W - \eta\, (m / T)\, M \sum g` over all batches so far, of size m.
+
+    M is a dense (n d) x (n d) matrix in float64, updated by the Woodbury identity in O(m n (n d)^2); n d up to 5000.
+
+    Args:
+        head: `nn.Linear` `[n, d]`.
+        num_examples: T, the size of the training set.
+        lr: eta. Default 1.
+        weight_decay: lambda > 0 of lambda/2 |W|^2 beside the mean loss, bias included. Default 1e-4.
+        variant: "online" (default) or "accumulated".
+        order: of the labels in the bound: "descending" (default), "ascending" or "none".
+
+    Raises:
+        TypeError: if the head is not an `nn.Linear`.
+        ValueError: for an option out of range, a tied weight, or n d above 5000; in `step`, on several processes.
+
+    References:
+        Choromanska and Jebara, "Stochastic bound majorization", Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear | Iterable[dict[str, Any]],
+        num_examples: int,
+        lr: float = 1.0,
+        weight_decay: float = 1e-4,
+        variant: str = "online",
+        order: str = "descending",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "num_examples": num_examples,
+            "variant": variant,
+            "order": order,
+        }
+        super().__init__(head, defaults)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        size = sum(parameter.numel() for parameter in options["params"])
+        if size > MAX_SIZE:
+            raise ValueError(f"the head has {size} parameters, and SBM's matrix is dense: up to {MAX_SIZE}.")
+        if options["variant"] not in ("online", "accumulated"):
+            raise ValueError(f"variant must be online or accumulated, got {options['variant']!r}.")
+        if options["weight_decay"] == 0 or options["num_examples"] < 1:
+            raise ValueError("weight_decay must be positive and num_examples at least 1.")
+
+    def _direction(
+        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
+    ) -> Tensor:
+        if self._world_size() > 1:
+            raise ValueError("SBM keeps one matrix of all examples in order: run it on one process.")
+        counted = batch.x[batch.weights > 0]
+        total = group["weight_decay"] * group["num_examples"]
+        if "inverse" not in state:
+            state["inverse"] = torch.eye(theta.numel(), dtype=torch.float64, device=theta.device) / total
+        inverse = add_curvature_(state["inverse"], counted, counted @ theta.T, group["order"])
+        summed = len(counted) * (gradient + group["weight_decay"] * theta).double().flatten()
+        length = group["lr"]
+        if group["variant"] == "accumulated":
+            summed = state["gradients"] = state.get("gradients", 0) + summed
+            length *= len(counted) / group["num_examples"]
+        return length * (inverse @ summed).reshape(theta.shape).to(theta)
+
+
+def add_curvature_(inverse: Tensor, x: Tensor, logits: Tensor, order: str) -> Tensor:
+    """M <- (M^{-1} + sum_j B_j (x) x_j x_j')^{-1} in place, by the Woodbury identity.
+
+    Args:
+        inverse: M `[n d, n d]`, changed.
+        x: inputs `[m, d]`.
+        logits: `[m, n]`.
+        order: of the labels.
+    """
+    factor = bound_factor(bound_coefficients(logits, order)).to(inverse)
+    rows = torch.einsum("mkn,md->mknd", factor, x.to(inverse)).flatten(2).flatten(0, 1)
+    if len(rows) == 0:
+        return inverse
+    image = rows @ inverse
+    middle = image @ rows.T
+    middle.diagonal().add_(1)
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(middle), image, upper=False)
+    return inverse.addmm_(half.T, half, alpha=-1)
