@@ -8,6 +8,9 @@ from typing import Any
 from transformers import HfArgumentParser, SchedulerType
 
 import favor
+from favor.optim.softmax_bound import CURVATURES
+
+ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 
 
 def option(default: Any, text: str) -> Any:
@@ -131,12 +134,38 @@ class TrainArguments:
 
 
 @dataclass
+class HeadArguments:
+    """The optimizer of the output layer."""
+
+    head_optimizer: str = option(ADAMW, f"Of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound).")
+    head_learning_rate: float | None = option(
+        None, f"Its peak learning rate. Default: 1 for {SOFTMAX_BOUND}, else that of the body."
+    )
+    head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
+    head_curvature: str | None = option(
+        None, f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own."
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        check_positive(self, "head_learning_rate", "head_damping")
+        if self.head_optimizer not in (ADAMW, SOFTMAX_BOUND):
+            raise ValueError(f"head_optimizer must be {ADAMW} or {SOFTMAX_BOUND}, got {self.head_optimizer!r}")
+        if self.head_curvature not in (None, *CURVATURES):
+            raise ValueError(f"head_curvature must be one of {', '.join(CURVATURES)}, got {self.head_curvature!r}")
+        for name in ("head_damping", "head_curvature"):
+            if getattr(self, name) is not None and self.head_optimizer != SOFTMAX_BOUND:
+                raise ValueError(f"{name} is an option of head_optimizer {SOFTMAX_BOUND}, not of {self.head_optimizer}")
+
+
+@dataclass
 class Arguments:
     """All arguments of a run."""
 
     model: ModelArguments
     data: DataArguments
     train: TrainArguments
+    head: HeadArguments
 
     def settings(self, num_processes: int) -> dict[str, Any]:
         """What the result of one seed depends on."""
@@ -147,7 +176,7 @@ class Arguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument with its value."""
-        return asdict(self.model) | asdict(self.data) | asdict(self.train)
+        return asdict(self.model) | asdict(self.data) | asdict(self.train) | asdict(self.head)
 
 
 def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
@@ -156,6 +185,6 @@ def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
     Raises:
         ValueError: for a value that cannot be used; the message says which, and what was expected.
     """
-    kinds: Any = (ModelArguments, DataArguments, TrainArguments)
+    kinds: Any = (ModelArguments, DataArguments, TrainArguments, HeadArguments)
     parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
     return Arguments(*parser.parse_args_into_dataclasses(argv))

@@ -40,6 +40,7 @@ from favor.train.arguments import Arguments, ModelArguments, TrainArguments, par
 from favor.train.batches import make_loaders, mix
 from favor.train.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.metrics import load_glue_metric
+from favor.train.optimizers import make_optimizer
 
 
 def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
@@ -106,15 +107,8 @@ class Run:
     folder: Path
     steps_per_epoch: int
     total_steps: int
+    clipped: list[torch.nn.Parameter]
     seconds: list[float] = field(default_factory=list)
-
-
-def make_optimizer(model: torch.nn.Module, arguments: TrainArguments) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices alone: biases and normalisations are vectors."""
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=arguments.learning_rate)
 
 
 def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> Run:
@@ -135,7 +129,7 @@ def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
-    optimizer = make_optimizer(model, train)
+    optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
     model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
 
@@ -165,6 +159,7 @@ def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -
         folder,
         steps_per_epoch,
         total_steps,
+        clipped,
     )
 
 
@@ -192,7 +187,7 @@ def train_epoch(run: Run, arguments: TrainArguments, bar: tqdm) -> None:
             loss = run.model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients and arguments.max_grad_norm > 0:
-                accelerator.clip_grad_norm_(run.model.parameters(), arguments.max_grad_norm)
+                accelerator.clip_grad_norm_(run.clipped, arguments.max_grad_norm)
             run.optimizer.step()
             run.optimizer.zero_grad()
         losses.append(loss.detach())

@@ -11,6 +11,7 @@ from favor.optim.bound import (
     bound_row_sums,
     partition_bound,
 )
+from favor.optim.combined import CombinedOptimizer
 from favor.optim.full_batch import BBM
 from favor.optim.low_rank import LSPFB, LowRankBound, LowRankCurvature, low_rank_bound
 from favor.optim.single import ProxBoundSGD, exact_step_
@@ -24,6 +25,7 @@ __all__ = [
     "SBM",
     "SPFB",
     "BoundCoefficients",
+    "CombinedOptimizer",
     "LowRankBound",
     "LowRankCurvature",
     "PartitionBound",

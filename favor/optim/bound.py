@@ -61,8 +61,10 @@ def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = No
         )
     logits = features @ theta
     if weights is not None:
-        if weights.shape != logits.shape or not bool((weights >= 0).all() & (weights > 0).any()):
-            raise ValueError(f"weights must be {tuple(logits.shape)} numbers >= 0, at least one > 0.")
+        if weights.shape != logits.shape or not bool(
+            (weights >= 0).all() & (weights > 0).any() & weights.isfinite().all()
+        ):
+            raise ValueError(f"weights must be {tuple(logits.shape)} finite numbers >= 0, at least one > 0.")
         logits = logits + weights.log()
     c = bound_coefficients(logits, "none")
     mean, curvature = features[0], features.new_zeros(features.shape[1], features.shape[1])
@@ -139,21 +141,26 @@ def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> Bou
     top = logits.amax(-1, keepdim=True)
     if not bool(top.isfinite().all()):
         raise ValueError("logits must be finite, or -inf for some labels of a row; got NaN, +inf or a row of -inf.")
-    logits, permutation = _sorted(logits.maximum(top - FLOOR), order)
+    # Relative to the largest: the sums below would otherwise lose the digits that large logits take.
+    logits, permutation = _sorted((logits - top).clamp_min(-FLOOR), order)
     log_sums = logits.logcumsumexp(-1)
+    log_z = log_sums[..., -1] + top.squeeze(-1)
     if logits.shape[-1] == 1:
         zero = torch.zeros_like(logits)
-        return BoundCoefficients(zero, torch.ones_like(logits), zero, log_sums[..., -1], permutation)
+        return BoundCoefficients(zero, torch.ones_like(logits), zero, log_z, permutation)
     ratio = logits[..., 1:] - log_sums[..., :-1]
     # The first label has nothing before it: log ratio +inf, so kappa = 1 and rho = beta = 0.
     ratio = torch.nn.functional.pad(ratio, (1, 0), value=torch.inf)
     half = ratio.abs() / 2
     beta = torch.where(half == 0, 0.25, half.tanh() / (4 * half))
-    return BoundCoefficients(beta, ratio.sigmoid(), (-ratio).sigmoid(), log_sums[..., -1], permutation)
+    return BoundCoefficients(beta, ratio.sigmoid(), (-ratio).sigmoid(), log_z, permutation)
 
 
 def _sorted(logits: Tensor, order: str | Tensor) -> tuple[Tensor, Tensor | None]:
     if isinstance(order, Tensor):
+        if order.dtype != torch.int64 or order.shape not in (logits.shape, logits.shape[-1:]):
+            got = f"{order.dtype} {tuple(order.shape)}"
+            raise ValueError(f"order must be int64 {tuple(logits.shape)} or {tuple(logits.shape[-1:])}, got {got}.")
         expanded = order.expand(logits.shape)
         if not bool((expanded.sort(-1)[0] == torch.arange(logits.shape[-1], device=order.device)).all()):
             raise ValueError("order must hold every label once.")
@@ -166,9 +173,21 @@ def _sorted(logits: Tensor, order: str | Tensor) -> tuple[Tensor, Tensor | None]
     return ordered, permutation
 
 
+def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
+    """Shape `[..., n]` in which values by label meet the coefficients."""
+    for name, values in by_label.items():
+        if values.ndim == 0 or values.shape[-1] != c.beta.shape[-1]:
+            raise ValueError(f"{name} must be [..., {c.beta.shape[-1]}], a number a label; got {tuple(values.shape)}.")
+    try:
+        return torch.broadcast_shapes(c.beta.shape, *(values.shape for values in by_label.values()))
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in by_label.items())
+        raise ValueError(f"{shapes} must broadcast with logits {tuple(c.beta.shape)}.") from error
+
+
 def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
     """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions."""
-    v = c.arrange(v.expand(torch.broadcast_shapes(v.shape, c.beta.shape)))
+    v = c.arrange(v.expand(common_shape(c, v=v)))
     mean = affine_scan(c.rho, c.kappa * v)
     before = torch.nn.functional.pad(mean[..., :-1], (1, 0))
     force = c.beta * (v - before)

@@ -51,8 +51,13 @@ class LowRankCurvature:
     def add(self, r: Tensor) -> None:
         """Adds r r' for r `[size]`."""
         p = self.vectors @ r
-        outside = r - p @ self.vectors
+        first = r - p @ self.vectors
+        # Twice, as the first difference is rounding alone where r lies within the kept directions.
+        again = self.vectors @ first
+        p, outside = p + again, first - again @ self.vectors
         length = outside.norm()
+        if length < first.norm() / 2:
+            length = torch.zeros_like(length)
         unit = outside / length if length > 0 else torch.zeros_like(outside)
         if self.rule == "exact":
             self._add_exact(p, unit, length)

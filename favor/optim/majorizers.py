@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,29 +37,49 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
+class Inverse:
+    """(K + damping I)^{-1}: `apply` to a gradient `[n, d]`, and `degrees`, the trace of K (K + damping I)^{-1} over n.
+
+    The second is how many of the d inputs are not damped away: d without damping, fewer with it.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    degrees: float
+
+
+@dataclass(frozen=True)
 class Kronecker:
     """The matrix `labels (x) inputs`; `labels` is a number () or a diagonal `[n]` or `[n, n]`, `inputs` is `[d, d]`."""
 
     labels: Tensor
     inputs: Tensor
 
-    def solve(self, gradient: Tensor, damping: float) -> Tensor:
-        """(labels (x) inputs + damping I)^{-1} gradient, `[n, d]`; damping >= 0 must make it invertible."""
+    def inverse(self, damping: float) -> Inverse:
+        """(labels (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
         if self.labels.ndim == 0:
-            matrix = (self.labels * self.inputs).double()
-            inverse = torch.linalg.inv(
-                matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-            )
-            return gradient @ inverse.to(gradient)
-        columns, right = (part.to(gradient) for part in self._inputs)
-        if self.labels.ndim == 1:
-            return (gradient @ right / (self.labels.unsqueeze(-1) * columns + damping)) @ right.T
-        rows, left = (part.to(gradient) for part in _eigh(self.labels))
-        return left @ (left.T @ gradient @ right / (rows.unsqueeze(-1) * columns + damping)) @ right.T
+            return self._of_inputs(damping)
+        columns, right = _eigh(self.inputs)
+        rows, left = _eigh(self.labels) if self.labels.ndim == 2 else (self.labels.double(), None)
+        products = rows.unsqueeze(-1) * columns
+        degrees = (products / (products + damping)).sum().item() / len(rows)
 
-    @cached_property
-    def _inputs(self) -> tuple[Tensor, Tensor]:
-        return _eigh(self.inputs)
+        def apply(gradient: Tensor) -> Tensor:
+            sides = [side if side is None else side.to(gradient) for side in (left, right)]
+            turned = gradient @ sides[1] if sides[0] is None else sides[0].T @ gradient @ sides[1]
+            turned = turned / (products + damping).to(gradient) @ sides[1].T
+            return turned if sides[0] is None else sides[0] @ turned
+
+        return Inverse(apply, degrees)
+
+    def _of_inputs(self, damping: float) -> Inverse:
+        matrix = (self.labels * self.inputs).double()
+        matrix.diagonal().add_(damping)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+        return Inverse(lambda gradient: gradient @ inverse.to(gradient), len(matrix) - damping * inverse.trace().item())
+
+    def solve(self, gradient: Tensor, damping: float) -> Tensor:
+        """(labels (x) inputs + damping I)^{-1} gradient, `[n, d]`."""
+        return self.inverse(damping).apply(gradient)
 
     def dense(self, num_labels: int) -> Tensor:
         """The whole matrix, `[n d, n d]`."""
@@ -78,11 +97,16 @@ class Blocks:
 
     blocks: Tensor
 
+    def inverse(self, damping: float) -> Inverse:
+        """(blocks + damping I)^{-1}."""
+        eye = torch.eye(self.blocks.shape[-1], dtype=torch.float64, device=self.blocks.device)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.blocks.double() + damping * eye))
+        trace = inverse.diagonal(dim1=-2, dim2=-1).sum().item() / len(inverse)
+        return Inverse(lambda g: (inverse.to(g) @ g.unsqueeze(-1)).squeeze(-1), len(eye) - damping * trace)
+
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
         """(blocks + damping I)^{-1} gradient, `[n, d]`."""
-        eye = torch.eye(self.blocks.shape[-1], dtype=torch.float64, device=gradient.device)
-        factor = torch.linalg.cholesky(self.blocks.double() + damping * eye)
-        return torch.cholesky_solve(gradient.double().unsqueeze(-1), factor).squeeze(-1).to(gradient)
+        return self.inverse(damping).apply(gradient)
 
     def dense(self, num_labels: int) -> Tensor:
         """The whole matrix, `[n d, n d]`."""
@@ -171,6 +195,8 @@ def mean(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
     factor = bound_factor(bound_coefficients(logits))
     centre = torch.einsum("m,mkn,mkp->np", w.to(factor), factor, factor) / w.sum()
     values, vectors = torch.linalg.eigh(centre)
+    if len(values) == 1:
+        return Kronecker(centre.to(x), torch.zeros_like(_second_moment(x, w)))
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     root = vectors[:, kept] * values[kept].rsqrt()
     return Kronecker(centre.to(x), _second_moment(x, w * _squared_norm(factor @ root).to(x)))

@@ -17,22 +17,30 @@ from favor.optim.majorizers import Blocks, Kronecker, averaged, majorize
 CURVATURES = ("bohning", "diag", "block", "kfac", "exact")
 
 
+# 1 would be best if inputs were all that is random. With labels that are not certain and a body in motion, 3 was better
+# from the second epoch on at batches of 64 and 128, and in every epoch at 16 (Fashion-MNIST, 784-128-128-10).
+NOISE = 3.0
+
+
 class SoftmaxBound(HeadOptimizer):
     r"""Preconditions the gradient of a softmax output layer by an upper bound on its curvature.
 
-    .. math:: W \leftarrow W - \eta\, (K + (\lambda + \delta) I)^{-1} (G + \lambda W)
+    .. math:: W \leftarrow W - \eta\, \frac{m}{m + 3 (d_\delta + 1)}\, (K + (\lambda + \delta) I)^{-1} (G + \lambda W)
 
-    with the gradient G of the loss, weight decay lambda and K one of the majorizers of `favor.optim.majorizers`. The
-    step size has a natural value, lr = 1. Use it on the head alone, with any optimizer on the body, and step both. The
-    loss stays what it is: label smoothing, `ignore_index`, gradient accumulation, DDP and GradScaler (it unscales
-    before it steps) need no change. The loss has to be a softmax of the head's output, averaged over rows.
+    with the gradient G of the loss, weight decay lambda and K one of the majorizers of `favor.optim.majorizers`,
+    averaged over steps. The step has a natural length, lr = 1: on a full batch K guarantees descent, and on a batch of
+    m rows the fraction allows for what so few rows cannot know of the :math:`d_\delta` inputs that are not damped away
+    ("exact", whose K is of the batch alone, does without). Use it on the head alone, with any optimizer on the body,
+    and step both. The loss stays what it is: label smoothing, `ignore_index`, gradient accumulation, DDP and
+    GradScaler (it unscales before it steps) need no change. The loss has to be a softmax of the head's output,
+    averaged over rows.
 
     Args:
         head: `nn.Linear` with weight `[n, d]`, or dicts `{"head": nn.Linear, ...}`. Weights are best kept in float32
             under mixed precision; curvature is in float32 always.
         lr: eta. Default 1.
         weight_decay: lambda of lambda/2 |W|^2, bias included, inside the solve. Default 0.
-        damping: delta as a part of the mean eigenvalue of K. Default 1e-2.
+        damping: delta as a part of the mean eigenvalue of K. Default 0.1.
         curvature: "bohning" (default: inputs alone, no logits, any number of labels), "diag" (one number a label,
             from logits), "block" (a d x d matrix a label, up to 2000 labels), "kfac" (a matrix over labels, up to
             2000; no bound) or "exact" (the bound of the batch itself, by conjugate gradients).
@@ -68,7 +76,7 @@ class SoftmaxBound(HeadOptimizer):
         head: nn.Linear | Iterable[dict[str, Any]],
         lr: float = 1.0,
         weight_decay: float = 0.0,
-        damping: float = 1e-2,
+        damping: float = 0.1,
         curvature: str = "bohning",
         curvature_ema: float = 0.9,
         max_rows: int = 512,
@@ -103,7 +111,15 @@ class SoftmaxBound(HeadOptimizer):
         gradient = gradient + group["weight_decay"] * theta
         curvature = self._curvature(group, state, theta, batch)
         damping = group["weight_decay"] + group["damping"] * curvature.mean_eigenvalue().item()
-        return group["lr"] * curvature.solve(gradient, damping)
+        if isinstance(curvature, Exact):
+            return group["lr"] * curvature.solve(gradient, damping)
+        inverse, rows = curvature.inverse(damping), self._effective_rows(batch)
+        return group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)) * inverse.apply(gradient)
+
+    def _effective_rows(self, batch: Batch) -> float:
+        """Rows of a batch of equal weights with as much noise, over all processes."""
+        total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
+        return self._world_size() * total**2 / squares
 
     def _curvature(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch

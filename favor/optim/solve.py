@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.optim.bound import BoundCoefficients
+from favor.optim.bound import BoundCoefficients, common_shape
 from favor.optim.scan import Elements, affine_scan, prefix_scan
 
 METHODS = ("auto", "tridiagonal", "scan")
@@ -38,7 +38,9 @@ def bound_solve(
     s, lam = (torch.as_tensor(value, dtype=torch.float64, device=rhs.device) for value in (scale, damping))
     if not bool((s >= 0).all() & (lam > 0).all() & s.isfinite().all() & lam.isfinite().all()):
         raise ValueError(f"scale must be at least 0, damping positive, both finite; got {scale} and {damping}.")
-    shape = torch.broadcast_shapes(rhs.shape, c.beta.shape, (*s.shape, 1), (*lam.shape, 1))
+    n = c.beta.shape[-1]
+    by_label = {name: value.unsqueeze(-1).expand(*value.shape, n) for name, value in (("scale", s), ("damping", lam))}
+    shape = common_shape(c, rhs=rhs, **by_label)
     r = c.arrange(rhs.double().expand(shape))
     solution = (_tridiagonal if method == "tridiagonal" else _scan)(c, s.unsqueeze(-1), lam.unsqueeze(-1), r)
     return c.restore(solution).to(rhs.dtype)
@@ -53,7 +55,7 @@ def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Ten
     import numpy as np
     from scipy.linalg import lapack
 
-    if r.shape[-1] == 1:
+    if r.shape[-1] == 1 or r.numel() == 0:
         return r / lam
     tau = (lam / s.where(s > 0, 1.0)).numpy()
     beta, rho = c.beta[..., 1:].double().numpy(), c.rho[..., 1:].double().numpy()
@@ -65,7 +67,8 @@ def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Ten
     beside[..., :-1] = -1.0 - tau * ahead[..., :-1]
     *_, t, info = lapack.dptsv(
         diagonal.ravel(),
-        beside.ravel()[:-1],
+        # LAPACK's wrapper takes no empty array, not even for a single equation.
+        beside.ravel()[: max(1, beside.size - 1)],
         np.diff(right).ravel(),
         overwrite_d=True,
         overwrite_e=True,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
@@ -27,35 +26,7 @@ from favor.train import checkpoint, glue, report
 from favor.train.arguments import parse
 from favor.train.glue_data import load_glue
 from favor.train.metrics import load_glue_metric
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """Accelerate keeps its settings for the life of a process; a test may want others."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-
-
-@pytest.fixture
-def train(bert_folder, glue_folder, tmp_path):
-    """Calls the program on the tiny checkpoint and data; a `name=value` argument each."""
-
-    def call(task: str = "sst2", output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "model_name_or_path": bert_folder,
-            "task_name": task,
-            "data_dir": glue_folder,
-            "output_dir": tmp_path / output,
-            "per_device_train_batch_size": 4,
-            "max_train_steps": 3,
-            **values,
-        }
-        given = {name: value for name, value in settings.items() if value is not None}
-        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
-        return glue.main([*words, *(f"--{flag}" for flag in flags)])
-
-    return call
+from favor.train.optimizers import make_optimizer
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -313,7 +284,8 @@ def test_accumulated_steps_are_those_of_large_batches(train, tmp_path, monkeypat
 def test_weight_decay_spares_vectors(bert_folder):
     arguments = parse(["--model_name_or_path", str(bert_folder), "--task_name", "rte", "--output_dir", "o"])
     model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
-    decayed, spared = glue.make_optimizer(model, arguments.train).param_groups
+    optimizer, _ = make_optimizer(model, arguments.train, arguments.head, 2)
+    decayed, spared = optimizer.param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     spared_names = {names[id(parameter)] for parameter in spared["params"]}

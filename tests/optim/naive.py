@@ -1,0 +1,157 @@
+"""The bound written out label by label in float64, with dense matrices: what the tests of optim compare with."""
+
+import math
+
+import numpy as np
+import torch
+
+ORDERS = ("ascending", "descending", "none", "random")
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def order_argument(order, n, seed=0):
+    """What the functions take as `order`: a name, or a random permutation."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)) if order == "random" else order
+
+
+def as_array(tensor):
+    return tensor.double().numpy()
+
+
+def clamped(logits):
+    """Logits `[..., n]` with those 60 below the largest raised to that."""
+    return np.maximum(logits, logits.max(-1, keepdims=True) - 60.0)
+
+
+def relative(logits):
+    """The same relative to the largest, which is all that curvature depends on, as an array in float64."""
+    array = as_array(logits)
+    return np.maximum(array - array.max(-1, keepdims=True), -60.0)
+
+
+def sequence(logits, order):
+    """Labels in the order in which they are taken in, for one row of clamped logits."""
+    if isinstance(order, torch.Tensor):
+        return order.numpy()
+    signs = {"ascending": 1.0, "descending": -1.0, "none": 0.0}
+    return np.argsort(signs[order] * logits, kind="stable")
+
+
+def beta_kappa(ratio):
+    """Curvature and weight of a label whose logit is `ratio` above the log of the sum so far."""
+    beta = 0.25 if ratio == 0 else math.tanh(ratio / 2) / (2 * ratio)
+    return beta, math.exp(-np.logaddexp(0.0, -ratio))
+
+
+def algorithm(log_alpha, features):
+    """Algorithm 1 for labels in the order of the rows: log Z, mean `[D]`, curvature `[D, D]`."""
+    log_z, mean = log_alpha[0], features[0].copy()
+    curvature = np.zeros((features.shape[1], features.shape[1]))
+    for logit, feature in zip(log_alpha[1:], features[1:], strict=True):
+        step = feature - mean
+        beta, kappa = beta_kappa(logit - log_z)
+        curvature += beta * np.outer(step, step)
+        mean = mean + kappa * step
+        log_z = np.logaddexp(log_z, logit)
+    return log_z, mean, curvature
+
+
+def curvature(logits, order="none"):
+    """B `[..., n, n]` by label for logits `[..., n]`: Algorithm 1 with unit vectors as features."""
+    if logits.ndim > 1:
+        orders = order.expand(logits.shape) if isinstance(order, torch.Tensor) else [order] * len(logits)
+        return np.stack([curvature(row, o) for row, o in zip(logits, orders, strict=True)])
+    rows = relative(logits)
+    labels = sequence(rows, order)
+    return algorithm(rows[labels], np.eye(len(rows))[labels])[2]
+
+
+def layer_curvature(logits, x, order="none"):
+    """Sigma `[n d, n d]` of one example: Algorithm 1 with e_y (x) x as the feature of label y."""
+    rows = relative(logits)
+    labels = sequence(rows, order)
+    return algorithm(rows[labels], np.kron(np.eye(len(rows)), as_array(x)[None])[labels])[2]
+
+
+def hessian(logits):
+    """Of the log-partition function at logits `[n]`: diag p - p p'."""
+    p = np.exp(as_array(logits) - np.logaddexp.reduce(as_array(logits)))
+    return np.diag(p) - np.outer(p, p)
+
+
+def long_matvec(logits, v, order):
+    """B v in O(n) for logits within a few units of each other, from sums of their exponentials."""
+    a = as_array(logits)
+    labels = sequence(a, order)
+    alpha = np.exp(a - a.max())[labels]
+    before = np.cumsum(alpha)[:-1]
+    ordered = v[labels]
+    ratio = np.log(alpha[1:] / before)
+    beta = np.where(ratio == 0, 0.25, np.tanh(ratio / 2) / np.where(ratio == 0, 1.0, 2 * ratio))
+    force = np.append(0.0, beta * (ordered[1:] - np.cumsum(alpha * ordered)[:-1] / before))
+    later = np.append(np.cumsum((force[1:] / before)[::-1])[::-1], 0.0)
+    result = np.empty_like(v)
+    result[labels] = force - alpha * later
+    return result
+
+
+def solve(matrix, scale, damping, rhs):
+    """(scale matrix + damping I)^{-1} rhs, densely."""
+    system = scale * matrix + damping * np.eye(len(matrix))
+    return np.linalg.solve(system, rhs)
+
+
+def backward_error(matrix, scale, damping, rhs, solution):
+    """|A u - r| relative to |A| |u| + |r| for A = scale matrix + damping I."""
+    system = scale * matrix + damping * np.eye(len(matrix))
+    size = np.linalg.eigvalsh(system)[-1] * np.linalg.norm(solution) + np.linalg.norm(rhs)
+    return np.linalg.norm(system @ solution - rhs) / size
+
+
+def spread_out(value, vector):
+    """A diagonal above value v v'."""
+    return value * np.diag(np.abs(vector)) * np.abs(vector).sum()
+
+
+def keep_exact(V, S, D, r):
+    """V' S V + D + r r' with the smallest of k + 1 eigenvectors put onto the diagonal."""
+    g = r - V.T @ (V @ r)
+    directions = np.concatenate((V, g[None] / np.linalg.norm(g)))
+    q = np.append(V @ r, np.linalg.norm(g))
+    values, turns = np.linalg.eigh(np.diag(np.append(S, 0.0)) + np.outer(q, q))
+    turned = turns.T @ directions
+    return turned[1:], values[1:], D + spread_out(values[0], turned[0])
+
+
+def keep_repaired(V, S, D, r):
+    """The paper's rule with |g| |a| I for the cross terms."""
+    p = V @ r
+    g = r - V.T @ p
+    S, Q = np.linalg.eigh(np.diag(S) + np.outer(p, p))
+    V, D = Q.T @ V, D + np.linalg.norm(g) * np.linalg.norm(V.T @ p) * np.eye(len(r))
+    least = int(np.argmin(S))
+    if g @ g <= S[least]:
+        return V, S, D + spread_out(1.0, g)
+    D = D + spread_out(S[least], V[least])
+    S[least], V[least] = g @ g, g / np.linalg.norm(g)
+    return V, S, D
+
+
+def low_rank(theta, features, rank, rule):
+    """V' S V + D `[D, D]` for features `[T, n, D]`, rows in generic position."""
+    size = features.shape[-1]
+    state = np.zeros((rank, size)), np.zeros(rank), np.zeros((size, size))
+    for table in features:
+        log_alpha = clamped(table @ theta)
+        log_z, mean = log_alpha[0], table[0]
+        for logit, feature in zip(log_alpha[1:], table[1:], strict=True):
+            beta, kappa = beta_kappa(logit - log_z)
+            r = math.sqrt(beta) * (feature - mean)
+            state = (keep_exact if rule == "exact" else keep_repaired)(*state, r)
+            mean = mean + kappa * (feature - mean)
+            log_z = np.logaddexp(log_z, logit)
+    V, S, D = state
+    return (V.T * S) @ V + D

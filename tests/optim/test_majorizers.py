@@ -1,0 +1,249 @@
+"""Matrices above the curvature of a mini-batch, against that curvature written out."""
+
+import numpy as np
+import pytest
+import torch
+from naive import as_array, curvature, randn
+from sklearn.datasets import load_digits
+
+from favor.optim import majorizers
+from favor.optim.exact import exact
+from favor.optim.majorizers import bohning, diagonal, kfac, spectral
+
+CERTIFIED = ["spectral", "gershgorin", "scaled", "mean", "block"]
+EVERY = ["bohning", *CERTIFIED, "diagonal", "kfac"]
+
+
+def batch_curvature(logits, x, weights=None, order="ascending"):
+    """sum_j w_j B_j (x) x_j x_j', `[n d, n d]`, w_j = 1/m if not given."""
+    w = np.full(len(x), 1 / len(x)) if weights is None else as_array(weights)
+    size = logits.shape[1] * x.shape[1]
+    b = curvature(logits, order)
+    return np.einsum("j,jab,jc,jd->acbd", w, b, as_array(x), as_array(x), optimize=True).reshape(size, size)
+
+
+def digits(rows=200):
+    """Scaled pixels with a column of ones `[m, 65]`, and weights of a classifier after some descent `[10, 65]`."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(images[:rows] / 16).double()
+    x, targets = torch.cat((x, torch.ones(rows, 1)), dim=1), torch.from_numpy(labels[:rows])
+    w = torch.zeros(10, 65, dtype=torch.float64)
+    for _ in range(200):
+        w -= 0.3 * ((x @ w.T).softmax(-1) - torch.eye(10)[targets]).T @ x / rows
+    return x, w
+
+
+def case(number):
+    """Logits `[m, n]`, inputs `[m, d]` and weights `[m]` or None: few and many labels, peaked and flat, hidden rows."""
+    source = np.random.default_rng(number)
+    m, n, d = int(source.integers(1, 12)), int(source.choice([2, 3, 5, 10])), int(source.integers(1, 5))
+    logits = source.choice([0.0, 0.5, 3.0, 30.0]) * randn(m, n, seed=number)
+    if number % 3 == 0:
+        logits[:, int(source.integers(n))] += 10.0
+    weights = randn(m, seed=number + 1).square() if number % 2 else None
+    if number % 4 == 1 and m > 1:
+        weights[0] = 0
+    return logits, randn(m, d, seed=number + 2), weights
+
+
+def smallest(matrix):
+    return np.linalg.eigvalsh(matrix)[0]
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+def test_above_the_curvature_on_random_batches(name):
+    for number in range(60):
+        logits, x, weights = case(number)
+        found = getattr(majorizers, name)(logits, x, weights).dense(logits.shape[1]).numpy()
+        expected = batch_curvature(logits, x, weights)
+        assert smallest(found - expected) >= -1e-10 * max(1.0, np.abs(expected).max()), number
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0, 8.0])
+def test_above_the_curvature_on_digits(part):
+    x, w = digits()
+    logits = part * x @ w.T
+    expected = batch_curvature(logits, x)
+    for name in CERTIFIED:
+        found = getattr(majorizers, name)(logits, x).dense(10).numpy()
+        assert smallest(found - expected) >= -1e-10 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_float32(name):
+    """Within its rounding of float64: above the curvature to 1e-5 of it."""
+    x, w = digits(50)
+    logits = x @ w.T
+    function = getattr(majorizers, name)
+    found, expected = function(logits.float(), x.float()), function(logits, x)
+    assert found.dense(10).dtype == torch.float32
+    assert (found.dense(10) - expected.dense(10)).abs().max() <= 1e-5 * expected.dense(10).abs().max()
+
+
+def loss(weight, x, targets, weights):
+    terms = (x @ weight.T).logsumexp(-1) - (x @ weight.T).gather(1, targets[:, None]).squeeze(1)
+    return float(weights @ terms)
+
+
+def gradient_of(weight, x, targets, weights):
+    residual = (x @ weight.T).softmax(-1) - torch.eye(len(weight), dtype=torch.float64)[targets]
+    return (residual * weights[:, None]).T @ x
+
+
+@pytest.mark.parametrize("name", ["bohning", *CERTIFIED])
+def test_the_loss_stays_below_the_quadratic(name):
+    """For steps of any size from any weight."""
+    for seed in range(30):
+        n, d, m = [2, 3, 8][seed % 3], 3, 6
+        x, weight = randn(m, d, seed=seed), [0.0, 1.0, 8.0][seed // 3 % 3] * randn(n, d, seed=seed + 1)
+        targets = randn(m, n, seed=seed + 2).argmax(-1)
+        weights = randn(m, seed=seed + 3).square() if seed % 2 else torch.full((m,), 1 / m, dtype=torch.float64)
+        k = getattr(majorizers, name)(x @ weight.T, x, weights).dense(n)
+        start, gradient = loss(weight, x, targets, weights), gradient_of(weight, x, targets, weights)
+        for size in (1e-3, 0.1, 1.0, 10.0, 100.0):
+            step = size * randn(n, d, seed=seed + 4)
+            surrogate = start + float((gradient * step).sum() + step.flatten() @ k @ step.flatten() / 2)
+            found = loss(weight + step, x, targets, weights)
+            assert found <= surrogate + 1e-12 * (1 + abs(found) + abs(surrogate)), (seed, size)
+
+
+@pytest.mark.parametrize("name", ["bohning", *CERTIFIED])
+@pytest.mark.parametrize("eta", [0.5, 1.0, 1.9])
+def test_a_full_batch_step_descends(name, eta):
+    """F(W - eta K^{-1} G) <= F(W) - eta (1 - eta/2) G' K^{-1} G with the regulariser's curvature in K."""
+    x, target = digits(100)
+    targets, decay = (x @ target.T).argmax(-1), 1e-2
+    weights, weight = torch.full((100,), 0.01, dtype=torch.float64), torch.zeros(10, 65, dtype=torch.float64)
+    value = loss(weight, x, targets, weights)
+    for _ in range(4):
+        gradient = gradient_of(weight, x, targets, weights) + decay * weight
+        step = getattr(majorizers, name)(x @ weight.T, x, weights).solve(gradient, decay)
+        weight = weight - eta * step
+        after = loss(weight, x, targets, weights) + decay / 2 * float(weight.square().sum())
+        assert after <= value - eta * (1 - eta / 2) * float((gradient * step).sum()) + 1e-12
+        value = after
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("damping", [1e-3, 1.0])
+def test_solve(name, n, damping):
+    for d, spread in [(1, 1.0), (4, 1.0), (4, 20.0)]:
+        x, gradient = randn(5, d), randn(n, d, seed=1)
+        k = getattr(majorizers, name)(spread * randn(5, n, seed=2), x)
+        system = k.dense(n) + damping * torch.eye(n * d, dtype=torch.float64)
+        expected = torch.linalg.solve(system, gradient.flatten()).reshape(n, d)
+        torch.testing.assert_close(k.solve(gradient, damping), expected, rtol=0, atol=1e-11 * expected.abs().max())
+        torch.testing.assert_close(k.mean_eigenvalue(), k.dense(n).diagonal().mean())
+        degrees = torch.linalg.solve(system, k.dense(n)).trace().item() / n
+        assert k.inverse(damping).degrees == pytest.approx(degrees, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_answer_has_the_precision_of_the_gradient(name):
+    logits, x, gradient = randn(5, 7), randn(5, 4, seed=1), randn(7, 4, seed=2)
+    k = getattr(majorizers, name)(logits, x)
+    found, expected = k.solve(gradient.float(), 0.1), k.solve(gradient, 0.1)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_two_labels_are_exact():
+    for seed in range(10):
+        logits, x = 3 * randn(6, 2, seed=seed), randn(6, 3, seed=seed + 1)
+        np.testing.assert_allclose(spectral(logits, x).dense(2), batch_curvature(logits, x), atol=1e-14)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_its_formula(weighted):
+    """What is not pinned down by being above the curvature: Bohning, the diagonal, K-FAC, and one block a label."""
+    logits, x = 3 * randn(6, 5), randn(6, 3, seed=1)
+    weights = randn(6, seed=2).square() if weighted else None
+    w = np.full(6, 1 / 6) if weights is None else weights.numpy()
+    moment, b = (x.numpy().T * w) @ x.numpy(), curvature(logits, "ascending")
+    share = np.einsum("j,jaa->a", w, b) / w.sum()
+    descending = np.einsum("j,jab->ab", w, curvature(logits, "descending")) / w.sum()
+    blocks = np.einsum("j,ja,jc,jd->acd", w, np.abs(b).sum(-1), x, x)
+    for found, expected in [
+        (bohning(None, x, weights), np.kron(np.eye(5) / 2, moment)),
+        (diagonal(logits, x, weights), np.kron(np.diag(2 * share), moment)),
+        (diagonal(logits, x, weights, gamma=1.5), np.kron(np.diag(1.5 * share), moment)),
+        (kfac(logits, x, weights), np.kron(descending, moment)),
+    ]:
+        np.testing.assert_allclose(found.dense(5), expected, atol=1e-13)
+    block = majorizers.block(logits, x, weights)
+    np.testing.assert_allclose(block.blocks, blocks, atol=1e-13)
+    # Ascending order: row sums of absolute values are twice the diagonal.
+    assert np.trace(block.dense(5)) == pytest.approx(2 * np.trace(batch_curvature(logits, x, weights)))
+
+
+def test_one_diagonal_covers_the_row_sums_of_all_examples():
+    """c_j D, with no label and no example to spare; then the same D with c_j from eigenvalues."""
+    for seed in range(10):
+        logits, x = 3 * randn(6, 5, seed=seed), torch.eye(6, dtype=torch.float64)
+        cover, tight = majorizers.gershgorin(logits, x), majorizers.scaled(logits, x)
+        b, common = curvature(logits, "ascending"), cover.labels.numpy()
+        ratio = np.abs(b).sum(-1) / (6 * cover.inputs.diagonal().numpy()[:, None] * common)
+        np.testing.assert_allclose(ratio.max(1), 1, rtol=1e-12)
+        np.testing.assert_allclose(ratio.max(0), 1, rtol=1e-12)
+        largest = np.linalg.eigvalsh(b / np.sqrt(common[:, None] * common))[:, -1]
+        np.testing.assert_allclose(tight.labels, common, rtol=1e-12)
+        np.testing.assert_allclose(6 * tight.inputs, np.diag(largest), atol=1e-12)
+
+
+def test_bohning_acts_as_the_centred_matrix_on_gradients_of_a_softmax():
+    x, gradient = randn(6, 3), randn(5, 3, seed=1)
+    gradient -= gradient.mean(0)
+    centred = np.kron((np.eye(5) - 1 / 5) / 2, (x.T @ x).numpy() / 6) + 0.1 * np.eye(15)
+    expected = np.linalg.solve(centred, gradient.flatten().numpy()).reshape(5, 3)
+    np.testing.assert_allclose(bohning(None, x).solve(gradient, 0.1), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_degenerate_batches(name):
+    """One row, inputs of zero, labels that are hidden, logits all equal: finite, and still above."""
+    hidden = randn(4, 3)
+    hidden[:, 0] = -torch.inf
+    for logits, x in [
+        (randn(1, 3), randn(1, 2)),
+        (randn(4, 3), torch.zeros(4, 2, dtype=torch.float64)),
+        (hidden, randn(4, 2)),
+        (torch.zeros(4, 3, dtype=torch.float64), randn(4, 2)),
+    ]:
+        k = getattr(majorizers, name)(logits, x)
+        assert k.solve(randn(3, 2), 0.1).isfinite().all()
+        if name in CERTIFIED:
+            assert smallest(k.dense(3).numpy() - batch_curvature(logits, x)) >= -1e-12
+
+
+@pytest.mark.parametrize("name", ["gershgorin", "diagonal", "bohning"])
+def test_many_labels(name):
+    logits, x = randn(4, 5000), randn(4, 3, seed=1)
+    step = getattr(majorizers, name)(logits, x).solve(randn(5000, 3, seed=2), 1e-2)
+    assert step.shape == (5000, 3)
+    assert step.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["spectral", "scaled", "mean", "block", "kfac"])
+def test_refuses_too_many_labels(name):
+    with pytest.raises(ValueError, match="2000 labels, got 2001"):
+        getattr(majorizers, name)(torch.zeros(1, 2001), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "conjugate gradients"])
+def test_exact(order, weighted, dense, monkeypatch):
+    if not dense:
+        monkeypatch.setattr("favor.optim.exact.DENSE", 0)
+    for n, d, spread in [(1, 2, 1.0), (2, 1, 3.0), (6, 4, 1.0), (6, 4, 20.0)]:
+        logits, x, gradient = spread * randn(9, n), randn(9, d, seed=1), randn(n, d, seed=2)
+        weights = randn(9, seed=3).square() if weighted else None
+        sigma = batch_curvature(logits, x, weights, order)
+        k = exact(logits, x, weights, order=order)
+        np.testing.assert_allclose(k.dense(n), sigma, atol=1e-13)
+        np.testing.assert_allclose(k.matvec(gradient).flatten(), sigma @ gradient.flatten().numpy(), atol=1e-12)
+        assert float(k.mean_eigenvalue()) == pytest.approx(np.trace(sigma) / len(sigma), rel=1e-12)
+        expected = np.linalg.solve(sigma + 0.1 * np.eye(n * d), gradient.flatten().numpy()).reshape(n, d)
+        atol = (1e-12 if dense else 1e-4) * np.abs(expected).max()
+        np.testing.assert_allclose(k.solve(gradient, 0.1), expected, rtol=0, atol=atol)

@@ -1,0 +1,35 @@
+"""What tests of the training program share."""
+
+import pytest
+from accelerate.state import AcceleratorState, PartialState
+
+from favor.train import glue
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps its settings for the life of a process; a test may want others."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+@pytest.fixture
+def train(bert_folder, glue_folder, tmp_path):
+    """Calls the program on the tiny checkpoint and data; a `name=value` argument each."""
+
+    def call(task: str = "sst2", output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
+        settings = {
+            "model_name_or_path": bert_folder,
+            "task_name": task,
+            "data_dir": glue_folder,
+            "output_dir": tmp_path / output,
+            "per_device_train_batch_size": 4,
+            "max_train_steps": 3,
+            **values,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
+        return glue.main([*words, *(f"--{flag}" for flag in flags)])
+
+    return call
