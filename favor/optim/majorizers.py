@@ -64,10 +64,10 @@ class Kronecker:
         degrees = (products / (products + damping)).sum().item() / len(rows)
 
         def apply(gradient: Tensor) -> Tensor:
-            sides = [side if side is None else side.to(gradient) for side in (left, right)]
-            turned = gradient @ sides[1] if sides[0] is None else sides[0].T @ gradient @ sides[1]
-            turned = turned / (products + damping).to(gradient) @ sides[1].T
-            return turned if sides[0] is None else sides[0] @ turned
+            turned, values = gradient @ right.to(gradient), (products + damping).to(gradient)
+            if left is None:
+                return turned / values @ right.T.to(gradient)
+            return left.to(gradient) @ (left.T.to(gradient) @ turned / values) @ right.T.to(gradient)
 
         return Inverse(apply, degrees)
 

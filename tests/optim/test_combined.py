@@ -1,0 +1,184 @@
+"""Head and body as one optimizer: loss scaling, schedules, state; and several processes."""
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from problem import DECAY, backward, data, joined, make_head
+from torch.nn.functional import cross_entropy
+
+from favor.optim import BBM, SPFB, CombinedOptimizer, SoftmaxBound
+
+
+def network():
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(4, 6), torch.nn.Linear(6, 5)
+    return torch.nn.Sequential(body, torch.nn.Tanh(), head)
+
+
+def combined(model):
+    return CombinedOptimizer(torch.optim.AdamW(model[0].parameters(), lr=1e-2), SoftmaxBound(model[2]))
+
+
+def passes(model, optimizer, scaler=None, steps=3):
+    x, y = data()
+    for i in range(steps):
+        loss = cross_entropy(model(x[20 * i : 20 * i + 20].float()), y[20 * i : 20 * i + 20])
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+
+def test_it_is_both_optimizers():
+    one, two = network(), network()
+    passes(one, combined(one))
+    body, head = torch.optim.AdamW(two[0].parameters(), lr=1e-2), SoftmaxBound(two[2])
+
+    class Both:
+        def step(self):
+            body.step()
+            head.step()
+
+        def zero_grad(self):
+            body.zero_grad()
+            head.zero_grad()
+
+    passes(two, Both())
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_loss_scaling_changes_nothing_and_skips_overflow():
+    plain, scaled = network(), network()
+    passes(plain, combined(plain))
+    optimizer = combined(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = data()
+    (scaler.scale(cross_entropy(scaled(x[:20].float()), y[:20])) * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert scaler.get_scale() == 512.0
+    passes(scaled, optimizer, scaler)
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_scheduler_reaches_all_groups_before_and_after_loading():
+    model = network()
+    optimizer = combined(model)
+    passes(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    again = network()
+    again.load_state_dict(model.state_dict())
+    resumed = combined(again)
+    resumed.load_state_dict(state)
+    for each in (optimizer, resumed):
+        torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5)
+        assert [group["lr"] for part in each.optimizers for group in part.param_groups] == [5e-3, 0.5]
+    passes(model, optimizer)
+    passes(again, resumed)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_closure_is_called_once():
+    model = network()
+    optimizer, calls, (x, y) = combined(model), [], data()
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x[:20].float()), y[:20])
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert calls == [1]
+
+
+def test_refusals():
+    model = network()
+    with pytest.raises(ValueError, match="at least one optimizer"):
+        CombinedOptimizer()
+    with pytest.raises(ValueError, match="hold the same parameter"):
+        CombinedOptimizer(torch.optim.AdamW(model.parameters()), SoftmaxBound(model[2]))
+    optimizer = combined(model)
+    with pytest.raises(ValueError, match="holds 0 optimizers, expected 2"):
+        optimizer.load_state_dict({})
+    with pytest.raises(TypeError, match="before they are combined"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+OPTIMIZERS = {
+    **{
+        name: (lambda head, c=name: SoftmaxBound(head, weight_decay=DECAY, curvature=c))
+        for name in ("bohning", "diag", "block", "kfac", "exact")
+    },
+    "SPFB": lambda head: SPFB(head, weight_decay=DECAY),
+    **{
+        f"BBM {name}": (lambda head, c=name: BBM(head, weight_decay=DECAY, curvature=c))
+        for name in ("exact", "spectral", "kfac")
+    },
+}
+
+
+def run(rank, world, port, results):
+    """Two steps with every optimizer on this process's rows; gradients averaged as DDP does."""
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    x, y = data()
+    found = {}
+    for name, factory in OPTIMIZERS.items():
+        head = make_head()
+        optimizer = factory(head)
+        for step in range(2):
+            rows = slice(20 * step + rank * (20 // world), 20 * step + (rank + 1) * (20 // world))
+
+            def closure(rows=rows, head=head, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = backward(head, x[rows], y[rows])
+                if world > 1:
+                    dist.all_reduce(head.weight.grad)
+                    head.weight.grad /= world
+                return loss
+
+            optimizer.step(closure)
+        found[name] = joined(head)
+    if rank == 0:
+        results.put({name: value.numpy() for name, value in found.items()})
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_all_rows():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=run, args=(rank, 2, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    two = results.get(timeout=120)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    run(0, 1, port, alone := context.Queue())
+    one = alone.get(timeout=10)
+    for name in OPTIMIZERS:
+        torch.testing.assert_close(
+            torch.from_numpy(two[name]),
+            torch.from_numpy(one[name]),
+            rtol=1e-6,
+            atol=1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )

@@ -1,0 +1,315 @@
+"""What the optimizers take from training: inputs, masks, precision, groups, and what they refuse."""
+
+import warnings
+
+import pytest
+import torch
+from problem import DECAY, backward, data, joined, make_head, start
+from torch.nn.functional import cross_entropy
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
+
+
+def after_step(prepare, **options):
+    """Weight after a step for which `prepare(optimizer, head)` runs the passes."""
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY, **options)
+    prepare(optimizer, head)
+    optimizer.step()
+    return joined(head)
+
+
+def whole(_, head, **options):
+    x, y = data()
+    backward(head, x[:20], y[:20], **options)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
+def test_accumulated_passes_are_one_batch(curvature):
+    x, y = data()
+
+    def halves(_, head):
+        for rows in (slice(10), slice(10, 20)):
+            (cross_entropy(head(x[rows]), y[rows]) / 2).backward()
+
+    expected = after_step(whole, curvature=curvature)
+    torch.testing.assert_close(after_step(halves, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
+def test_rows_without_a_part_in_the_loss_do_not_count(curvature):
+    x, y = data()
+
+    def ignored(_, head):
+        # As in a masked-LM batch: the body below the head is trained, and most targets are ignored.
+        rows = torch.cat((x[20:60], x[:20])).reshape(12, 5, -1).requires_grad_()
+        targets = torch.cat((torch.full((40,), -100), y[:20]))
+        cross_entropy(head(rows).flatten(0, 1), targets).backward()
+
+    expected = after_step(whole, curvature=curvature)
+    torch.testing.assert_close(after_step(ignored, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_without_targets_changes_nothing():
+    x, _ = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    rows = x[:20].clone().requires_grad_()
+    cross_entropy(head(rows), torch.full((20,), -100), reduction="sum").backward()
+    optimizer.step()
+    assert torch.equal(joined(head), start())
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "exact"])
+def test_set_batch_serves_losses_that_never_call_the_head(curvature):
+    x, y = data()
+
+    def fused(optimizer, head):
+        cross_entropy(x[:20] @ head.weight.T, y[:20]).backward()
+        weight = torch.cat((torch.full((20,), 1 / 20), torch.zeros(40)))
+        optimizer.set_batch(x.reshape(6, 10, -1), weight.reshape(6, 10))
+
+    expected = after_step(whole, curvature=curvature)
+    # The weights are float32.
+    torch.testing.assert_close(after_step(fused, curvature=curvature), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_without_inputs_it_says_how_to_give_them():
+    x, y = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head)
+    cross_entropy(x @ head.weight.T, y).backward()
+    with pytest.raises(RuntimeError, match=r"none of its inputs were seen.*set_batch"):
+        optimizer.step()
+
+
+def test_evaluation_and_zero_grad_leave_no_inputs():
+    x, _ = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    head.eval()
+    head(1e6 * x)
+    head.train()
+    with torch.no_grad():
+        head(1e6 * x)
+    head(1e6 * x)
+    optimizer.zero_grad()
+    whole(optimizer, head)
+    optimizer.step()
+    assert torch.equal(joined(head), after_step(whole))
+
+
+def test_input_by_keyword():
+    x, y = data()
+
+    def by_keyword(_, head):
+        cross_entropy(head(input=x[:20].clone().requires_grad_()), y[:20]).backward()
+
+    torch.testing.assert_close(after_step(by_keyword), after_step(whole))
+
+
+def test_without_a_gradient_nothing_happens():
+    head = make_head()
+    optimizer = SoftmaxBound(head)
+    optimizer.step()
+    assert torch.equal(joined(head), start())
+    assert not optimizer.state
+
+
+def test_gradients_of_the_body_are_what_they_were():
+    x, y = data()
+    found = []
+    for with_optimizer in (False, True):
+        head, rows = make_head(), x[:20].clone().requires_grad_()
+        if with_optimizer:
+            SoftmaxBound(head)
+        cross_entropy(head(rows), y[:20]).backward()
+        found.append((rows.grad, head.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_groups_have_their_own_options_and_schedulers_reach_them():
+    x, y = data()
+    heads = make_head(), make_head()
+    optimizer = SoftmaxBound([{"head": heads[0]}, {"head": heads[1], "lr": 0.5}], weight_decay=DECAY)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+    moves = []
+    for _ in range(2):
+        for head in heads:
+            with torch.no_grad():
+                head.weight.copy_(start())
+            backward(head, x[:20], y[:20])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        moves.append([joined(head) - start() for head in heads])
+    torch.testing.assert_close(moves[0][1], moves[0][0] / 2)
+    torch.testing.assert_close(moves[1][0], moves[0][0] / 10)
+
+
+def test_half_precision_weights_have_curvature_in_float32():
+    x, y = data()
+    head = make_head(dtype=torch.bfloat16)
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    cross_entropy(head(x[:20].bfloat16()).float(), y[:20]).backward()
+    optimizer.step()
+    torch.testing.assert_close(joined(head), after_step(whole), rtol=0.05, atol=0.01)
+    state = optimizer.state[head.weight]
+    assert state["inputs"].dtype == torch.float32
+    again = SoftmaxBound(make_head(dtype=torch.bfloat16), weight_decay=DECAY)
+    again.load_state_dict(optimizer.state_dict())
+    loaded = next(iter(again.state.values()))["inputs"]
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded, state["inputs"])
+
+
+def test_autocast_body():
+    x, y = data()
+    head = make_head(dtype=torch.float32)
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    with torch.autocast("cpu", torch.bfloat16):
+        cross_entropy(head(x[:20].float()), y[:20]).backward()
+    optimizer.step()
+    torch.testing.assert_close(joined(head), after_step(whole), rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag"])
+def test_a_vocabulary_of_thirty_thousand(curvature):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 30_000)
+    optimizer = SoftmaxBound(head, curvature=curvature)
+    x, y = torch.randn(64, 16), torch.randint(30_000, (64,))
+    losses = []
+    for _ in range(5):
+        losses.append(backward(head, x, y).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("curvature", ["block", "kfac"])
+def test_many_labels_are_refused_where_memory_would_be(curvature):
+    head = torch.nn.Linear(2, 2001)
+    optimizer = SoftmaxBound(head, curvature=curvature)
+    backward(head, torch.randn(3, 2), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match=f"'{curvature}' takes up to 2000 labels, got 2001: use 'bohning' or 'diag'"):
+        optimizer.step()
+
+
+def small_bert(**options):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, **options
+    )
+    return BertForMaskedLM(config)
+
+
+def test_tied_embeddings_are_refused():
+    model = small_bert()
+    with pytest.raises(ValueError, match=r"also held by Embedding.*tie_word_embeddings=False"):
+        SoftmaxBound(model.cls.predictions.decoder)
+    decoder = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8))
+    with pytest.raises(ValueError, match="also held by Embedding"):
+        SoftmaxBound(decoder.lm_head)
+
+
+def test_untied_masked_language_model_learns():
+    model = small_bert(tie_word_embeddings=False)
+    head = model.cls.predictions.decoder
+    of_head = {id(p) for p in head.parameters()}
+    body = torch.optim.AdamW([p for p in model.parameters() if id(p) not in of_head], lr=1e-3)
+    optimizer = SoftmaxBound(head)
+    tokens = torch.randint(5, 40, (8, 12))
+    labels = tokens.where(torch.rand(8, 12) < 0.3, -100)
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        losses.append(loss.item())
+        for each in (body, optimizer):
+            each.step()
+            each.zero_grad()
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda h: SoftmaxBound(h.parameters()), TypeError, "takes an nn.Linear as head"),
+        (lambda h: SoftmaxBound(torch.nn.Conv1d(2, 2, 1)), TypeError, "takes an nn.Linear as head, got Conv1d"),
+        (lambda h: SoftmaxBound(h, lr=-1.0), ValueError, "lr must be a number from 0, got -1.0"),
+        (lambda h: SoftmaxBound(h, lr=float("nan")), ValueError, "lr must be"),
+        (lambda h: SoftmaxBound(h, weight_decay=-1.0), ValueError, "weight_decay must be"),
+        (lambda h: SoftmaxBound(h, damping=0.0), ValueError, "damping and weight_decay are both 0"),
+        (lambda h: SoftmaxBound(h, curvature="hessian"), ValueError, "curvature must be one of bohning, diag"),
+        (lambda h: SoftmaxBound(h, curvature_ema=1.0), ValueError, r"curvature_ema must be in \[0, 1\)"),
+        (lambda h: SoftmaxBound(h, max_rows=0), ValueError, "max_rows must be at least 1"),
+        (lambda h: SoftmaxBound([{"head": h}, {"head": h}]), ValueError, "more than one parameter group"),
+        (lambda h: BBM(h, lr=2.0), ValueError, "lr must be between 0 and 2"),
+        (lambda h: BBM(h, weight_decay=0.0), ValueError, "weight_decay must be positive"),
+        (lambda h: BBM(h, curvature="gershgorin"), ValueError, "curvature must be one of exact, bohning"),
+        (lambda h: BBM(h).step(), TypeError, "needs a closure"),
+        (lambda h: SPFB(h, weight_decay=0.0, literal=True), ValueError, "must be positive"),
+        (lambda h: SBM(h, 0), ValueError, "num_examples at least 1"),
+        (lambda h: SBM(h, 9, variant="both"), ValueError, "variant must be online or accumulated"),
+        (lambda h: SBM(torch.nn.Linear(100, 51), 9), ValueError, "5151 parameters.*up to 5000"),
+        (lambda h: LSPFB(h, rank=0), ValueError, "rank must be at least 1"),
+        (lambda h: LSPFB(h, rule="paper"), ValueError, "rule must be one of exact, repaired"),
+    ],
+)
+def test_refusals_name_what_is_wrong(make, error, message):
+    with pytest.raises(error, match=message):
+        make(make_head())
+
+
+def test_prox_takes_one_example():
+    head = make_head()
+    optimizer = ProxBoundSGD(head)
+    x, y = data()
+    backward(head, x[:2], y[:2])
+    with pytest.raises(ValueError, match="takes one example a step on one process, got 2"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.zeros(3, 5), None, r"x must be \[..., 4\]"),
+        (torch.zeros(3, 4), torch.zeros(2), r"weight \[...\], got \(3, 4\) and \(2,\)"),
+    ],
+)
+def test_set_batch_checks_shapes(x, weight, message):
+    with pytest.raises(ValueError, match=message):
+        SoftmaxBound(make_head()).set_batch(x, weight)
+
+
+def test_set_batch_needs_a_head_among_several():
+    heads = make_head(), make_head()
+    optimizer = SoftmaxBound([{"head": head} for head in heads])
+    with pytest.raises(ValueError, match="head must be one of the 2"):
+        optimizer.set_batch(torch.zeros(1, 4))
+
+
+def test_inputs_that_are_not_finite_skip_the_step():
+    head = make_head()
+    optimizer = SoftmaxBound(head)
+    x, y = data()
+    backward(head, x[:20], y[:20])
+    bad = x[:20].clone()
+    bad[3, 1] = torch.nan
+    optimizer.set_batch(bad)
+    with pytest.warns(RuntimeWarning, match="skipped a step"):
+        optimizer.step()
+    assert torch.equal(joined(head), start())
+    # The next step is as if the bad one had not been.
+    optimizer.zero_grad()
+    backward(head, x[:20], y[:20])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    reference = make_head()
+    other = SoftmaxBound(reference)
+    backward(reference, x[:20], y[:20])
+    other.step()
+    assert torch.equal(joined(head), joined(reference))

@@ -1,0 +1,203 @@
+"""Steps of the optimizers against their formulas with dense matrices in float64."""
+
+import pytest
+import torch
+from naive import layer_curvature
+from problem import DECAY, EXAMPLES, INPUTS, LABELS, backward, data, gradient, joined, make_head, optimum, start, train
+
+from favor.optim import (
+    BBM,
+    LSPFB,
+    SBM,
+    SPFB,
+    LowRankCurvature,
+    ProxBoundSGD,
+    SoftmaxBound,
+    bound_coefficients,
+    bound_factor,
+    exact_step_,
+)
+
+
+def sigma(weight, x, order="ascending"):
+    return torch.as_tensor(layer_curvature(weight @ x, x, order))
+
+
+def dense_sigma(weight, x, order="ascending"):
+    return sum(sigma(weight, row, order) for row in x) / len(x)
+
+
+def solved(matrix, damping, right):
+    eye = torch.eye(len(matrix), dtype=torch.float64)
+    return torch.linalg.solve(matrix + damping * eye, right.flatten()).reshape(right.shape)
+
+
+def stepped(factory, x, y, weight=None):
+    head = make_head(weight=weight)
+    optimizer = factory(head)
+    before = joined(head)
+    optimizer.step(lambda: (optimizer.zero_grad(), backward(head, x, y))[1])
+    return before, joined(head)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
+def test_bbm_step_by_dense_matrices(order):
+    x, y = data()
+    before, after = stepped(lambda h: BBM(h, lr=0.7, weight_decay=DECAY, order=order), x, y)
+    move = solved(dense_sigma(before, x, order), DECAY, gradient(before, x, y) + DECAY * before)
+    torch.testing.assert_close(after, before - 0.7 * move, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_spfb_step_by_dense_matrices(batch, literal):
+    x, y = (part[:batch] for part in data())
+    before, after = stepped(lambda h: SPFB(h, lr=0.7, weight_decay=DECAY, damping=0.3, literal=literal), x, y)
+    damping = DECAY + (0 if literal else 0.3 * x.square().sum(-1).mean())
+    move = solved(dense_sigma(before, x), damping, gradient(before, x, y) + DECAY * before)
+    torch.testing.assert_close(after, before - 0.7 * move, rtol=1e-10, atol=1e-10)
+
+
+def test_literal_spfb_divides_its_step_by_the_number_of_steps():
+    x, y = data()
+    head = make_head()
+    optimizer = SPFB(head, weight_decay=DECAY, literal=True)
+    for number in (1, 2, 3):
+        before = joined(head)
+        backward(head, x[:7], y[:7])
+        optimizer.step()
+        optimizer.zero_grad()
+        move = solved(dense_sigma(before, x[:7]), DECAY, gradient(before, x[:7], y[:7]) + DECAY * before)
+        torch.testing.assert_close(joined(head), before - move / number, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+@pytest.mark.parametrize("rate", [0.1, 1e3])
+def test_prox_step_by_dense_matrices(rate, decay):
+    x, y = (part[:1] for part in data())
+    before, after = stepped(lambda h: ProxBoundSGD(h, lr=rate, weight_decay=decay), x, y)
+    move = solved(dense_sigma(before, x, "none"), decay + 1 / rate, gradient(before, x, y) + decay * before)
+    torch.testing.assert_close(after, before - move, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
+@pytest.mark.parametrize(("decay", "damping"), [(0.0, 0.2), (DECAY, DECAY), (DECAY, 3.0)])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_exact_step_by_dense_matrices(rate, decay, damping, order):
+    x, y = (part[0] for part in data())
+    weight = 3 * start()
+    after = weight.clone()
+    loss = exact_step_(after, x, int(y), lr=rate, weight_decay=decay, damping=damping, order=order)
+    move = solved(sigma(weight, x, order), damping, gradient(weight, x[None], y[None]) + decay * weight)
+    torch.testing.assert_close(after, weight - rate * move, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loss, -(weight @ x).log_softmax(-1)[y])
+
+
+def test_exact_step_on_an_input_of_zeros_only_decays():
+    weight = start()
+    exact_step_(weight, torch.zeros(INPUTS, dtype=torch.float64), 2, lr=0.5, weight_decay=0.1, damping=0.4)
+    torch.testing.assert_close(weight, start() * (1 - 0.5 * 0.1 / 0.4))
+
+
+def test_prox_converges_with_a_decreasing_step():
+    head = make_head()
+    optimizer = ProxBoundSGD(head, lr=20.0, weight_decay=DECAY)
+    gaps = [value - optimum() for value in train(optimizer, head, 1, 32, schedule=lambda i: 1 / (1 + i / 2))]
+    assert gaps[3] / gaps[31] > 4
+
+
+def naive_sbm(x, y, rate):
+    """Algorithm 2 with the regularization once an example: Sherman-Morrison, label by label, descending."""
+    size, total = LABELS * INPUTS, DECAY * EXAMPLES
+    theta, phi, mu = start().flatten(), torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    inverse = torch.eye(size, dtype=torch.float64) / total
+    for row, target in zip(x, y, strict=True):
+        features = torch.kron(torch.eye(LABELS, dtype=torch.float64), row[None]).reshape(LABELS, size)
+        logits = features @ theta
+        order = logits.argsort(descending=True)
+        share = (total * theta / EXAMPLES - features[target]) / LABELS
+        z, g = torch.tensor(0.0, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+        for place, label in enumerate(order):
+            alpha, step = logits[label].exp(), features[label] - g
+            if place == 0:
+                kappa, beta = 1.0, 0.0
+            else:
+                ratio = (alpha / z).log()
+                kappa, beta = alpha / (z + alpha), torch.tanh(ratio / 2) / (2 * ratio)
+            xi = kappa * step + share
+            image = inverse @ step
+            drop = beta * torch.outer(image, image) / (1 + beta * step @ image)
+            inverse = inverse - drop
+            phi = phi + inverse @ xi - drop @ mu
+            g, mu, z = g + kappa * step, mu + xi, z + alpha
+        theta = theta - rate / EXAMPLES * phi
+        torch.testing.assert_close(phi, inverse @ mu)
+    return theta.reshape(LABELS, INPUTS), inverse
+
+
+def test_sbm_accumulated_is_the_corrected_algorithm():
+    x, y = (part[:12] for part in data())
+    head = make_head()
+    optimizer = SBM(head, EXAMPLES, lr=2.0, weight_decay=DECAY, variant="accumulated")
+    for i in range(12):
+        optimizer.zero_grad()
+        backward(head, x[i : i + 1], y[i : i + 1])
+        optimizer.step()
+    theta, inverse = naive_sbm(x, y, 2.0)
+    torch.testing.assert_close(joined(head), theta, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(optimizer.state[head.weight]["inverse"], inverse, rtol=1e-9, atol=1e-11)
+
+
+def test_sbm_batch_adds_all_its_curvature_at_once():
+    x, y = (part[:9] for part in data())
+    head = make_head()
+    optimizer = SBM(head, EXAMPLES, weight_decay=DECAY)
+    backward(head, x, y)
+    before = joined(head)
+    optimizer.step()
+    whole = 9 * dense_sigma(before, x, "descending")
+    move = solved(whole, DECAY * EXAMPLES, 9 * (gradient(before, x, y) + DECAY * before))
+    torch.testing.assert_close(joined(head), before - move, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", ["exact", "repaired"])
+def test_lspfb_step_by_its_curvature(rule):
+    x, y = (part[:6] for part in data())
+    before, after = stepped(lambda h: LSPFB(h, lr=0.7, weight_decay=DECAY, rank=3, rule=rule), x, y)
+    curvature = LowRankCurvature(LABELS * INPUTS, 3, rule=rule, like=x)
+    for row in x:
+        for each in bound_factor(bound_coefficients(before @ row, "none")):
+            curvature.add(torch.kron(each, row) / len(x) ** 0.5)
+    move = solved(curvature.dense(), DECAY, gradient(before, x, y) + DECAY * before)
+    torch.testing.assert_close(after, before - 0.7 * move, rtol=1e-9, atol=1e-10)
+    excess = torch.linalg.eigvalsh(curvature.dense() - dense_sigma(before, x, "none"))
+    assert excess[0] > -1e-12
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.7])
+@pytest.mark.parametrize("curvature", ["bohning", "diag"])
+def test_softmax_bound_step_by_dense_matrices(curvature, ema):
+    x, y = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head, lr=0.9, weight_decay=DECAY, damping=0.2, curvature=curvature, curvature_ema=ema)
+    moments, labels, weights = [], [], []
+    for number in range(3):
+        rows, before = slice(20 * number, 20 * number + 20), joined(head)
+        backward(head, x[rows], y[rows])
+        optimizer.step()
+        optimizer.zero_grad()
+        moments.append(x[rows].T @ x[rows] / 20)
+        diagonals = [sigma(before, row).reshape(LABELS, INPUTS, LABELS, INPUTS) for row in x[rows]]
+        labels.append(sum(torch.einsum("aiai->a", s) / r.dot(r) for s, r in zip(diagonals, x[rows], strict=True)) / 20)
+        weights = [ema * w for w in weights] + [1.0]
+        shares = [w / sum(weights) for w in weights]
+        moment = sum(s * m for s, m in zip(shares, moments, strict=True))
+        label = sum(s * m for s, m in zip(shares, labels, strict=True))
+        diagonal = torch.full((LABELS,), 0.5, dtype=torch.float64) if curvature == "bohning" else 2 * label
+        matrix = torch.kron(diagonal.diag(), moment)
+        damping = DECAY + 0.2 * matrix.trace() / len(matrix)
+        values = torch.linalg.eigvalsh(matrix)
+        degrees = (values / (values + damping)).sum() / LABELS
+        move = solved(matrix, damping, gradient(before, x[rows], y[rows]) + DECAY * before)
+        expected = before - 0.9 * 20 / (20 + 3 * (degrees + 1)) * move
+        torch.testing.assert_close(joined(head), expected, rtol=1e-9, atol=1e-10)
