@@ -106,11 +106,12 @@ class BBM(HeadOptimizer):
         decay = group["weight_decay"]
         return group["lr"] * curvature.solve(gradient + decay * theta, decay)
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, gradient: Tensor, batch: Batch) -> None:
+    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
         if group["curvature"] in ("exact", *CERTIFIED):
-            super()._update(group, head, gradient, batch)
+            super()._update(group, head, batch)
             return
-        decay, theta = group["weight_decay"], joined(head, group["params"])
+        decay, theta = group["weight_decay"], joined(head, group["params"]).clone()
+        gradient = joined(head, [parameter.grad for parameter in group["params"]])
         before = self._objective(self._loss, head, decay)
         direction = self._direction(group, self.state[head.weight], theta, gradient, batch)
         for halving in range(HALVINGS):

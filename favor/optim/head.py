@@ -161,10 +161,12 @@ class HeadOptimizer(Optimizer):
         return loss
 
     def _step_head(self, group: dict[str, Any], head: nn.Linear, rows: list[Rows]) -> None:
-        gradient = joined(head, [parameter.grad for parameter in group["params"]])
-        batch = _collect(head, rows, gradient.dtype)
-        finite = gradient.isfinite().all() & batch.x.isfinite().all()
-        finite, total = self._mean(torch.stack((finite.to(gradient), batch.weights.sum()))).tolist()
+        batch = _collect(head, rows, precision(head))
+        gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        # The largest entry, which NaN wins, takes one pass and no memory.
+        sizes = [torch.linalg.vector_norm(part, torch.inf).to(batch.x) for part in (*gradients, batch.x)]
+        finite = torch.stack(sizes).isfinite().all().to(batch.x)
+        finite, total = self._mean(torch.stack((finite, batch.weights.sum()))).tolist()
         if finite < 1:
             warnings.warn(
                 f"{type(self).__name__} skipped a step: a gradient or an input of the head is not finite.",
@@ -174,17 +176,17 @@ class HeadOptimizer(Optimizer):
         elif total > 0:
             state = self.state[head.weight]
             state["step"] = state.get("step", 0) + 1
-            self._update(group, head, gradient, batch)
+            self._update(group, head, batch)
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, gradient: Tensor, batch: Batch) -> None:
-        """Changes the head, for the gradient `[n, d]` of the loss without weight decay."""
-        theta = joined(head, group["params"])
+    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
+        """Changes the head."""
+        theta, gradient = joined(head, group["params"]), joined(head, [p.grad for p in group["params"]])
         write(head, theta - self._direction(group, self.state[head.weight], theta, gradient, batch))
 
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
     ) -> Tensor:
-        """What `_update` subtracts from theta `[n, d]`."""
+        """What `_update` subtracts from theta `[n, d]`, for the gradient of the loss without weight decay."""
         raise NotImplementedError
 
     def _world_size(self) -> int:
@@ -223,13 +225,17 @@ def _record(rows: list[Rows], module: nn.Module, args: Any, kwargs: Any) -> Any:
     return ((seen, *args[1:]), kwargs) if args else (args, {**kwargs, "input": seen})
 
 
+def precision(head: nn.Linear) -> torch.dtype:
+    """What a head's step is computed in: float64 for float64, else float32."""
+    return torch.float64 if head.weight.dtype == torch.float64 else torch.float32
+
+
 def joined(head: nn.Linear, parts: list[Any]) -> Tensor:
     """Weight and bias, or their gradients, as `[n, d]` in at least float32."""
-    dtype = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
-    weight = parts[0].detach().to(dtype)
+    weight = parts[0].detach().to(precision(head))
     if head.bias is None:
         return weight
-    bias = weight.new_zeros(len(weight)) if parts[1] is None else parts[1].detach().to(dtype)
+    bias = weight.new_zeros(len(weight)) if parts[1] is None else parts[1].detach().to(weight)
     return torch.cat((weight, bias.unsqueeze(-1)), dim=1)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from favor.optim.bound import bound_coefficients
-from favor.optim.head import Batch, HeadOptimizer, joined, write
-from favor.optim.solve import bound_solve
+from favor.optim.bound import FLOOR, ORDERS, bound_coefficients
+from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.solve import bound_solve, tridiagonal_solve
 
 
 def single_direction(
     logits: Tensor,
     residual: Tensor,
-    norm2: Tensor | float,
+    norm2: float,
     weight_decay: float,
     damping: float,
     order: str | Tensor = "none",
@@ -38,7 +38,38 @@ def single_direction(
         order: of the labels, see `bound_coefficients`. Default "none", which saves the sorting.
     """
     right = residual + (weight_decay / norm2) * logits if weight_decay else residual
+    if isinstance(order, str) and order in ORDERS and logits.device.type == "cpu" and len(logits) > 1:
+        return _on_cpu(logits, right, norm2, damping, order)
     return bound_solve(bound_coefficients(logits, order), norm2, damping, right)
+
+
+def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: str) -> Tensor:
+    """`bound_solve` for one row with few calls: exponentials between e^-60 and 1 are summed as they are, in float64."""
+    import numpy as np
+
+    a, r = logits.numpy().astype(np.float64), right.numpy()
+    top = a.max()
+    if not np.isfinite(top):
+        raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
+    a = np.maximum(a - top, -FLOOR)
+    permutation = None
+    if order != "none":
+        permutation = np.argsort(a if order == "ascending" else -a, kind="stable")
+        a, r = a[permutation], r[permutation]
+    alpha = np.exp(a)
+    sums = np.cumsum(alpha)
+    ratio = a[1:] - np.log(sums[:-1])
+    square = ratio * ratio
+    with np.errstate(divide="ignore", invalid="ignore"):
+        beta = (alpha[1:] - sums[:-1]) / (sums[1:] * 2 * ratio)
+    # tanh(L/2) / (2 L) by its series where numerator and denominator have lost their digits.
+    beta = np.where(square < 1e-4, 0.25 - square / 48 + square * square / 480, beta)
+    u = tridiagonal_solve(beta, sums[:-1] / sums[1:], scale, damping, r)
+    if permutation is not None:
+        found = np.empty_like(u)
+        found[permutation] = u
+        u = found
+    return torch.from_numpy(u).to(right.dtype)
 
 
 @torch.no_grad()
@@ -85,28 +116,26 @@ def exact_step_(
     residual = log_p.exp()
     residual[target] = 0
     residual[target] = -residual.sum()
-    _apply(weight, x, logits, residual, lr, weight_decay, damping, order)
+    push, keep = _push(logits, residual, torch.dot(x, x).item(), lr, weight_decay, damping, order)
+    weight.addr_(push, x, beta=keep)
     return -log_p[target]
 
 
-def _apply(
-    weight: Tensor,
-    x: Tensor,
+def _push(
     logits: Tensor,
     residual: Tensor,
+    norm2: float,
     lr: float,
     weight_decay: float,
     damping: float,
     order: str | Tensor,
-) -> None:
-    norm2 = torch.dot(x, x).item()
+) -> tuple[Tensor, float]:
+    """The step on a weight as W <- keep W + push x': push `[n]` and keep."""
     shrink = lr * weight_decay / damping
-    if norm2 > 0:
-        direction = single_direction(logits, residual, norm2, weight_decay, damping, order)
-        push = -lr * direction if shrink == 0 else shrink / norm2 * logits - lr * direction
-        weight.addr_(push, x, beta=1 - shrink)
-    else:
-        weight.mul_(1 - shrink)
+    if norm2 == 0:
+        return torch.zeros_like(logits), 1 - shrink
+    push = -lr * single_direction(logits, residual, norm2, weight_decay, damping, order)
+    return push if shrink == 0 else push + shrink / norm2 * logits, 1 - shrink
 
 
 class ProxBoundSGD(HeadOptimizer):
@@ -141,16 +170,25 @@ class ProxBoundSGD(HeadOptimizer):
     ) -> None:
         super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "order": order})
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, gradient: Tensor, batch: Batch) -> None:
-        x, rate = only_row(self, batch), group["lr"]
+    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
+        x, rate, decay = only_row(self, batch), group["lr"], group["weight_decay"]
         if rate == 0:
             return
-        theta = joined(head, group["params"])
-        norm2 = torch.dot(x, x).clamp_min(torch.finfo(x.dtype).tiny)
-        logits, residual = torch.mv(theta, x), torch.mv(gradient, x) / norm2
-        decay = group["weight_decay"]
-        _apply(theta, x, logits, residual, 1.0, decay, decay + 1 / rate, group["order"])
-        write(head, theta)
+        dtype, norm2 = x.dtype, torch.dot(x, x).item()
+        inputs = x[: head.in_features]
+        logits = torch.mv(head.weight.to(dtype), inputs)
+        if head.bias is None:
+            residual = torch.mv(head.weight.grad.to(dtype), inputs) / max(norm2, torch.finfo(dtype).tiny)
+        else:
+            logits += head.bias
+            residual = group["params"][1].grad.to(dtype)
+        push, keep = _push(logits, residual, norm2, 1.0, decay, decay + 1 / rate, group["order"])
+        if head.weight.dtype == dtype:
+            head.weight.addr_(push, inputs, beta=keep)
+        else:
+            head.weight.copy_(keep * head.weight.to(dtype) + torch.outer(push, inputs))
+        if head.bias is not None:
+            head.bias.mul_(keep).add_(push)
 
 
 def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:

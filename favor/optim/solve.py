@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,44 +49,54 @@ def bound_solve(
 
 
 def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
-    """One symmetric positive definite tridiagonal system a row; rows are laid end to end, uncoupled.
+    if r.shape[-1] == 1 or r.numel() == 0:
+        return r / lam
+    beta, rho = c.beta[..., 1:].double().numpy(), c.rho[..., 1:].double().numpy()
+    scale = s.where(s > 0, 1.0).numpy()
+    return torch.from_numpy(tridiagonal_solve(beta, rho, scale, lam.numpy(), r.numpy())).where(s > 0, r / lam)
+
+
+def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
+    """(s B + lambda I)^{-1} r by one symmetric positive definite tridiagonal system a row, laid end to end, uncoupled.
 
     In numpy: on vectors of a thousand labels its calls cost a third of torch's, and this is all that a step with one
     example adds to plain gradient descent.
+
+    Args:
+        beta: `[..., n - 1]` float64, of all labels but the first, n >= 2; rho likewise.
+        s: > 0, a number or `[..., 1]`; lam likewise.
+        r: right side `[..., n]` in the order of the coefficients.
     """
     import numpy as np
     from scipy.linalg import lapack
 
-    if r.shape[-1] == 1 or r.numel() == 0:
-        return r / lam
-    tau = (lam / s.where(s > 0, 1.0)).numpy()
-    beta, rho = c.beta[..., 1:].double().numpy(), c.rho[..., 1:].double().numpy()
-    right, leading = r.numpy(), r.shape[:-1]
-    ahead = rho / beta
-    diagonal, beside = np.empty((*leading, beta.shape[-1])), np.zeros((*leading, beta.shape[-1]))
+    tau, ahead = lam / s, rho / beta
+    shape = (*r.shape[:-1], beta.shape[-1])
+    diagonal, beside = np.empty(shape), np.zeros(shape)
     np.add(2.0, tau / beta, out=diagonal)
-    diagonal[..., 1:] += tau * (rho * ahead)[..., :-1]
-    beside[..., :-1] = -1.0 - tau * ahead[..., :-1]
+    diagonal[..., 1:] += (tau * rho * ahead)[..., :-1]
+    beside[..., :-1] = (-1.0 - tau * ahead)[..., :-1]
     *_, t, info = lapack.dptsv(
         diagonal.ravel(),
         # LAPACK's wrapper takes no empty array, not even for a single equation.
         beside.ravel()[: max(1, beside.size - 1)],
-        np.diff(right).ravel(),
+        (r[..., 1:] - r[..., :-1]).ravel(),
         overwrite_d=True,
         overwrite_e=True,
         overwrite_b=True,
     )
     if info != 0:
         raise FloatingPointError("the system is not positive definite: are the logits or the right side NaN?")
-    t = t.reshape(diagonal.shape)
+    t = t.reshape(shape)
     y = t / beta
     y[..., :-1] -= ahead[..., :-1] * t[..., 1:]
-    step = y.copy()
-    step[..., 1:] -= rho[..., :-1] * y[..., :-1]
-    u = np.zeros(right.shape)
-    np.cumsum(step / s.where(s > 0, 1.0).numpy(), axis=-1, out=u[..., 1:])
-    u += right.mean(-1, keepdims=True) / lam.numpy() - u.mean(-1, keepdims=True)
-    return torch.from_numpy(u).where(s > 0, r / lam)
+    u = np.zeros(r.shape)
+    u[..., 1:] = y
+    u[..., 2:] -= rho[..., :-1] * y[..., :-1]
+    u /= s
+    np.cumsum(u, axis=-1, out=u)
+    u += r.mean(-1, keepdims=True) / lam - u.mean(-1, keepdims=True)
+    return u
 
 
 def _scan(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:

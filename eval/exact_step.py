@@ -1,0 +1,164 @@
+"""What an exact full-rank step on one example costs beside a step of stochastic gradient descent.
+
+    python -m favor.eval.exact_step
+
+One example, a head of n labels on d inputs, float32 on the CPU. Four steps, in turn over the same repeats: gradient
+descent in place (logits, softmax, update of rank one: the least that any step has to do) and `torch.optim.SGD`
+(forward, backward, step); `favor.optim.exact_step_` beside the first and `favor.optim.ProxBoundSGD` beside the second.
+A number of labels is only timed if the solution of its system has a small residual.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from favor.eval import report
+from favor.optim import ProxBoundSGD, bound_coefficients, bound_matvec, exact_step_
+from favor.optim.single import single_direction
+
+DAMPING = 0.01
+LIMIT = 1.5
+NAMES = ("SGD in place", "exact_step_", "torch.optim.SGD", "ProxBoundSGD")
+
+
+def steps(labels: int, inputs: int, seed: int) -> dict[str, Callable[[], Any]]:
+    """The four steps by name, each on a weight of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(inputs, generator=generator)
+    weights = [torch.randn(labels, inputs, generator=generator) * 0.05 for _ in range(2)]
+    target = torch.tensor([labels // 2])
+
+    def in_place() -> None:
+        residual = torch.mv(weights[0], x).softmax(-1)
+        residual[target] -= 1
+        weights[0].addr_(residual, x, alpha=-1e-3)
+
+    def passes(make: Callable[[torch.nn.Linear], torch.optim.Optimizer]) -> Callable[[], None]:
+        head = torch.nn.Linear(inputs, labels, bias=False)
+        optimizer = make(head)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(head(x.unsqueeze(0)), target).backward()
+            optimizer.step()
+
+        return step
+
+    return dict(
+        zip(
+            NAMES,
+            (
+                in_place,
+                lambda: exact_step_(weights[1], x, int(target), damping=DAMPING),
+                passes(lambda head: torch.optim.SGD(head.parameters(), lr=1e-3)),
+                passes(lambda head: ProxBoundSGD(head, lr=1 / DAMPING)),
+            ),
+            strict=True,
+        )
+    )
+
+
+def residual(labels: int, inputs: int, seed: int) -> float:
+    """Of the system behind the exact step, relative to its right side."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(labels, generator=generator, dtype=torch.float64)
+    right = logits.softmax(-1)
+    right[0] = -right[1:].sum()
+    found = single_direction(logits, right, float(inputs), 0.0, DAMPING)
+    left = inputs * bound_matvec(bound_coefficients(logits, "none"), found) + DAMPING * found
+    return ((left - right).norm() / right.norm()).item()
+
+
+def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of the four steps, medians over repeats in turn, and the ratios of each pair."""
+    found = steps(labels, arguments.inputs, arguments.seed)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(arguments.repeats + arguments.warmup):
+        for name, step in found.items():
+            clock = time.perf_counter()
+            step()
+            if number >= arguments.warmup:
+                times[name].append(1e3 * (time.perf_counter() - clock))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    in_place, exact, sgd, prox = NAMES
+    return {
+        "milliseconds": medians,
+        "in_place_ratio": medians[exact] / medians[in_place],
+        "exact_ratio": medians[exact] / medians[sgd],
+        "optimizer_ratio": medians[prox] / medians[sgd],
+    }
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.exact_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--labels", type=int, nargs="+", default=[1000, 3000, 10_000, 30_000, 100_000], metavar="N")
+    parser.add_argument("--inputs", type=int, default=512, help="d")
+    parser.add_argument("--repeats", type=int, default=51)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    parser.add_argument("--name", default="exact_step", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    if min(*arguments.labels, arguments.inputs) < 2 or min(arguments.repeats, arguments.threads) < 1:
+        parser.error("--labels and --inputs must be at least 2, --repeats and --threads at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a solution is wrong."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    torch.set_num_threads(arguments.threads)
+    rows, results = [], {}
+    for labels in arguments.labels:
+        error = residual(labels, arguments.inputs, arguments.seed)
+        if not error < 1e-6:
+            print(f"{labels} labels: relative residual {error:.1e}, so no times")
+            return 1
+        result = measure(labels, arguments) | {"residual": error}
+        results[str(labels)] = result
+        ratios = [f"{result[name]:.2f}" for name in ("in_place_ratio", "exact_ratio", "optimizer_ratio")]
+        rows.append([str(labels), *(f"{result['milliseconds'][name]:.3g}" for name in NAMES), *ratios])
+        print("  ".join(rows[-1]), flush=True)
+    largest = max(result["exact_ratio"] for result in results.values())
+    slope = np.polyfit(
+        np.log([int(name) for name in results]), [np.log(r["milliseconds"][NAMES[1]]) for r in results.values()], 1
+    )[0]
+    checks = [
+        report.Check(
+            f"exact_step_ costs at most {LIMIT} times torch.optim.SGD", f"largest {largest:.2f}", largest <= LIMIT
+        )
+    ]
+    ratios = ["exact_step_ / in place", "exact_step_ / torch SGD", "Prox / torch SGD"]
+    header = ["labels", *(f"{name}, ms" for name in NAMES), *ratios]
+    lines = [
+        "# An exact full-rank step beside a step of gradient descent",
+        "",
+        f"One example, {arguments.inputs} inputs, float32; medians of {arguments.repeats} steps, the four in turn. Time "
+        f"of exact_step_ grows like labels to the power {slope:.2f}.",
+        "",
+        *report.table(header, rows),
+    ]
+    command = report.shown_command("favor.eval.exact_step", words, [], ["--output_dir"])
+    content = {**report.context(command, ("numpy", "scipy")), "seed": arguments.seed, "slope": slope, "labels": results}
+    report.write(arguments.output_dir, arguments.name, lines, content, checks)
+    print("\n".join(["", *lines, "", *(check.line() for check in checks)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
