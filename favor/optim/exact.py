@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from favor.optim.bound import BoundCoefficients, bound_coefficients, bound_dense, bound_diagonal, bound_matvec
-from favor.optim.majorizers import CHUNK, Kronecker
+from favor.optim.majorizers import CHUNK, Kronecker, total
 
-DENSE = 1500
+DENSE = 1e9
 TOLERANCE = 1e-6
 ITERATIONS = 200
 
@@ -69,10 +69,12 @@ class Exact:
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
         """(Sigma + damping I)^{-1} gradient, `[n, d]`.
 
-        Up to n d = 1500 by a dense Cholesky factorization in float64, above by conjugate gradients to a residual of
-        1e-6, preconditioned by the mean diagonal of B and the second moment of the inputs.
+        By a dense Cholesky factorization in float64 where that takes less than 1e9 operations, else by conjugate
+        gradients to a residual of 1e-6 or 200 iterations, preconditioned by the mean diagonal of B and the second
+        moment of the inputs.
         """
-        if gradient.numel() <= DENSE:
+        size, rows = gradient.numel(), self.reduce(self.x.new_tensor(float(len(self.x)))).item()
+        if rows * size**2 + size**3 / 3 <= DENSE:
             matrix = self.dense(len(gradient)).double()
             matrix.diagonal().add_(damping)
             factor = torch.linalg.cholesky(matrix)
@@ -81,10 +83,13 @@ class Exact:
 
     def _conjugate_gradients(self, gradient: Tensor, damping: float) -> Tensor:
         labels = self.reduce(self.weights @ bound_diagonal(self.coefficients))
-        total = self.reduce(self.weights.sum())
-        near = Kronecker(labels / total, self.reduce((self.x * self.weights.unsqueeze(-1)).T @ self.x))
+        whole = self.reduce(total(self.weights))
+        near = Kronecker(labels / whole, self.reduce((self.x * self.weights.unsqueeze(-1)).T @ self.x))
         solution, residual = torch.zeros_like(gradient), gradient.clone()
-        direction = near.solve(residual, damping)
+        if not bool(gradient.any()):
+            return solution
+        precondition = near.inverse(damping).apply
+        direction = precondition(residual)
         product = (residual * direction).sum()
         for _ in range(ITERATIONS):
             image = self.matvec(direction) + damping * direction
@@ -93,7 +98,7 @@ class Exact:
             residual -= length * image
             if residual.norm() <= TOLERANCE * gradient.norm():
                 break
-            preconditioned = near.solve(residual, damping)
+            preconditioned = precondition(residual)
             product, before = (residual * preconditioned).sum(), product
             direction = preconditioned + product / before * direction
         return solution

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from favor.optim.exact import Exact, exact
-from favor.optim.head import Batch, Closure, HeadOptimizer, joined, write
+from favor.optim.head import Closure, HeadOptimizer, joined, subtract
+from favor.optim.inputs import Batch
 from favor.optim.majorizers import CERTIFIED, MAJORIZERS, Blocks, Kronecker, averaged, majorize
 
 HALVINGS = 20
@@ -78,22 +79,26 @@ class BBM(HeadOptimizer):
         """
         if closure is None:
             raise TypeError("BBM needs a closure that computes the loss of all data and its gradient.")
-
-        def objective(head: nn.Linear, decay: float) -> float:
-            with torch.enable_grad():
-                loss = closure()
-            return self._objective(loss, head, decay)
+        found: list[Any] = []
 
         def first() -> Any:
-            self._loss = closure()
-            return self._loss
+            found.append(closure())
+            return found[0]
 
-        self._again = objective
-        return super().step(first)
+        def again() -> Any:
+            with torch.enable_grad():
+                return closure()
 
-    def _objective(self, loss: Any, head: nn.Linear, decay: float) -> float:
-        data = self._mean(torch.as_tensor(loss, dtype=torch.float64, device=head.weight.device).detach().clone())
-        return data.item() + decay / 2 * sum(p.double().square().sum().item() for p in head.parameters())
+        self._losses = found, again
+        try:
+            return super().step(first)
+        finally:
+            del self._losses
+
+    def _objective(self, loss: Any, group: dict[str, Any]) -> float:
+        like = group["params"][0]
+        data = self._mean(torch.as_tensor(loss, dtype=torch.float64, device=like.device).detach().clone())
+        return data.item() + group["weight_decay"] / 2 * sum(p.double().square().sum().item() for p in group["params"])
 
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
@@ -102,7 +107,9 @@ class BBM(HeadOptimizer):
         if group["curvature"] == "exact":
             curvature = exact(batch.x @ theta.T, batch.x, batch.weights, order=group["order"], reduce=self._mean)
         else:
-            curvature = averaged(majorize(group["curvature"], theta, batch.x, batch.weights), self._mean)
+            curvature = averaged(
+                majorize(group["curvature"], theta, batch.x, batch.weights), batch.weights.sum(), self._mean
+            )
         decay = group["weight_decay"]
         return group["lr"] * curvature.solve(gradient + decay * theta, decay)
 
@@ -110,12 +117,16 @@ class BBM(HeadOptimizer):
         if group["curvature"] in ("exact", *CERTIFIED):
             super()._update(group, head, batch)
             return
-        decay, theta = group["weight_decay"], joined(head, group["params"]).clone()
-        gradient = joined(head, [parameter.grad for parameter in group["params"]])
-        before = self._objective(self._loss, head, decay)
+        parameters, (first, again) = group["params"], self._losses
+        kept = [parameter.clone() for parameter in parameters]
+        before = self._objective(first[0], group)
+        theta, gradient = joined(head, kept), joined(head, [parameter.grad for parameter in parameters])
         direction = self._direction(group, self.state[head.weight], theta, gradient, batch)
         for halving in range(HALVINGS):
-            write(head, theta - direction * 0.5**halving)
-            if self._again(head, decay) <= before:
+            for parameter, start in zip(parameters, kept, strict=True):
+                parameter.copy_(start)
+            subtract(parameters, direction * 0.5**halving)
+            if self._objective(again(), group) <= before:
                 return
-        write(head, theta)
+        for parameter, start in zip(parameters, kept, strict=True):
+            parameter.copy_(start)

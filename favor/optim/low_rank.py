@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from favor.optim.bound import bound_coefficients, bound_factor
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import HeadOptimizer
+from favor.optim.inputs import Batch
 
 RULES = ("exact", "repaired")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from favor.optim.bound import FLOOR, ORDERS, bound_coefficients
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import HeadOptimizer
+from favor.optim.inputs import Batch
 from favor.optim.solve import bound_solve, tridiagonal_solve
 
 
@@ -47,7 +48,7 @@ def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: 
     """`bound_solve` for one row with few calls: exponentials between e^-60 and 1 are summed as they are, in float64."""
     import numpy as np
 
-    a, r = logits.numpy().astype(np.float64), right.numpy()
+    a, r = logits.double().numpy(), right.double().numpy()
     top = a.max()
     if not np.isfinite(top):
         raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
@@ -98,7 +99,7 @@ def exact_step_(
         The loss before the step, without the l2 term, ().
 
     Raises:
-        ValueError: for shapes that do not fit, or a target that is no label.
+        ValueError: for shapes that do not fit, a target that is no label, or a number out of range.
 
     Example:
         >>> import torch
@@ -111,6 +112,10 @@ def exact_step_(
         raise ValueError(f"weight must be [n, d] and x [d], got {tuple(weight.shape)} and {tuple(x.shape)}.")
     if not 0 <= target < len(weight):
         raise ValueError(f"target must be from 0 to {len(weight) - 1}, got {target}.")
+    if not (0 < damping < float("inf") and lr >= 0 and weight_decay >= 0):
+        raise ValueError(
+            f"damping must be positive, lr and weight_decay at least 0; got {damping}, {lr}, {weight_decay}."
+        )
     logits = torch.mv(weight, x)
     log_p = logits.log_softmax(-1)
     residual = log_p.exp()
@@ -174,21 +179,21 @@ class ProxBoundSGD(HeadOptimizer):
         x, rate, decay = only_row(self, batch), group["lr"], group["weight_decay"]
         if rate == 0:
             return
-        dtype, norm2 = x.dtype, torch.dot(x, x).item()
-        inputs = x[: head.in_features]
-        logits = torch.mv(head.weight.to(dtype), inputs)
-        if head.bias is None:
-            residual = torch.mv(head.weight.grad.to(dtype), inputs) / max(norm2, torch.finfo(dtype).tiny)
+        weight, *bias = group["params"]
+        dtype, norm2, inputs = x.dtype, torch.dot(x, x).item(), x[: head.in_features]
+        logits = torch.mv(weight.to(dtype), inputs)
+        if bias:
+            logits += bias[0]
+            residual = bias[0].grad.to(dtype)
         else:
-            logits += head.bias
-            residual = group["params"][1].grad.to(dtype)
+            residual = torch.mv(weight.grad.to(dtype), inputs) / max(norm2, torch.finfo(dtype).tiny)
         push, keep = _push(logits, residual, norm2, 1.0, decay, decay + 1 / rate, group["order"])
-        if head.weight.dtype == dtype:
-            head.weight.addr_(push, inputs, beta=keep)
+        if weight.dtype == dtype:
+            weight.addr_(push, inputs, beta=keep)
         else:
-            head.weight.copy_(keep * head.weight.to(dtype) + torch.outer(push, inputs))
-        if head.bias is not None:
-            head.bias.mul_(keep).add_(push)
+            weight.copy_(keep * weight.to(dtype) + torch.outer(push, inputs))
+        for parameter in bias:
+            parameter.mul_(keep).add_(push)
 
 
 def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:

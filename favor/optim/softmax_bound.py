@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from favor.optim.exact import Exact, exact
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import HeadOptimizer
+from favor.optim.inputs import Batch
 from favor.optim.majorizers import Blocks, Kronecker, averaged, majorize
 
 CURVATURES = ("bohning", "diag", "block", "kfac", "exact")
@@ -43,10 +44,15 @@ class SoftmaxBound(HeadOptimizer):
         damping: delta as a part of the mean eigenvalue of K. Default 0.1.
         curvature: "bohning" (default: inputs alone, no logits, any number of labels), "diag" (one number a label,
             from logits), "block" (a d x d matrix a label, up to 2000 labels), "kfac" (a matrix over labels, up to
-            2000; no bound) or "exact" (the bound of the batch itself, by conjugate gradients).
+            2000; no bound, and can diverge) or "exact" (the bound of the batch itself, by conjugate gradients).
         curvature_ema: part of the curvature of earlier steps that is kept, in [0, 1). Default 0.9; "exact" has none.
-        max_rows: rows of a batch from which curvatures that need logits are taken, evenly spread. Default 512.
+        max_rows: rows of a batch from which "diag", "block" and "kfac" are taken, evenly spread. Default 512.
+        order: in which "diag", "kfac" and "exact" take the labels in, see `bound_coefficients`. Default: "ascending",
+            for "kfac" "descending". With thousands of labels "diag" is far better with "descending": rare labels then
+            have a small curvature, as they should, and frequent ones a large one.
         process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.
+        capture: hang a hook on the head that keeps its inputs. Without it, `set_batch` has to give them, as under
+            `torch.compile(fullgraph=True)`. Default True.
 
     Raises:
         TypeError: if the head is not an `nn.Linear`.
@@ -80,7 +86,9 @@ class SoftmaxBound(HeadOptimizer):
         curvature: str = "bohning",
         curvature_ema: float = 0.9,
         max_rows: int = 512,
+        order: str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        capture: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -89,8 +97,9 @@ class SoftmaxBound(HeadOptimizer):
             "curvature": curvature,
             "curvature_ema": curvature_ema,
             "max_rows": max_rows,
+            "order": order,
         }
-        super().__init__(head, defaults, process_group)
+        super().__init__(head, defaults, process_group, capture)
 
     def _check(self, options: dict[str, Any]) -> None:
         super()._check(options)
@@ -100,6 +109,8 @@ class SoftmaxBound(HeadOptimizer):
             raise ValueError(f"curvature_ema must be in [0, 1), got {options['curvature_ema']}.")
         if options["max_rows"] < 1:
             raise ValueError(f"max_rows must be at least 1, got {options['max_rows']}.")
+        if options["order"] is not None and options["curvature"] in ("bohning", "block"):
+            raise ValueError(f"curvature {options['curvature']!r} has no order, got {options['order']!r}.")
         if options["damping"] + options["weight_decay"] <= 0:
             raise ValueError(
                 "damping and weight_decay are both 0, and curvature alone has no inverse: set one of them."
@@ -108,13 +119,17 @@ class SoftmaxBound(HeadOptimizer):
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
     ) -> Tensor:
-        gradient = gradient + group["weight_decay"] * theta
+        if group["weight_decay"]:
+            gradient = gradient + group["weight_decay"] * theta
         curvature = self._curvature(group, state, theta, batch)
         damping = group["weight_decay"] + group["damping"] * curvature.mean_eigenvalue().item()
+        if damping == 0:
+            # No input differs from 0, so no gradient does.
+            return torch.zeros_like(gradient)
         if isinstance(curvature, Exact):
             return group["lr"] * curvature.solve(gradient, damping)
         inverse, rows = curvature.inverse(damping), self._effective_rows(batch)
-        return group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)) * inverse.apply(gradient)
+        return inverse.apply(gradient).mul_(group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)))
 
     def _effective_rows(self, batch: Batch) -> float:
         """Rows of a batch of equal weights with as much noise, over all processes."""
@@ -126,17 +141,22 @@ class SoftmaxBound(HeadOptimizer):
     ) -> Kronecker | Blocks | Exact:
         """The majorizer, its factors averaged over processes and, but for "exact", over steps."""
         if group["curvature"] == "exact":
-            return exact(batch.x @ theta.T, batch.x, batch.weights, reduce=self._mean)
+            order = group["order"] or "ascending"
+            return exact(batch.x @ theta.T, batch.x, batch.weights, order=order, reduce=self._mean)
         x, weights = batch.x, batch.weights
         if group["curvature"] != "bohning":
             x, weights = thinned(x, weights, group["max_rows"])
-        now = averaged(majorize(group["curvature"], theta, x, weights), self._mean)
+        now = averaged(majorize(group["curvature"], theta, x, weights, group["order"]), weights.sum(), self._mean)
+        kind = CURVATURES.index(group["curvature"])
+        if state.get("curvature") != kind:
+            state["curvature"], state["averaged"] = kind, 0
+        state["averaged"] += 1
         keep = group["curvature_ema"]
         # Divided by the sum of all weights so far, as in Adam: the mean is not drawn to where it started.
-        fresh = (1 - keep) / (1 - keep ** state["step"])
+        fresh = (1 - keep) / (1 - keep ** state["averaged"])
         for name in (names := [field.name for field in fields(now)]):
             value = getattr(now, name)
-            state[name] = state[name].lerp_(value, fresh) if name in state else value
+            state[name] = state[name].lerp_(value, fresh) if state["averaged"] > 1 else value
         return type(now)(**{name: state[name] for name in names})
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from favor.optim.bound import bound_coefficients, bound_factor
 from favor.optim.exact import exact
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import HeadOptimizer
+from favor.optim.inputs import Batch
 from favor.optim.single import single_direction
 
 MAX_SIZE = 5000
@@ -23,7 +24,7 @@ class SPFB(HeadOptimizer):
     .. math:: W \leftarrow W - \eta\, (\Sigma_b + (\lambda + \delta) I)^{-1} (G + \lambda W)
 
     with the bound's curvature Sigma_b of the batch and damping delta = `damping` times the mean |x|^2 of the batch. A
-    batch of one example costs O(n d), others conjugate gradients (a dense solve up to n d = 1500).
+    batch of one example costs O(n d), others conjugate gradients, or a dense solve where that is less.
 
     The published form (`literal`) has delta = 0 and eta = lr / t at step t. It does not converge to the optimum on
     batches of one example: gradient and curvature come from the same example, and the mean of their quotient is not

@@ -161,10 +161,10 @@ def test_configurations_of_the_bound_hold_all_its_options():
     json.dumps(config)
 
 
-def test_both_optimizers_have_equally_many_choices():
+def test_adamw_has_at_least_as_many_choices():
     for grid in GRIDS.values():
         configs = {head: grid.configs(head) for head in ("adamw", "bound")}
-        assert len(configs["adamw"]) == len(configs["bound"])
+        assert len(configs["adamw"]) >= len(configs["bound"]) > 1
         for found in configs.values():
             assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found)
 

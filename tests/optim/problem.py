@@ -8,6 +8,8 @@ import torch
 from scipy.optimize import minimize
 from torch.nn.functional import cross_entropy
 
+from favor.optim import SoftmaxBound
+
 LABELS, INPUTS, EXAMPLES, DECAY = 5, 4, 60, 0.05
 
 
@@ -98,3 +100,17 @@ def joined(head):
     """Weight and bias as one `[n, d]`."""
     weight = head.weight.detach().double().clone()
     return weight if head.bias is None else torch.cat((weight, head.bias.detach().double().unsqueeze(-1)), 1)
+
+
+def after_step(prepare, **options):
+    """Weight after a step for which `prepare(optimizer, head)` runs the passes."""
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY, **options)
+    prepare(optimizer, head)
+    optimizer.step()
+    return joined(head)
+
+
+def whole(_, head, **options):
+    x, y = data()
+    backward(head, x[:20], y[:20], **options)

@@ -63,7 +63,6 @@ def test_saved_state_continues_the_trajectory(name):
     torch.save(optimizer.state_dict(), stream)
     stream.seek(0)
     resumed_head = copy.deepcopy(head)
-    resumed_head._forward_pre_hooks.clear()
     resumed = TABLE[name][0](resumed_head)
     resumed.load_state_dict(torch.load(stream, weights_only=True))
     train(optimizer, head, batch, 1, seed=5)

@@ -93,6 +93,22 @@ def test_exact_step_by_dense_matrices(rate, decay, damping, order):
     torch.testing.assert_close(loss, -(weight @ x).log_softmax(-1)[y])
 
 
+def test_exact_step_in_half_precision():
+    x, y = (part[0] for part in data())
+    weight, half = start(), start().bfloat16()
+    exact_step_(weight, x, int(y), damping=0.2)
+    exact_step_(half, x.bfloat16(), int(y), damping=0.2)
+    torch.testing.assert_close(half.double(), weight, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "values", [{"damping": 0.0}, {"damping": -0.01}, {"damping": float("nan")}, {"damping": 1, "lr": -1}]
+)
+def test_exact_step_refuses(values):
+    with pytest.raises(ValueError, match="damping must be positive, lr and weight_decay at least 0"):
+        exact_step_(start(), torch.ones(INPUTS, dtype=torch.float64), 0, **values)
+
+
 def test_exact_step_on_an_input_of_zeros_only_decays():
     weight = start()
     exact_step_(weight, torch.zeros(INPUTS, dtype=torch.float64), 2, lr=0.5, weight_decay=0.1, damping=0.4)
@@ -175,11 +191,12 @@ def test_lspfb_step_by_its_curvature(rule):
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.7])
-@pytest.mark.parametrize("curvature", ["bohning", "diag"])
-def test_softmax_bound_step_by_dense_matrices(curvature, ema):
+@pytest.mark.parametrize(("curvature", "order"), [("bohning", None), ("diag", None), ("diag", "descending")])
+def test_softmax_bound_step_by_dense_matrices(curvature, order, ema):
     x, y = data()
     head = make_head()
-    optimizer = SoftmaxBound(head, lr=0.9, weight_decay=DECAY, damping=0.2, curvature=curvature, curvature_ema=ema)
+    options = {"curvature": curvature, "curvature_ema": ema, "order": order}
+    optimizer = SoftmaxBound(head, lr=0.9, weight_decay=DECAY, damping=0.2, **options)
     moments, labels, weights = [], [], []
     for number in range(3):
         rows, before = slice(20 * number, 20 * number + 20), joined(head)
@@ -187,7 +204,9 @@ def test_softmax_bound_step_by_dense_matrices(curvature, ema):
         optimizer.step()
         optimizer.zero_grad()
         moments.append(x[rows].T @ x[rows] / 20)
-        diagonals = [sigma(before, row).reshape(LABELS, INPUTS, LABELS, INPUTS) for row in x[rows]]
+        diagonals = [
+            sigma(before, row, order or "ascending").reshape(LABELS, INPUTS, LABELS, INPUTS) for row in x[rows]
+        ]
         labels.append(sum(torch.einsum("aiai->a", s) / r.dot(r) for s, r in zip(diagonals, x[rows], strict=True)) / 20)
         weights = [ema * w for w in weights] + [1.0]
         shares = [w / sum(weights) for w in weights]

@@ -1,0 +1,195 @@
+"""Bound majorization against other optimizers of l2-regularised multinomial logistic regression.
+
+    python -m favor.eval.majorization
+    python -m favor.eval.majorization --uci_dir DIR --images_dir DIR --datasets secstr digit1 text mnist adult ecoli
+
+All methods minimise F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2 from the same point near 0. The
+minimum F* is that of scipy's L-BFGS in double precision. Reported are F - F* and the test error against passes over the
+data and against seconds: processor time of one thread, which other processes do not disturb, for steps alone and not
+for evaluation. What a pass is: `favor.eval.majorization_steps`; how data are scaled: `favor.eval.majorization_data`.
+
+Every method has the same budget for its step size and other options: a search of at most --trials short runs with seed
+0, which together take as long as one run at most; the best objective at their end wins. A run ends after --epochs
+passes (full-batch methods: five times as many, a tuning run a tenth), after --time_limit seconds of optimisation, when
+F - F* is 1e-6 F*, or when F is not finite or a thousand times its first value: then the method has diverged. A seed
+determines split, initial point and order of examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from favor.eval import report
+from favor.eval.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
+from favor.eval.majorization_methods import METHODS, Configuration, Method, Score, search
+from favor.eval.majorization_report import checks, plot, report_lines, summary, thinned
+from favor.eval.majorization_steps import CONVERGED, Trace, initial_head, run
+
+QUICK = ("synthetic", "digits", "breast_cancer")
+TUNING_SHARE = 10
+
+
+def evaluate(
+    method: Method, problems: Sequence[Problem], optima: Sequence[Optimum], arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[Trace]]:
+    """One method on one data set: the search, then a run for every seed.
+
+    Returns:
+        What the tables show, and the runs; no runs where the method is not possible.
+    """
+    obstacle = method.obstacle(problems[0])
+    if obstacle:
+        return {"name": method.name, "obstacle": obstacle}, []
+
+    spent, limit = 0.0, arguments.time_limit
+
+    def trial(configuration: Configuration) -> Score:
+        nonlocal spent
+        short = arguments.epochs / TUNING_SHARE, limit / arguments.trials
+        found = start(method, configuration, problems[0], optima[0], 0, *short)
+        spent += found.seconds[-1]
+        if found.diverged or "matrix" in found.end:
+            return 1.0, configuration["lr"]
+        return 0.0, max(found.objective[-1], (1 + CONVERGED) * optima[0].objective), found.passes[-1]
+
+    axes = method.axes(problems[0])
+    chosen = search(axes, trial, arguments.trials, lambda: spent >= limit) if axes else ({}, False, 0)
+    configuration, edge, trials = chosen
+    traces = [
+        start(method, configuration, problem, optimum, seed, arguments.epochs, limit)
+        for seed, (problem, optimum) in enumerate(zip(problems, optima, strict=True))
+    ]
+    values = [optimum.objective for optimum in optima]
+    result = {"name": method.name, "configuration": dict(configuration), "edge": edge, "trials": trials}
+    result["runs"] = [summary(trace, value) for trace, value in zip(traces, values, strict=True)]
+    result["curve"] = thinned(traces[0], values[0])
+    return result, traces
+
+
+def start(
+    method: Method,
+    configuration: Configuration,
+    problem: Problem,
+    optimum: Optimum,
+    seed: int,
+    epochs: float,
+    seconds: float,
+) -> Trace:
+    """A run from the initial point of a seed."""
+    head = initial_head(problem, seed)
+    with warnings.catch_warnings():
+        # Our optimizers warn when they skip a step of a run that has diverged; the run then ends anyway.
+        warnings.filterwarnings("ignore", message=".*skipped a step", category=RuntimeWarning)
+        return run(method.make(problem, head, configuration, seed), problem, optimum, epochs, seconds)
+
+
+def evaluate_dataset(name: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Trace]]]:
+    """All methods on one data set; prints a line for each.
+
+    Returns:
+        What goes into the report, and the runs of each method that could be run.
+    """
+    begin = time.perf_counter()
+    folders = arguments.uci_dir, arguments.images_dir
+    problems = [make_problem(name, seed, *folders, arguments.max_rows) for seed in range(arguments.seeds)]
+    optima = [minimise(problem) for problem in problems]
+    first = problems[0]
+    results, traces = {}, {}
+    for key in arguments.methods:
+        cell = time.perf_counter()
+        results[key], found = evaluate(METHODS[key], problems, optima, arguments)
+        if found:
+            traces[key] = found
+        print(f"{name} {key}: {described(results[key])} ({time.perf_counter() - cell:.0f} s)", flush=True)
+    return {
+        "rows": first.rows,
+        "test_rows": len(first.y_test),
+        "columns": first.x.shape[1],
+        "classes": first.classes,
+        "size": first.size,
+        "lam_sum": first.lam_sum,
+        "dtype": str(first.x.dtype).removeprefix("torch."),
+        "optima": [vars(optimum) for optimum in optima],
+        "seconds": time.perf_counter() - begin,
+        "methods": results,
+    }, traces
+
+
+def described(result: dict[str, Any]) -> str:
+    """A cell in one line, for the terminal."""
+    if "obstacle" in result:
+        return str(result["obstacle"])
+    run = result["runs"][0]
+    mark = " (edge)" if result["edge"] else ""
+    return (
+        f"{result['configuration']}{mark}, {result['trials']} trials; passes to 10 % {run['passes_10']:.3g}, to 1 % "
+        f"{run['passes_1']:.3g}, {run['seconds_1']:.3g} s; gap {run['gap']:.1e} after {run['passes']:.3g} passes, "
+        f"{run['seconds']:.3g} s: {run['end']}"
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.majorization", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--datasets", nargs="+", choices=list(LAM_SUM), default=list(QUICK), metavar="NAME")
+    parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
+    parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--epochs", type=float, default=30, help="passes over the data (see above)")
+    parser.add_argument("--trials", type=int, default=10, help="configurations that are tried, at most")
+    parser.add_argument("--seeds", type=int, default=1, help="runs with the configuration that was chosen")
+    parser.add_argument("--time_limit", type=float, default=8, help="seconds of a run, and of all trials together")
+    parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
+    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    parser.add_argument("--name", default="majorization", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    if min(arguments.trials, arguments.seeds) < 1 or min(arguments.epochs, arguments.time_limit) <= 0:
+        parser.error("--trials, --seeds, --epochs and --time_limit must be positive")
+    if not math.isfinite(arguments.epochs):
+        parser.error("--epochs must be finite")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns 0: the checks are claims of the papers, not of the program."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    torch.set_num_threads(1)
+    begin, results = time.perf_counter(), {}
+    command = report.shown_command("favor.eval.majorization", words, ["--uci_dir", "--images_dir"], ["--output_dir"])
+    for name in unique(arguments.datasets):
+        results[name], traces = evaluate_dataset(name, arguments)
+        # After every data set, so that a run that is cut off leaves what it has.
+        content: dict[str, Any] = {
+            **report.context(command, ("scikit-learn", "scipy", "numpy")),
+            "epochs": arguments.epochs,
+            "trials": arguments.trials,
+            "time_limit": arguments.time_limit,
+            "seconds": time.perf_counter() - begin,
+            "datasets": results,
+        }
+        lines, found = report_lines(results, arguments), checks(results)
+        report.write(arguments.output_dir, arguments.name, lines, content, found)
+        plot(name, results[name], traces, arguments.output_dir / f"{arguments.name}_{name}.png")
+    print("\n".join(["", *lines, "", *(check.line() for check in found)]))
+    return 0
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Names in order, each once."""
+    return list(dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""What the optimizers take from training: the inputs that the loss depends on, and no others."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from problem import DECAY, after_step, backward, data, joined, make_head, start, whole
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from favor.optim import SoftmaxBound
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
+def test_accumulated_passes_are_one_batch(curvature):
+    x, y = data()
+
+    def halves(_, head):
+        for rows in (slice(10), slice(10, 20)):
+            (cross_entropy(head(x[rows]), y[rows]) / 2).backward()
+
+    expected = after_step(whole, curvature=curvature)
+    torch.testing.assert_close(after_step(halves, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
+def test_rows_without_a_part_in_the_loss_do_not_count(curvature):
+    x, y = data()
+
+    def ignored(_, head):
+        # As in a masked-LM batch: the body below the head is trained, and most targets are ignored.
+        rows = torch.cat((x[20:60], x[:20])).reshape(12, 5, -1).requires_grad_()
+        targets = torch.cat((torch.full((40,), -100), y[:20]))
+        cross_entropy(head(rows).flatten(0, 1), targets).backward()
+
+    expected = after_step(whole, curvature=curvature)
+    torch.testing.assert_close(after_step(ignored, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_without_targets_changes_nothing():
+    x, _ = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    rows = x[:20].clone().requires_grad_()
+    cross_entropy(head(rows), torch.full((20,), -100), reduction="sum").backward()
+    optimizer.step()
+    assert torch.equal(joined(head), start())
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "exact"])
+def test_set_batch_serves_losses_that_never_call_the_head(curvature):
+    x, y = data()
+
+    def fused(optimizer, head):
+        cross_entropy(x[:20] @ head.weight.T, y[:20]).backward()
+        weight = torch.cat((torch.full((20,), 1 / 20), torch.zeros(40)))
+        optimizer.set_batch(x.reshape(6, 10, -1), weight.reshape(6, 10))
+
+    expected = after_step(whole, curvature=curvature)
+    # The weights are float32.
+    torch.testing.assert_close(after_step(fused, curvature=curvature), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_without_inputs_it_says_how_to_give_them():
+    x, y = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head)
+    cross_entropy(x @ head.weight.T, y).backward()
+    with pytest.raises(RuntimeError, match=r"none of its inputs were seen.*set_batch"):
+        optimizer.step()
+
+
+def test_a_head_of_zeros_and_a_body_at_rest():
+    # No gradient comes back through such a head, and none is asked for.
+    x, y = data()
+    head = make_head(weight=torch.zeros_like(start()))
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    targets = torch.cat((torch.full((40,), -100), y[:20]))
+    cross_entropy(head(torch.cat((1e3 * x[20:60], x[:20]))), targets).backward()
+    optimizer.step()
+    reference = make_head(weight=torch.zeros_like(start()))
+    other = SoftmaxBound(reference, weight_decay=DECAY)
+    backward(reference, x[:20], y[:20])
+    other.step()
+    assert joined(head).abs().max() > 0.01
+    torch.testing.assert_close(joined(head), joined(reference), rtol=1e-10, atol=1e-12)
+
+
+def test_order_of_forward_and_zero_grad():
+    x, y = data()
+
+    def late(optimizer, head):
+        loss = cross_entropy(head(x[:20]), y[:20])
+        optimizer.zero_grad()
+        loss.backward()
+        # Never differentiated.
+        head(1e3 * x)
+
+    assert torch.equal(after_step(late), after_step(whole))
+
+
+def test_a_pass_that_checkpointing_repeats_counts_once():
+    x, y = data()
+
+    def repeated(_, head):
+        rows = x.clone().requires_grad_()
+        targets = torch.cat((y[:20], torch.full((40,), -100)))
+        checkpoint(lambda r: cross_entropy(head(r), targets), rows, use_reentrant=False).backward()
+
+    torch.testing.assert_close(after_step(repeated), after_step(whole), rtol=1e-10, atol=1e-12)
+
+
+def test_copies_of_the_model_leave_the_optimizer_alone():
+    x, y = data()
+
+    def copied(_, head):
+        stream = io.BytesIO()
+        torch.save(head, stream)
+        stream.seek(0)
+        for other in (copy.deepcopy(head), torch.load(stream, weights_only=False)):
+            backward(other, 1e3 * x, y)
+        whole(_, head)
+
+    assert torch.equal(after_step(copied), after_step(whole))
+
+
+def test_nothing_stays_on_the_head_of_an_optimizer_that_is_gone():
+    head = make_head()
+    optimizer = SoftmaxBound(head)
+    assert len(head._forward_hooks) == 1
+    del optimizer
+    gc.collect()
+    assert not head._forward_hooks
+
+
+def test_one_input_without_a_batch():
+    x, y = data()
+
+    def single(_, head):
+        cross_entropy(head(x[0]), y[0]).backward()
+
+    def batch(_, head):
+        backward(head, x[:1], y[:1])
+
+    torch.testing.assert_close(after_step(single), after_step(batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
+def test_inputs_of_zeros_change_nothing(curvature):
+    head = make_head()
+    optimizer = SoftmaxBound(head, curvature=curvature)
+    backward(head, torch.zeros(20, 4, dtype=torch.float64), data()[1][:20])
+    optimizer.step()
+    assert torch.equal(joined(head), start())
+
+
+def test_without_capture_inputs_come_by_hand_in_parts():
+    x, _ = data()
+
+    def by_hand(optimizer, head):
+        whole(optimizer, head)
+        for rows in (x[:5], x[5:20]):
+            optimizer.set_batch(rows, torch.full((len(rows),), 1 / 20, dtype=torch.float64))
+
+    torch.testing.assert_close(after_step(by_hand, capture=False), after_step(whole), rtol=1e-10, atol=1e-12)
+    assert not make_head()._forward_hooks
+
+
+def test_evaluation_and_zero_grad_leave_no_inputs():
+    x, _ = data()
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=DECAY)
+    head.eval()
+    head(1e6 * x)
+    head.train()
+    with torch.no_grad():
+        head(1e6 * x)
+    head(1e6 * x)
+    optimizer.zero_grad()
+    whole(optimizer, head)
+    optimizer.step()
+    assert torch.equal(joined(head), after_step(whole))
+
+
+def test_input_by_keyword():
+    x, y = data()
+
+    def by_keyword(_, head):
+        cross_entropy(head(input=x[:20].clone().requires_grad_()), y[:20]).backward()
+
+    torch.testing.assert_close(after_step(by_keyword), after_step(whole))
+
+
+def test_gradients_of_the_body_are_what_they_were():
+    x, y = data()
+    found = []
+    for with_optimizer in (False, True):
+        head, rows = make_head(), x[:20].clone().requires_grad_()
+        if with_optimizer:
+            SoftmaxBound(head)
+        cross_entropy(head(rows), y[:20]).backward()
+        found.append((rows.grad, head.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
