@@ -101,9 +101,13 @@ GRIDS = {
         finalists=2,
     ),
     "text": Grid(
-        body=(1e-4, 3e-4, 1e-3),
+        body=(3e-4, 1e-3, 3e-3),
         adamw=(3e-3, 1e-2, 3e-2),
-        bound=({"lr": 3.0}, {"curvature": "diag", "order": "descending", "lr": 2.0}),
+        bound=(
+            {"curvature": "diag", "damping": 1e-2},
+            {"curvature": "diag", "order": "descending", "lr": 2.0},
+            {"damping": 1e-2},
+        ),
         finalists=2,
     ),
 }

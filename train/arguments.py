@@ -96,7 +96,9 @@ class TrainArguments:
     lr_scheduler_type: SchedulerType = field(default=SchedulerType.LINEAR, metadata={"help": "Learning rate schedule."})
     num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: by warmup_ratio.")
     warmup_ratio: float = option(0.0, "Warm-up as a part of all steps.")
-    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 for no clipping.")
+    max_grad_norm: float = option(
+        1.0, f"Gradients are clipped to this norm, but for a head with {SOFTMAX_BOUND}; 0: no clipping."
+    )
     mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: what accelerate launch says, else no.")
     seed: int | None = option(None, "Seed of head, order, dropout and random features. Default 42.")
     seeds: list[int] | None = field(
@@ -137,7 +139,9 @@ class TrainArguments:
 class HeadArguments:
     """The optimizer of the output layer."""
 
-    head_optimizer: str = option(ADAMW, f"Of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound).")
+    head_optimizer: str = option(
+        ADAMW, f"Of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound, no weight decay)."
+    )
     head_learning_rate: float | None = option(
         None, f"Its peak learning rate. Default: 1 for {SOFTMAX_BOUND}, else that of the body."
     )

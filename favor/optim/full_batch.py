@@ -22,9 +22,10 @@ class BBM(HeadOptimizer):
 
     .. math:: W \leftarrow W - \eta\, (K + \lambda I)^{-1} (G + \lambda W)
 
-    with the gradient G of the mean loss over all data and K a bound on its curvature. For 0 < eta < 2 and a certified
-    K no step increases the objective, and convergence is linear; 1.9 takes about half the steps of 1. With an
-    uncertified K the step is halved until the objective does not increase, at the price of one more closure each time.
+    with the gradient G of the mean loss over all data (rows of equal weight, see `set_batch` for others) and K a bound
+    on its curvature. For 0 < eta < 2 and a certified K no step increases the objective, and convergence is linear; 1.9
+    takes about half the steps of 1. With an uncertified K the step is halved until the objective does not increase, at
+    the price of one more closure each time.
 
     Args:
         head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.

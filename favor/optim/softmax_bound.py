@@ -29,12 +29,12 @@ class SoftmaxBound(HeadOptimizer):
     .. math:: W \leftarrow W - \eta\, \frac{m}{m + 3 (d_\delta + 1)}\, (K + (\lambda + \delta) I)^{-1} (G + \lambda W)
 
     with the gradient G of the loss, weight decay lambda and K one of the majorizers of `favor.optim.majorizers`,
-    averaged over steps. The step has a natural length, lr = 1: on a full batch K guarantees descent, and on a batch of
-    m rows the fraction allows for what so few rows cannot know of the :math:`d_\delta` inputs that are not damped away
-    ("exact", whose K is of the batch alone, does without). Use it on the head alone, with any optimizer on the body,
-    and step both. The loss stays what it is: label smoothing, `ignore_index`, gradient accumulation, DDP and
-    GradScaler (it unscales before it steps) need no change. The loss has to be a softmax of the head's output,
-    averaged over rows.
+    averaged over steps. The step has a natural length, lr = 1: on a full batch a certified K cannot lead uphill, and
+    on a batch of m rows the fraction allows for what so few rows cannot know of the :math:`d_\delta` inputs that are
+    not damped away ("exact", whose K is of the batch alone, does without). Use it on the head alone, with any
+    optimizer on the body, and step both. The loss stays what it is: label smoothing, `ignore_index`, gradient
+    accumulation, DDP and GradScaler (it unscales before it steps) need no change. The loss has to be the cross-entropy
+    of a softmax of the head's output, a mean over rows with equal weights.
 
     Args:
         head: `nn.Linear` with weight `[n, d]`, or dicts `{"head": nn.Linear, ...}`. Weights are best kept in float32
