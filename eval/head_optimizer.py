@@ -103,11 +103,7 @@ GRIDS = {
     "text": Grid(
         body=(3e-4, 1e-3, 3e-3),
         adamw=(3e-3, 1e-2, 3e-2),
-        bound=(
-            {"curvature": "diag", "damping": 1e-2},
-            {"curvature": "diag", "order": "descending", "lr": 2.0},
-            {"damping": 1e-2},
-        ),
+        bound=({"curvature": "diag", "damping": 1e-2}, {"curvature": "diag"}, {"damping": 1e-2}),
         finalists=2,
     ),
 }
