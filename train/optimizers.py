@@ -41,18 +41,20 @@ def make_optimizer(
     Raises:
         ValueError: if the softmax bound is asked for without a softmax.
     """
-    bound, rate = head_arguments.head_optimizer == SOFTMAX_BOUND, head_arguments.head_learning_rate
+    rate, decay = head_arguments.head_learning_rate, arguments.weight_decay
+    bound = head_arguments.head_optimizer == SOFTMAX_BOUND
     if bound and num_labels < 2:
         raise ValueError(f"head_optimizer {SOFTMAX_BOUND} is for a softmax, and this task is a regression: use adamw")
-    split = bound or rate is not None
-    head = find_head(model, num_labels) if split else None
-    of_head = {id(p) for p in head.parameters()} if head is not None else set()
-    body = [p for p in model.parameters() if id(p) not in of_head]
-    groups = adamw_groups(body, arguments.weight_decay)
-    if head is None or not bound:
-        if head is not None:
-            groups += [{**group, "lr": rate} for group in adamw_groups(head.parameters(), arguments.weight_decay)]
-        return torch.optim.AdamW(groups, lr=arguments.learning_rate), list(model.parameters())
+    everything = list(model.parameters())
+    if not bound and rate is None:
+        return torch.optim.AdamW(adamw_groups(everything, decay), lr=arguments.learning_rate), everything
+    head = find_head(model, num_labels)
+    of_head = {id(p) for p in head.parameters()}
+    body = [p for p in everything if id(p) not in of_head]
+    groups = adamw_groups(body, decay)
+    if not bound:
+        groups += [{**group, "lr": rate} for group in adamw_groups(head.parameters(), decay)]
+        return torch.optim.AdamW(groups, lr=arguments.learning_rate), everything
     options = {"lr": rate, "damping": head_arguments.head_damping, "curvature": head_arguments.head_curvature}
     bounded = SoftmaxBound(head, **{name: value for name, value in options.items() if value is not None})
     return CombinedOptimizer(torch.optim.AdamW(groups, lr=arguments.learning_rate), bounded), body

@@ -98,8 +98,7 @@ class BoundCoefficients:
     @cached_property
     def tail(self) -> Tensor:
         """C_k `[..., n]`, curvature of later labels as it reaches label k: C_{k-1} = beta_k + rho_k^2 C_k, C_n = 0."""
-        suffix = affine_scan(self.rho.square(), self.beta, reverse=True)
-        return torch.cat((suffix[..., 1:], torch.zeros_like(suffix[..., :1])), dim=-1)
+        return affine_scan(self.rho.square(), self.beta, reverse=True, exclusive=True)
 
     @cached_property
     def coupling(self) -> Tensor:
@@ -188,10 +187,8 @@ def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
 def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
     """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions."""
     v = c.arrange(v.expand(common_shape(c, v=v)))
-    mean = affine_scan(c.rho, c.kappa * v)
-    before = torch.nn.functional.pad(mean[..., :-1], (1, 0))
-    force = c.beta * (v - before)
-    later = torch.nn.functional.pad(affine_scan(c.rho, force, reverse=True)[..., 1:], (0, 1))
+    force = c.beta * (v - affine_scan(c.rho, c.kappa * v, exclusive=True))
+    later = affine_scan(c.rho, force, reverse=True, exclusive=True)
     return c.restore(force - c.kappa * later)
 
 
@@ -204,7 +201,7 @@ def bound_row_sums(c: BoundCoefficients) -> Tensor:
     """Sums of absolute values of the rows of B by label, `[..., n]`, in O(n); diag of them is above B (Gershgorin)."""
     coupling = c.coupling.abs()
     coupling = torch.cat((torch.zeros_like(coupling[..., :1]), coupling[..., 1:]), dim=-1)
-    later = torch.nn.functional.pad(affine_scan(c.rho, coupling, reverse=True)[..., 1:], (0, 1))
+    later = affine_scan(c.rho, coupling, reverse=True, exclusive=True)
     return c.restore(c.beta + c.kappa.square() * c.tail + c.kappa * later + coupling)
 
 

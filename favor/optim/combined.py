@@ -35,7 +35,7 @@ class CombinedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers:
             raise ValueError("CombinedOptimizer needs at least one optimizer.")
-        self.optimizers = optimizers
+        self.optimizers, self._complete = optimizers, False
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         if len({id(p) for p in parameters}) < len(parameters):
             raise ValueError(
@@ -43,6 +43,7 @@ class CombinedOptimizer(Optimizer):
             )
         super().__init__(parameters, {})
         self._share_groups()
+        self._complete = True
 
     def _share_groups(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -64,11 +65,7 @@ class CombinedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at construction: give groups to the optimizer they are for."""
-        if (
-            hasattr(self, "defaults")
-            and self.param_groups
-            and self.param_groups[0] is self.optimizers[0].param_groups[0]
-        ):
+        if self._complete:
             raise TypeError("add the group to one of the combined optimizers before they are combined.")
         super().add_param_group(param_group)
 

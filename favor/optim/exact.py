@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from favor.optim.bound import BoundCoefficients, bound_coefficients, bound_dense, bound_diagonal, bound_matvec
-from favor.optim.majorizers import CHUNK, Kronecker, total
+from favor.optim.majorizers import CHUNK, Kronecker, row_weights, second_moment, total
 
 DENSE = 1e9
 TOLERANCE = 1e-6
@@ -33,8 +33,7 @@ def exact(
         order: of the labels in each B_j, see `bound_coefficients`.
         reduce: applied to every sum over examples; the mean over processes, for instance. Default: nothing.
     """
-    weights = x.new_full((len(x),), 1 / len(x)) if weights is None else weights
-    return Exact(x, weights, bound_coefficients(logits, order), reduce)
+    return Exact(x, row_weights(x, weights), bound_coefficients(logits, order), reduce)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Exact:
     def _conjugate_gradients(self, gradient: Tensor, damping: float) -> Tensor:
         labels = self.reduce(self.weights @ bound_diagonal(self.coefficients))
         whole = self.reduce(total(self.weights))
-        near = Kronecker(labels / whole, self.reduce((self.x * self.weights.unsqueeze(-1)).T @ self.x))
+        near = Kronecker(labels / whole, self.reduce(second_moment(self.x, self.weights)))
         solution, residual = torch.zeros_like(gradient), gradient.clone()
         if not bool(gradient.any()):
             return solution

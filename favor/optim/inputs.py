@@ -16,7 +16,7 @@ class Batch:
 
     Attributes:
         x: `[N, d]`, with a column of ones if the layer has a bias to train.
-        weights: `[N]`, sum 1 for a loss that is a mean; N may be 0.
+        weights: `[N]`, positive, sum 1 for a loss that is a mean; N may be 0.
     """
 
     x: Tensor

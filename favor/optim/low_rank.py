@@ -189,8 +189,8 @@ class LSPFB(HeadOptimizer):
             raise ValueError("LSPFB adds examples one after the other: run it on one process.")
         curvature = LowRankCurvature(theta.numel(), group["rank"], rule=group["rule"], like=theta)
         factors = bound_factor(bound_coefficients(batch.x @ theta.T, "none")) * batch.weights.sqrt()[:, None, None]
-        for factor, x, weight in zip(factors, batch.x, batch.weights.tolist(), strict=True):
-            for row in factor if weight > 0 else ():
+        for factor, x in zip(factors, batch.x, strict=True):
+            for row in factor:
                 curvature.add(torch.outer(row, x).flatten())
         total = gradient + group["weight_decay"] * theta
         return group["lr"] * curvature.solve(total.flatten(), group["weight_decay"]).reshape(theta.shape)

@@ -123,7 +123,8 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0), vectors
 
 
-def _weights(x: Tensor, weights: Tensor | None) -> Tensor:
+def row_weights(x: Tensor, weights: Tensor | None) -> Tensor:
+    """The weights `[m]`, 1/m each by default."""
     return x.new_full((len(x),), 1 / len(x)) if weights is None else weights
 
 
@@ -132,7 +133,8 @@ def total(weights: Tensor) -> Tensor:
     return weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
-def _second_moment(x: Tensor, weights: Tensor) -> Tensor:
+def second_moment(x: Tensor, weights: Tensor) -> Tensor:
+    """Sum of w_j x_j x_j', `[d, d]`."""
     return (x * weights.unsqueeze(-1)).T @ x
 
 
@@ -149,7 +151,7 @@ def _largest(matrices: Tensor) -> Tensor:
 
 def bohning(logits: Tensor | None, x: Tensor, weights: Tensor | None = None) -> Kronecker:
     """1/2 I (x) X'X: above the Hessian of the loss at every weight. Does not depend on the logits."""
-    return Kronecker(x.new_tensor(0.5), _second_moment(x, _weights(x, weights)))
+    return Kronecker(x.new_tensor(0.5), second_moment(x, row_weights(x, weights)))
 
 
 def spectral(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
@@ -158,7 +160,7 @@ def spectral(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronec
     top = _largest(bound_dense(bound_coefficients(logits))).clamp_min(0)
     n = logits.shape[-1]
     centre = torch.eye(n, dtype=x.dtype, device=x.device) - 1 / n
-    return Kronecker(centre, _second_moment(x, _weights(x, weights) * top.to(x)))
+    return Kronecker(centre, second_moment(x, row_weights(x, weights) * top.to(x)))
 
 
 def gershgorin(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
@@ -166,7 +168,7 @@ def gershgorin(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kron
     sums = bound_row_sums(bound_coefficients(logits))
     common = _common_diagonal(sums)
     factors = (sums / common).amax(-1)
-    return Kronecker(common.to(x), _second_moment(x, _weights(x, weights) * factors.to(x)))
+    return Kronecker(common.to(x), second_moment(x, row_weights(x, weights) * factors.to(x)))
 
 
 def _common_diagonal(sums: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def scaled(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecke
     c = bound_coefficients(logits)
     common = _common_diagonal(bound_row_sums(c))
     factor = bound_factor(c) / common.sqrt()
-    return Kronecker(common.to(x), _second_moment(x, _weights(x, weights) * _squared_norm(factor).to(x)))
+    return Kronecker(common.to(x), second_moment(x, row_weights(x, weights) * _squared_norm(factor).to(x)))
 
 
 def _squared_norm(factor: Tensor) -> Tensor:
@@ -196,45 +198,45 @@ def _squared_norm(factor: Tensor) -> Tensor:
 def mean(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
     """C (x) sum_j w_j c_j x_j x_j' with C the weighted mean of B_j and c_j its largest eigenvalue relative to C."""
     _check_labels("mean", logits)
-    w = _weights(x, weights)
+    w = row_weights(x, weights)
     factor = bound_factor(bound_coefficients(logits))
     centre = torch.einsum("m,mkn,mkp->np", w.to(factor), factor, factor) / total(w)
     values, vectors = torch.linalg.eigh(centre)
     if len(values) == 1:
-        return Kronecker(centre.to(x), torch.zeros_like(_second_moment(x, w)))
+        return Kronecker(centre.to(x), torch.zeros_like(second_moment(x, w)))
     kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
     root = vectors[:, kept] * values[kept].rsqrt()
-    return Kronecker(centre.to(x), _second_moment(x, w * _squared_norm(factor @ root).to(x)))
+    return Kronecker(centre.to(x), second_moment(x, w * _squared_norm(factor @ root).to(x)))
 
 
 def block(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Blocks:
     """sum_j w_j R_j[y] x_j x_j' for label y, with R_j the row sums of |B_j|, labels ascending."""
     _check_labels("block", logits)
-    sums = bound_row_sums(bound_coefficients(logits)).to(x) * _weights(x, weights).unsqueeze(-1)
-    return Blocks(torch.stack([_second_moment(x, column) for column in sums.unbind(-1)]))
+    sums = bound_row_sums(bound_coefficients(logits)).to(x) * row_weights(x, weights).unsqueeze(-1)
+    return Blocks(torch.stack([second_moment(x, column) for column in sums.unbind(-1)]))
 
 
 def diagonal(
     logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str = "ascending", gamma: float = 2.0
 ) -> Kronecker:
     """Gamma diag(mean_j B_j) (x) X'X, labels ascending; gamma = 2 (1.9 on digits; up to 2.8 was needed on clusters)."""
-    w = _weights(x, weights)
+    w = row_weights(x, weights)
     rows = max(1, CHUNK // logits.shape[-1])
     parts = zip(logits.split(rows), w.split(rows), strict=True)
     labels = torch.stack([part.to(a) @ bound_diagonal(bound_coefficients(a, order)) for a, part in parts]).sum(0)
-    return Kronecker(gamma * labels.to(x) / total(w), _second_moment(x, w))
+    return Kronecker(gamma * labels.to(x) / total(w), second_moment(x, w))
 
 
 def kfac(logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str = "descending") -> Kronecker:
     """mean_j B_j (x) X'X, labels descending: no bound; fast on full batches, but it can diverge."""
     _check_labels("kfac", logits)
-    w = _weights(x, weights)
+    w = row_weights(x, weights)
     rows = max(1, CHUNK // logits.shape[-1] ** 2)
     labels = x.new_zeros(logits.shape[-1], logits.shape[-1])
     for a, part in zip(logits.split(rows), w.split(rows), strict=True):
         factor = bound_factor(bound_coefficients(a, order)) * part.sqrt().to(x)[:, None, None]
         labels += factor.flatten(0, 1).T @ factor.flatten(0, 1)
-    return Kronecker(labels / total(w), _second_moment(x, w))
+    return Kronecker(labels / total(w), second_moment(x, w))
 
 
 CERTIFIED = ("bohning", "spectral", "block")

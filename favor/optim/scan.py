@@ -41,22 +41,24 @@ def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Ele
     return results
 
 
-def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False) -> Tensor:
+def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
     """The recurrence h_k = factor_k h_{k-1} + term_k with h before the first place 0.
 
     Args:
         factor: `[..., n]`.
         term: `[..., n]`, broadcasts with `factor`.
         reverse: run from the last place to the first, h_k = factor_k h_{k+1} + term_k.
+        exclusive: at every place what comes into it, the h of the place before, and 0 at the first.
 
     Returns:
         h `[..., n]`.
     """
     factor, term = torch.broadcast_tensors(factor, term)
     if reverse:
-        return affine_scan(factor.flip(-1), term.flip(-1)).flip(-1)
+        return affine_scan(factor.flip(-1), term.flip(-1), exclusive=exclusive).flip(-1)
 
     def combine(earlier: Elements, later: Elements) -> Elements:
         return later[0] * earlier[0], torch.addcmul(later[1], later[0], earlier[1])
 
-    return prefix_scan(combine, (factor, term))[1]
+    whole = prefix_scan(combine, (factor, term))[1]
+    return torch.nn.functional.pad(whole[..., :-1], (1, 0)) if exclusive else whole

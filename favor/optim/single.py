@@ -121,12 +121,12 @@ def exact_step_(
     residual = log_p.exp()
     residual[target] = 0
     residual[target] = -residual.sum()
-    push, keep = _push(logits, residual, torch.dot(x, x).item(), lr, weight_decay, damping, order)
+    push, keep = rank_one_step(logits, residual, torch.dot(x, x).item(), lr, weight_decay, damping, order)
     weight.addr_(push, x, beta=keep)
     return -log_p[target]
 
 
-def _push(
+def rank_one_step(
     logits: Tensor,
     residual: Tensor,
     norm2: float,
@@ -187,7 +187,7 @@ class ProxBoundSGD(HeadOptimizer):
             residual = bias[0].grad.to(dtype)
         else:
             residual = torch.mv(weight.grad.to(dtype), inputs) / max(norm2, torch.finfo(dtype).tiny)
-        push, keep = _push(logits, residual, norm2, 1.0, decay, decay + 1 / rate, group["order"])
+        push, keep = rank_one_step(logits, residual, norm2, 1.0, decay, decay + 1 / rate, group["order"])
         if weight.dtype == dtype:
             weight.addr_(push, inputs, beta=keep)
         else:
@@ -198,10 +198,9 @@ class ProxBoundSGD(HeadOptimizer):
 
 def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
     """The one input `[d]` of a batch; raises ValueError if there are more."""
-    rows = batch.weights.nonzero().squeeze(-1)
-    if len(rows) != 1 or optimizer._world_size() > 1:
+    if len(batch.x) != 1 or optimizer._world_size() > 1:
         raise ValueError(
-            f"{type(optimizer).__name__} takes one example a step on one process, got {len(rows)} on each: use SPFB or "
-            "SoftmaxBound for batches."
+            f"{type(optimizer).__name__} takes one example a step on one process, got {len(batch.x)} on each: use SPFB "
+            "or SoftmaxBound for batches."
         )
-    return batch.x[rows[0]]
+    return batch.x[0]

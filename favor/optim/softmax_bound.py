@@ -161,9 +161,8 @@ class SoftmaxBound(HeadOptimizer):
 
 
 def thinned(x: Tensor, weights: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    """At most so many of the rows that count, evenly spread, with the same total weight."""
-    counted = weights.nonzero().squeeze(-1)
-    if len(counted) > max_rows:
-        counted = counted[torch.linspace(0, len(counted) - 1, max_rows, device=x.device).long()]
-    chosen = weights[counted]
-    return x[counted], chosen * (weights.sum() / chosen.sum())
+    """At most so many of the rows, evenly spread, with the same total weight."""
+    if len(x) <= max_rows:
+        return x, weights
+    kept = torch.linspace(0, len(x) - 1, max_rows, device=x.device).long()
+    return x[kept], weights[kept] * (weights.sum() / weights[kept].sum())

@@ -117,7 +117,5 @@ def _scan(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
     state = torch.nn.functional.pad((top / bottom)[..., :-1], (1, 0))
     pivot = whole - g.square() * state
     w = (unit - rho * g * state) / pivot
-    carried = torch.nn.functional.pad(affine_scan(rho - w * g, w * r)[..., :-1], (1, 0))
-    y = (r - g * carried) / pivot
-    later = torch.nn.functional.pad(affine_scan(rho - g * w, g * y, reverse=True)[..., 1:], (0, 1))
-    return y - w * later
+    y = (r - g * affine_scan(rho - w * g, w * r, exclusive=True)) / pivot
+    return y - w * affine_scan(rho - g * w, g * y, reverse=True, exclusive=True)

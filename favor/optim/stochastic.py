@@ -13,7 +13,7 @@ from favor.optim.bound import bound_coefficients, bound_factor
 from favor.optim.exact import exact
 from favor.optim.head import HeadOptimizer
 from favor.optim.inputs import Batch
-from favor.optim.single import single_direction
+from favor.optim.single import rank_one_step
 
 MAX_SIZE = 5000
 
@@ -78,13 +78,9 @@ class SPFB(HeadOptimizer):
             damping += group["damping"] * self._mean(batch.weights @ norms).item()
         if len(norms) == 1 and self._world_size() == 1:
             x, norm2 = batch.x[0], norms.item()
-            if norm2 == 0:
-                return rate * decay / damping * theta
-            logits, residual = theta @ x, gradient @ x / norm2
-            solution = single_direction(logits, residual, norm2, decay, damping, group["order"])
-            # What is orthogonal to x has no curvature: there the step is that of weight decay over the damping.
-            push = solution - (decay / damping / norm2) * logits
-            return rate * (torch.outer(push, x) + decay / damping * theta)
+            residual = gradient @ x / max(norm2, torch.finfo(x.dtype).tiny)
+            push, keep = rank_one_step(theta @ x, residual, norm2, rate, decay, damping, group["order"])
+            return (1 - keep) * theta - torch.outer(push, x)
         sigma = exact(batch.x @ theta.T, batch.x, batch.weights, order=group["order"], reduce=self._mean)
         return rate * sigma.solve(gradient + decay * theta, damping)
 
@@ -150,16 +146,15 @@ class SBM(HeadOptimizer):
     ) -> Tensor:
         if self._world_size() > 1:
             raise ValueError("SBM keeps one matrix of all examples in order: run it on one process.")
-        counted = batch.x[batch.weights > 0]
         total = group["weight_decay"] * group["num_examples"]
         if "inverse" not in state:
             state["inverse"] = torch.eye(theta.numel(), dtype=torch.float64, device=theta.device) / total
-        inverse = add_curvature_(state["inverse"], counted, counted @ theta.T, group["order"])
-        summed = len(counted) * (gradient + group["weight_decay"] * theta).double().flatten()
+        inverse = add_curvature_(state["inverse"], batch.x, batch.x @ theta.T, group["order"])
+        summed = len(batch.x) * (gradient + group["weight_decay"] * theta).double().flatten()
         length = group["lr"]
         if group["variant"] == "accumulated":
             summed = state["gradients"] = state.get("gradients", 0) + summed
-            length *= len(counted) / group["num_examples"]
+            length *= len(batch.x) / group["num_examples"]
         return length * (inverse @ summed).reshape(theta.shape).to(theta)
 
 
