@@ -11,6 +11,7 @@ from favor.attention.compaction import Compaction
 from favor.attention.directions import directions
 from favor.attention.packing import Packing
 from favor.features import Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.kernels import StreamState
 
 __all__ = ["directions", "favor_attention"]
 
@@ -38,6 +39,7 @@ def favor_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    state: StreamState | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Attention in time linear in the sequence length, by random features of the softmax kernel.
@@ -81,6 +83,9 @@ def favor_attention(
             starting with 0 (the same tensor twice for self-attention). B is then 1, there are no masks, and no
             sequence sees another, nor its statistics.
         max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which stalls a GPU.
+        state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
+            first), changed in place. The inputs are then the tokens that come next; there is no padding, no packing and
+            no gradient, and the kernel is plain torch. The state keeps its size, whatever the length.
         kernel: how positive features are computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton"; see
             `favor.kernels`. Other features have one plain form, which "triton" refuses.
 
@@ -90,7 +95,8 @@ def favor_attention(
     Raises:
         TypeError: if an input is not a floating-point tensor, or a mask not boolean.
         ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, `kernel` cannot run
-            here, or a window is asked for where there is none: cross attention, features that do not estimate exp(x.y).
+            here, a window is asked for where there is none (cross attention, features that do not estimate exp(x.y)),
+            or a state without causal attention by positive features.
     """
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
     packing = Packing.of(query, key, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -99,6 +105,9 @@ def favor_attention(
     family = families.get(features) if isinstance(features, str) else features
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
+    if state is not None:
+        masks = (key_padding_mask, query_padding_mask, cu_seqlens_q, cu_seqlens_k)
+        _check_stream(family, is_causal, any(mask is not None for mask in masks), query.shape[2], key.shape[2])
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
     if not (parameters is None and correction is None) and not getattr(family, "needs_statistics", False):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
@@ -140,6 +149,7 @@ def favor_attention(
                 correction=correction,
                 window=window,
                 packing=packing,
+                state=state,
                 kernel=kernel,
             )
         else:
@@ -152,6 +162,17 @@ def favor_attention(
             ]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
     return (out if compaction is None else compaction.back(out, length)).to(given)
+
+
+def _check_stream(family: RandomFeatures, is_causal: bool, is_masked: bool, length: int, key_length: int) -> None:
+    if not isinstance(family, PositiveFeatures):
+        raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf or a dense family.")
+    if not is_causal or is_masked or length != key_length:
+        raise ValueError(
+            "a state is for causal self-attention without padding: is_causal=True, as many keys as queries, no masks "
+            f"and no cu_seqlens; got is_causal={is_causal}, {length} queries and {key_length} keys"
+            f"{', a mask or lengths' if is_masked else ''}."
+        )
 
 
 def _check_window(

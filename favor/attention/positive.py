@@ -11,7 +11,7 @@ from torch import Tensor
 from favor.attention.biases import key_bias, query_bias
 from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.kernels import linear_attention
+from favor.kernels import StreamState, extend, linear_attention
 
 
 def attention(
@@ -30,6 +30,7 @@ def attention(
     correction: Parameters | None,
     window: int,
     packing: Packing | None,
+    state: StreamState | None,
     kernel: str,
 ) -> Tensor:
     """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`.
@@ -53,9 +54,10 @@ def attention(
     if window:
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
         options |= {"window": window, "scale": scale, "query_bias": own}
-    return linear_attention(
-        query, key, value, to_query, to_key, offset, bias, is_causal=is_causal, kernel=kernel, **options
-    )
+    operands = (query, key, value, to_query, to_key, offset, bias)
+    if state is not None:
+        return extend(*operands, state, **options)
+    return linear_attention(*operands, is_causal=is_causal, kernel=kernel, **options)
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:

@@ -65,7 +65,8 @@ def favor_attention_forward(
         dropout: probability, 0 in evaluation.
         is_causal: default `module.is_causal`.
         **kwargs: what else the model passes; refused if it would change the result. `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q` and `max_length_k` are the lengths of packed sequences.
+            `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
+            `favor.kernels.StreamState` of causal attention piece by piece.
 
     Returns:
         `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
@@ -114,12 +115,18 @@ def favor_attention_forward(
             parameters=stored if plan.statistics == "calibrated" else None,
             correction=stored if plan.statistics == "corrected" else None,
             window=choice.get("window", plan.window) if has_window else 0,
+            state=state,
             kernel=plan.kernel,
             **({} if packing is None else packing.for_kernel()),
         )
         return out.transpose(1, 2)
 
-    choice = stored_choice(module)
+    choice, state = stored_choice(module), kwargs.get("favor_state")
+    if state is not None and (plan.exact_below or choice.get("exact_heads")):
+        raise ValueError(
+            "a stream does not know how long it will be, and exact heads have no state: set exact_below=0 "
+            f"(it is {plan.exact_below}) and keep no exact heads, in the model that is streamed and in its training."
+        )
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
         return exact(query, key, value), None
     if plan.statistics == "corrected" and (causal or decodes(module)):

@@ -11,8 +11,9 @@ from torch import Tensor
 from favor.kernels.dispatch import KERNELS, available, readable
 from favor.kernels.ops import attention_forward
 from favor.kernels.recurrent import DecodeState, decode
+from favor.kernels.streaming import StreamState, extend
 
-__all__ = ["KERNELS", "DecodeState", "available", "decode", "linear_attention"]
+__all__ = ["KERNELS", "DecodeState", "StreamState", "available", "decode", "extend", "linear_attention"]
 
 
 def linear_attention(

@@ -1,0 +1,106 @@
+"""Causal attention that goes on where it stopped: pieces of any length, a state whose size does not grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from favor.kernels.recurrent import DecodeState
+
+_SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers a head
+
+
+@dataclass
+class StreamState:
+    """What the tokens so far leave behind for those to come; `extend` changes it in place.
+
+    Attributes:
+        memory: of all tokens, or with a window of those in complete blocks; None before the first token.
+        block: key, value and key bias of the block that is not complete, with a window.
+    """
+
+    memory: DecodeState | None = None
+    block: tuple[Tensor, ...] = field(default_factory=tuple)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        memory = () if self.memory is None else (self.memory.log_weight, self.memory.summary)
+        return sum(tensor.nbytes for tensor in (*memory, *self.block))
+
+
+@torch.no_grad()
+def extend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    state: StreamState,
+    *,
+    window: int = 0,
+    scale: float = 1.0,
+    query_bias: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the next tokens, given the state of all before them. No gradient.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, L, d]`, `[B, Hk, L, dv]`, any L.
+        query_directions, key_directions, offset, key_bias: as in `linear_attention`, n = 1.
+        state: `StreamState()` before the first token; changed in place.
+        window, scale, query_bias: as in `linear_attention`; blocks are counted from the first token of all.
+
+    Returns:
+        `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
+    """
+    dtype, heads = offset.dtype, key.shape[1]
+    if state.memory is None:
+        sizes = (key.shape[0], heads, offset.shape[-1], value.shape[-1])
+        state.memory = DecodeState.empty(*sizes, dtype=dtype, device=key.device)
+    parts, start = [], 0
+    while start < query.shape[2]:
+        held = state.block[0].shape[2] if state.block else 0
+        stop = min(start + (window or _SPAN) - held, query.shape[2])
+        now = (slice(None), slice(None), slice(start, stop))
+        queries = query[now].to(dtype).unflatten(1, (heads, -1))
+        rows = queries @ query_directions.transpose(-1, -2).unsqueeze(2) + offset[:, :, None, None]
+        hidden = (key_bias[now] == -torch.inf).unsqueeze(-1)
+        block = (*(t[now].to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), key_bias[now].to(dtype))
+        if held:
+            block = tuple(torch.cat(pair, dim=2) for pair in zip(state.block, block, strict=True))
+        if query_bias is None:
+            logits = block[0] @ key_directions.transpose(-1, -2) + block[2].unsqueeze(-1)
+            near = (rows.unsqueeze(4) + logits[:, :, None, None]).logsumexp(-1)
+        else:
+            near = scale * queries @ block[0].transpose(-1, -2).unsqueeze(2)
+            near = near - query_bias[now].to(dtype).unflatten(1, (heads, -1)).unsqueeze(-1)
+            near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
+        parts.append(_read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype))
+        state.block = block if window else ()
+        if not window or block[0].shape[2] == window:
+            _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, block[2]))
+            state.block = ()
+        start = stop
+    return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:
+    """One softmax over the features and the keys at hand, of queries that are the last rows of the block."""
+    length, size = near.shape[-2:]
+    later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
+    near = near.masked_fill(later, -torch.inf)
+    weights = torch.cat((rows + memory.log_weight[:, :, None, None], near), dim=-1).softmax(-1)
+    # A query that sees no key has nothing but -inf.
+    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)
+    return far @ memory.summary.unsqueeze(2) + near @ block[1].unsqueeze(2)
+
+
+def _remember(memory: DecodeState, new: DecodeState) -> None:
+    risen = torch.logaddexp(memory.log_weight, new.log_weight)
+    share = torch.where(risen == -torch.inf, -torch.inf, new.log_weight - risen).exp().unsqueeze(-1)
+    memory.summary += share * (new.summary - memory.summary)
+    memory.log_weight.copy_(risen)

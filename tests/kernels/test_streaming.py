@@ -1,0 +1,90 @@
+"""Causal attention piece by piece gives what it gives for the whole sequence, with a state that does not grow."""
+
+import pytest
+import torch
+from truth import attention, make_inputs, window_attention
+
+import favor
+from favor.kernels import StreamState, extend
+
+PIECES = {"tokens": [1] * 40, "uneven": [3, 0, 17, 1, 19], "whole": [40]}
+
+
+def in_pieces(inputs, sizes, state, query_bias=None, **options):
+    query, key, value, to_query, to_key, offset, bias = inputs
+    outs, start = [], 0
+    for size in sizes:
+        now = (slice(None), slice(None), slice(start, start + size))
+        own = {} if query_bias is None else {"query_bias": query_bias[now]}
+        rows = (query[now], key[now], value[now], to_query, to_key, offset, bias[now])
+        outs.append(extend(*rows, state, **own, **options))
+        start += size
+    return torch.cat(outs, dim=2)
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("shared", [True, False])
+def test_pieces_equal_the_whole(pieces, shared):
+    inputs = make_inputs(40, groups=3, batch=2, features=20, value_dim=5, shared=shared)
+    inputs[-1][0, :, :4] = inputs[-1][1, :, 20] = -torch.inf
+    expected = attention(*inputs, is_causal=True)
+    for tensor in inputs[1:3]:
+        tensor[0, :, :4], tensor[1, :, 20] = torch.nan, torch.nan
+    found = in_pieces(inputs, PIECES[pieces], StreamState())
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("window", [1, 7, 64])
+def test_pieces_with_a_window_equal_the_whole(pieces, window):
+    inputs = make_inputs(40, groups=2, batch=2, features=20)
+    query_bias = torch.randn(2, 4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    options = {"window": window, "scale": 0.4}
+    expected = window_attention(*inputs, query_bias, is_causal=True, **options)
+    found = in_pieces(inputs, PIECES[pieces], StreamState(), query_bias, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_steep_logits_in_float32():
+    inputs = make_inputs(64, features=32)
+    inputs[3:5] = [40 * directions for directions in inputs[3:5]]
+    expected = attention(*inputs, is_causal=True)
+    found = in_pieces([t.float() for t in inputs], [30, 34], StreamState())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_state_keeps_its_size():
+    inputs = [t.float() for t in make_inputs(40, features=20)]
+    state, sizes = StreamState(), set()
+    for start in range(0, 40, 8):
+        in_pieces([t[:, :, start : start + 8] if t.shape[2] == 40 else t for t in inputs], [8], state)
+        sizes.add(state.nbytes)
+    assert sizes == {2 * 20 * (8 + 1) * 4}
+
+
+@pytest.mark.parametrize("features", ["pos", "sderf"])
+def test_favor_attention_with_a_state(features):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 50, 8, generator=generator) for _ in range(3))
+    family = favor.features.get(features)
+    own = {} if features == "pos" else {"parameters": family.fit(query[0, 0] / 8**0.25, key[0, 0] / 8**0.25)}
+    options = {"features": features, "num_features": 24, "is_causal": True, **own}
+    expected = favor.favor_attention(query, key, value, window=16, **options)
+    state = StreamState()
+    parts = zip(*(t.split(9, dim=2) for t in (query, key, value)), strict=True)
+    found = torch.cat([favor.favor_attention(*part, window=16, state=state, **options) for part in parts], dim=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": False}, "is_causal=False"),
+        ({"key_padding_mask": torch.ones(1, 4, dtype=torch.bool)}, "a mask or lengths"),
+        ({"features": "relu"}, "positive features"),
+    ],
+)
+def test_what_a_state_is_not_for(change, message):
+    rows = [torch.zeros(1, 1, 4, 8)] * 3
+    with pytest.raises(ValueError, match=message):
+        favor.favor_attention(*rows, **{"features": "pos", "is_causal": True, "state": StreamState(), **change})
