@@ -26,11 +26,10 @@ def check_positive(arguments: Any, *names: str) -> None:
             raise ValueError(f"{name} must be greater than 0, got {value}")
 
 
-@dataclass
-class ModelArguments:
-    """The model and its attention."""
+@dataclass(kw_only=True)
+class BackendArguments:
+    """The attention backend and its options."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
     attn_implementation: str | None = option(
         None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else sdpa."
     )
@@ -43,9 +42,6 @@ class ModelArguments:
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
     redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
-    ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
-    trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
-    allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
 
     def __post_init__(self) -> None:
         """Checks the options of the backend; raises ValueError."""
@@ -62,6 +58,16 @@ class ModelArguments:
         if self.exact_below is not None:
             options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)
         return options
+
+
+@dataclass(kw_only=True)
+class ModelArguments(BackendArguments):
+    """The model and its attention."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
+    ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
+    trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
+    allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
 
 
 @dataclass
@@ -81,13 +87,11 @@ class DataArguments:
         check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
 
 
-@dataclass
-class TrainArguments:
+@dataclass(kw_only=True)
+class RunArguments:
     """The optimization and where its results go."""
 
     output_dir: str = field(metadata={"help": "Folder of all results."})
-    per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
-    per_device_eval_batch_size: int = option(64, "The same in evaluation.")
     learning_rate: float = option(5e-5, "Peak learning rate.")
     weight_decay: float = option(0.01, "Weight decay of matrices; biases and normalisations have none.")
     num_train_epochs: float = option(3.0, "Epochs.")
@@ -100,10 +104,7 @@ class TrainArguments:
         1.0, f"Gradients are clipped to this norm, but for a head with {SOFTMAX_BOUND}; 0: no clipping."
     )
     mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: what accelerate launch says, else no.")
-    seed: int | None = option(None, "Seed of head, order, dropout and random features. Default 42.")
-    seeds: list[int] | None = field(
-        default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
-    )
+    seed: int | None = option(None, "Seed of new weights, order, dropout and random features. Default 42.")
     checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: none are written.")
     resume: bool = option(False, "Continue from the last checkpoint; finished seeds are not trained again.")
     overwrite_output_dir: bool = option(False, "Start again in a folder that holds a run.")
@@ -113,8 +114,6 @@ class TrainArguments:
         """Checks what argparse cannot; raises ValueError."""
         check_positive(
             self,
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
             "gradient_accumulation_steps",
             "max_train_steps",
             "checkpointing_steps",
@@ -127,12 +126,28 @@ class TrainArguments:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+        if self.num_warmup_steps is not None and self.warmup_ratio:
+            raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
+
+
+@dataclass(kw_only=True)
+class TrainArguments(RunArguments):
+    """The same for GLUE, with batches and several seeds."""
+
+    per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
+    per_device_eval_batch_size: int = option(64, "The same in evaluation.")
+    seeds: list[int] | None = field(
+        default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
+    )
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        super().__post_init__()
+        check_positive(self, "per_device_train_batch_size", "per_device_eval_batch_size")
         if self.seed is not None and self.seeds:
             raise ValueError(f"seed is {self.seed} and seeds is {self.seeds}: give one of them")
         if len(set(self.seeds or ())) != len(self.seeds or ()):
             raise ValueError(f"seeds must be different, got {self.seeds}")
-        if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
 
 
 @dataclass
@@ -147,7 +162,9 @@ class HeadArguments:
     )
     head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
     head_curvature: str | None = option(
-        None, f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own."
+        None,
+        f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own. geometric: for thousands "
+        "of labels, with head_learning_rate 0.3 and head_damping 0.01.",
     )
 
     def __post_init__(self) -> None:

@@ -15,8 +15,6 @@ import math
 import shlex
 import statistics
 import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,18 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
-from tqdm.auto import tqdm
+from accelerate.utils import set_seed
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    get_scheduler,
 )
 
 import favor
 from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
-from favor.train import checkpoint, report
-from favor.train.arguments import Arguments, ModelArguments, TrainArguments, parse
-from favor.train.batches import make_loaders, mix
+from favor.train import checkpoint, loop, report
+from favor.train.arguments import Arguments, ModelArguments, parse
+from favor.train.batches import make_loaders
 from favor.train.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.metrics import load_glue_metric
 from favor.train.optimizers import make_optimizer
@@ -91,36 +87,13 @@ def load_tokenizer(arguments: ModelArguments) -> Any:
     return tokenizer
 
 
-@dataclass
-class Run:
-    """One training: what `accelerator.prepare` returned, and how far it is."""
-
-    accelerator: Accelerator
-    model: torch.nn.Module
-    optimizer: Any
-    scheduler: Any
-    train_loader: Any
-    eval_loaders: dict[str, Any]
-    progress: checkpoint.Progress
-    tokenizer: Any
-    seed: int
-    folder: Path
-    steps_per_epoch: int
-    total_steps: int
-    clipped: list[torch.nn.Parameter]
-    seconds: list[float] = field(default_factory=list)
-
-
-def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> Run:
-    """Model, optimizer, schedule and loaders of one seed, at the last checkpoint if it is resumed."""
+def prepare_run(
+    arguments: Arguments, data: GlueData, tokenizer: Any, seed: int, folder: Path
+) -> tuple[loop.Run, dict[str, Any]]:
+    """The training of one seed, at the last checkpoint if it is resumed, and loaders of the development sets."""
     train = arguments.train
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=train.gradient_accumulation_steps),
-        mixed_precision=train.mixed_precision,
-        log_with="tensorboard" if train.report_to == "tensorboard" else None,
-        project_dir=folder,
-    )
-    model, tokenizer = load_model(arguments.model, data.task, seed), load_tokenizer(arguments.model)
+    accelerator = loop.make_accelerator(train, folder)
+    model = load_model(arguments.model, data.task, seed)
     positions = getattr(model.config, "max_position_embeddings", None) or math.inf
     if arguments.data.max_length > positions:
         raise ValueError(f"max_length is {arguments.data.max_length}, but the model has {positions} positions")
@@ -130,88 +103,13 @@ def prepare_run(arguments: Arguments, data: GlueData, seed: int, folder: Path) -
     multiple = 8 if accelerator.mixed_precision != "no" else None
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
     optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
-    model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
+    prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
-
-    steps_per_epoch = math.ceil(len(train_loader) / train.gradient_accumulation_steps)
-    total_steps = train.max_train_steps or math.ceil(train.num_train_epochs * steps_per_epoch)
-    warmup = math.ceil(train.warmup_ratio * total_steps) if train.num_warmup_steps is None else train.num_warmup_steps
-    # Around the bare optimizer: a prepared scheduler would advance once for each process.
-    scheduler = get_scheduler(train.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
-    progress = checkpoint.Progress()
-    accelerator.register_for_checkpointing(scheduler, progress, favor.RedrawCounter(model))
-    saved = checkpoint.checkpoints(folder)
-    if train.resume and saved:
-        accelerator.load_state(str(saved[-1]))
-        accelerator.print(f"continuing from {saved[-1].name}, step {progress.step} of {total_steps}")
-    if train.report_to != "none":
-        accelerator.init_trackers("tensorboard")
-    return Run(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        train_loader,
-        eval_loaders,
-        progress,
-        tokenizer,
-        seed,
-        folder,
-        steps_per_epoch,
-        total_steps,
-        clipped,
-    )
-
-
-def train_epoch(run: Run, arguments: TrainArguments, bar: tqdm) -> None:
-    """Trains from where the run is to the end of the epoch, or of all steps.
-
-    Raises:
-        FloatingPointError: if the loss is not finite.
-    """
-    accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
-    done = (progress.step - epoch * run.steps_per_epoch) * arguments.gradient_accumulation_steps
-    batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader
-    # Both: each passes on to the sampler, when it is iterated, the epoch that it holds itself.
-    for loader in (run.train_loader, batches):
-        loader.set_epoch(epoch)
-    run.model.train()
-    losses: list[torch.Tensor] = []
-    clock = time.perf_counter()
-    for index, batch in enumerate(batches, done):
-        if progress.step == run.total_steps:
-            break
-        # Dropout depends on the place in the run alone, so that a resumed run repeats it.
-        torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
-        with accelerator.accumulate(run.model):
-            loss = run.model(**batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and arguments.max_grad_norm > 0:
-                accelerator.clip_grad_norm_(run.clipped, arguments.max_grad_norm)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        losses.append(loss.detach())
-        if not accelerator.sync_gradients:
-            continue
-        rate = run.scheduler.get_last_lr()[0]
-        if not accelerator.optimizer_step_was_skipped:
-            run.scheduler.step()
-        mean_loss = torch.stack(losses).mean().item()
-        losses.clear()
-        if not math.isfinite(mean_loss):
-            raise FloatingPointError(f"the loss is {mean_loss} at step {progress.step + 1}: lower the learning rate")
-        progress.step += 1
-        progress.loss_sum += mean_loss
-        run.seconds.append(time.perf_counter() - clock)
-        bar.update()
-        accelerator.log({"train_loss": mean_loss, "learning_rate": rate}, step=progress.step)
-        if arguments.checkpointing_steps and progress.step % arguments.checkpointing_steps == 0:
-            checkpoint.save_checkpoint(accelerator, run.folder, progress.step)
-        clock = time.perf_counter()
+    return loop.start(accelerator, prepared, train, seed, folder, clipped), eval_loaders
 
 
 @torch.no_grad()
-def evaluate(run: Run, task: Task) -> dict[str, Any]:
+def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[str, Any]:
     """Scores on the development sets, and whether the predictions are constant.
 
     Raises:
@@ -221,7 +119,7 @@ def evaluate(run: Run, task: Task) -> dict[str, Any]:
     run.model.eval()
     scores: dict[str, float] = {}
     constant = False
-    for split, loader in run.eval_loaders.items():
+    for split, loader in eval_loaders.items():
         predictions, references = [], []
         for batch in loader:
             logits = run.model(**batch).logits.float()
@@ -241,27 +139,23 @@ def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) ->
     """One whole training: the model and its tokenizer end up in `folder`; returns what the results say of it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    run = prepare_run(arguments, data, seed, folder)
+    tokenizer = load_tokenizer(arguments.model)
+    run, eval_loaders = prepare_run(arguments, data, tokenizer, seed, folder)
     accelerator, progress = run.accelerator, run.progress
-    bar = tqdm(
-        total=run.total_steps, initial=progress.step, desc=f"seed {seed}", disable=not accelerator.is_local_main_process
-    )
-    while len(progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
-        train_epoch(run, arguments.train, bar)
-        entry = evaluate(run, data.task)
+    for _ in loop.epochs(run, arguments.train):
+        entry = evaluate(run, eval_loaders, data.task)
         progress.history.append(entry)
         accelerator.log(entry["metrics"], step=progress.step)
         accelerator.print(
             f"\nseed {seed}, epoch {entry['epoch']}, step {progress.step}: {report.describe(entry['metrics'])}"
         )
-    bar.close()
     last = progress.history[-1]
     if last["constant"]:
         accelerator.print(f"WARNING: seed {seed} predicts the same for every sample; try another learning rate")
     model = accelerator.unwrap_model(run.model)
     if accelerator.is_main_process:
         model.save_pretrained(folder)
-        run.tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     for tracker in accelerator.trackers:
         tracker.finish()
     backend = model.config._attn_implementation

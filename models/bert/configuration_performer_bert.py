@@ -7,13 +7,11 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import BertConfig
 
-from favor import FavorConfig
-
-DEFAULT_BACKEND = "favor#"
+from favor.models.stored_backend import StoredBackend
 
 
 @strict
-class PerformerBertConfig(BertConfig):
+class PerformerBertConfig(StoredBackend, BertConfig):
     """BERT's configuration plus an attention backend and its options, both written to `config.json`.
 
     Every field of `BertConfig` keeps its name and default. A `config.json` of plain BERT is read as it is.
@@ -37,14 +35,6 @@ class PerformerBertConfig(BertConfig):
 
     favor: dict[str, Any] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        """Fills in the default backend and checks the options."""
-        if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = DEFAULT_BACKEND
-        if self.favor is not None:
-            self.favor = FavorConfig.from_dict(self.favor).to_dict()
-        super().__post_init__(**kwargs)
-
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads a `config.json`; one of plain BERT is taken for what it becomes, without a warning about its type."""
@@ -52,14 +42,3 @@ class PerformerBertConfig(BertConfig):
         if config_dict.get("model_type") == BertConfig.model_type:
             config_dict = {**config_dict, "model_type": cls.model_type}
         return config_dict, unused
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, except that `favor={...}` is merged into the options of `config_dict`."""
-        if kwargs.get("favor") is not None:
-            config_dict = {**config_dict, "favor": {**(config_dict.get("favor") or {}), **kwargs.pop("favor")}}
-        return super().from_dict(config_dict, **kwargs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, the attention backend included: transformers itself does not save it."""
-        return {**super().to_dict(), "attn_implementation": self._attn_implementation}
