@@ -1,5 +1,5 @@
 """Model zoo: importing this package registers its models with transformers' Auto classes."""
 
-from favor.models import bert
+from favor.models import bert, conformer
 
-__all__ = ["bert"]
+__all__ = ["bert", "conformer"]

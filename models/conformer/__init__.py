@@ -1,0 +1,38 @@
+"""Performer Conformer: speech recognition by CTC or Transducer, with linear attention, streaming, and its front end."""
+
+from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer
+
+from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.ctc_decoding import Hypothesis, ctc_greedy, ctc_prefix_beam
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
+from favor.models.conformer.modeling_transducer import ConformerForTransducer
+from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.streaming import ConformerStream
+from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
+from favor.models.conformer.transducer_decoding import transducer_beam, transducer_greedy
+from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+
+__all__ = [
+    "ConformerConfig",
+    "ConformerFeatureExtractor",
+    "ConformerForCTC",
+    "ConformerForTransducer",
+    "ConformerModel",
+    "ConformerProcessor",
+    "ConformerStream",
+    "ConformerTokenizer",
+    "Hypothesis",
+    "ctc_greedy",
+    "ctc_prefix_beam",
+    "joint_transducer_loss",
+    "normalize_transcript",
+    "train_tokenizer",
+    "transducer_beam",
+    "transducer_greedy",
+    "transducer_loss",
+]
+
+AutoFeatureExtractor.register(ConformerConfig, ConformerFeatureExtractor, exist_ok=True)
+AutoTokenizer.register(ConformerConfig, fast_tokenizer_class=ConformerTokenizer, exist_ok=True)
+AutoProcessor.register(ConformerConfig, ConformerProcessor, exist_ok=True)

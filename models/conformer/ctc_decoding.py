@@ -1,0 +1,235 @@
+"""From the logits of a CTC model to tokens: the best path, and prefix beam search."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NEVER = -math.inf
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Tokens and how probable the search found them.
+
+    Attributes:
+        tokens: without blanks.
+        log_prob: natural logarithm of their probability, summed over the alignments that the search kept.
+    """
+
+    tokens: list[int]
+    log_prob: float
+
+
+class Prefixes:
+    """Token sequences as nodes of a tree, so that a sequence is one number however long it is; the empty one is 0.
+
+    Attributes:
+        parents: of each node, -1 for the empty sequence.
+        last: last token of each node, -1 for the empty sequence.
+    """
+
+    def __init__(self) -> None:
+        self.parents, self.last = [-1], [-1]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def child(self, node: int, token: int) -> int:
+        """The node of a sequence with one token more."""
+        found = self._children.setdefault((node, token), len(self.parents))
+        if found == len(self.parents):
+            self.parents.append(node)
+            self.last.append(token)
+        return found
+
+    def find(self, node: int, token: int) -> int | None:
+        """`child` if it was made before."""
+        return self._children.get((node, token))
+
+    def tokens(self, node: int) -> list[int]:
+        """The sequence of a node."""
+        reverse = []
+        while node:
+            reverse.append(self.last[node])
+            node = self.parents[node]
+        return reverse[::-1]
+
+
+def checked_lengths(name: str, frames: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
+    """Lengths as a list, once they are known to fit.
+
+    Args:
+        name: of `frames` in messages.
+        frames: `[B, L, ...]`, three dimensions.
+        lengths: `[B]`, integers.
+
+    Raises:
+        TypeError: for lengths that are not integers.
+        ValueError: for other dimensions, or lengths below 0 or beyond L.
+    """
+    if frames.dim() != 3:
+        raise ValueError(f"{name} must have three dimensions, [B, L, features], got shape {tuple(frames.shape)}.")
+    rows, length, _ = frames.shape
+    given = torch.as_tensor(lengths)
+    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
+        raise TypeError(f"lengths must be integers, numbers of frames; got {given.dtype}. Sum a mask over its frames.")
+    if given.shape != (rows,):
+        raise ValueError(f"lengths must have shape ({rows},), one for each row of {name}; got {tuple(given.shape)}.")
+    values = [int(value) for value in given.tolist()]
+    if any(not 0 <= value <= length for value in values):
+        raise ValueError(
+            f"lengths must lie between 0 and L = {length} of {name}, got {values}. "
+            "Lengths of the audio must go through the model's subsampled_lengths first."
+        )
+    return values
+
+
+def check_beam(beam_size: int) -> None:
+    """Raises ValueError for a beam of nothing."""
+    if beam_size < 1:
+        raise ValueError(f"beam_size must be at least 1, got {beam_size}.")
+
+
+def _check_blank(blank: int, labels: int) -> None:
+    if not 0 <= blank < labels:
+        raise ValueError(f"blank must be one of the {labels} labels of logits, 0 to {labels - 1}; got {blank}.")
+
+
+@torch.no_grad()
+def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) -> list[list[int]]:
+    """The labeling of the most probable path: repeats are merged, then blanks dropped.
+
+    Best path decoding of Graves et al., "Connectionist Temporal Classification", ICML 2006, section 3.2.
+
+    Args:
+        logits: `[B, L, V]`, before or after log-softmax.
+        lengths: frames of each row `[B]`; what comes after is ignored.
+        blank: label of the blank. Default 0.
+
+    Returns:
+        Tokens of each row.
+
+    Raises:
+        TypeError: for lengths that are not integers.
+        ValueError: for shapes, lengths or a blank that do not fit, or NaN.
+    """
+    values = checked_lengths("logits", logits, lengths)
+    _check_blank(blank, logits.shape[-1])
+    if not logits.numel():
+        return [[] for _ in values]
+    top, best = logits.max(-1)
+    if any(row[:length].isnan().any() for row, length in zip(top.cpu(), values, strict=True)):
+        raise ValueError("logits must be numbers, got NaN. Has the model diverged?")
+    kept = best != blank
+    kept[:, 1:] &= best[:, 1:] != best[:, :-1]
+    return [row[:n][keep[:n]].tolist() for row, keep, n in zip(best.cpu(), kept.cpu(), values, strict=True)]
+
+
+@torch.no_grad()
+def ctc_prefix_beam(
+    logits: Tensor, lengths: Tensor | Sequence[int], beam_size: int = 8, blank: int = 0
+) -> list[list[Hypothesis]]:
+    """Prefix beam search: the probability of a labeling is summed over the alignments that lead to it.
+
+    Each frame extends the `beam_size` most probable prefixes by every label. A prefix keeps two probabilities, of the
+    alignments that end in a blank and in its last token, since a repeated token is a new one only after a blank.
+    Graves, "Supervised Sequence Labelling with Recurrent Neural Networks", 2012, section 7.5; Hannun et al.,
+    "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent DNNs", arXiv:1408.2873,
+    algorithm 1, without its language model. Only prefixes outside the beam are lost: with a beam that holds them all,
+    log_prob is minus the CTC loss of the tokens.
+
+    Args:
+        logits: `[B, L, V]`, before or after log-softmax.
+        lengths: frames of each row `[B]`; what comes after is ignored.
+        beam_size: prefixes kept after each frame. Default 8.
+        blank: label of the blank. Default 0.
+
+    Returns:
+        For each row up to `beam_size` hypotheses, the most probable first.
+
+    Raises:
+        TypeError: for lengths that are not integers.
+        ValueError: for shapes, lengths, a blank or a beam size that do not fit, or logits with NaN or +inf.
+    """
+    values = checked_lengths("logits", logits, lengths)
+    check_beam(beam_size)
+    _check_blank(blank, logits.shape[-1])
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    # A token is out once beam_size candidates with the same parent beat it, and every label above it gives one, except
+    # the last token of the parent, whose probability is shared out; labels further down are never needed.
+    width = min(logits.shape[-1], beam_size + 1)
+    found = []
+    for row, length in zip(logits, values, strict=True):
+        log_probs = torch.log_softmax(row[:length], -1, dtype=precision)
+        if log_probs.isnan().any():
+            raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
+        order = log_probs.topk(width, -1).indices
+        found.append(_search(log_probs.tolist(), order.tolist(), beam_size, blank))
+    return found
+
+
+def _search(log_probs: list[list[float]], order: list[list[int]], beam_size: int, blank: int) -> list[Hypothesis]:
+    """`ctc_prefix_beam` for one row: log probabilities of each frame, and its labels from the most probable down."""
+    prefixes = Prefixes()
+    # node: (log probability that it ends in a blank, in its last token, either way), best first
+    beam = {0: (0.0, NEVER, 0.0)}
+    for row, labels in zip(log_probs, order, strict=True):
+        stay = _stay(beam, prefixes, row, blank)
+        # Entries are (score, -time of arrival, parent, token, ...), so that the older of two equal ones stays.
+        heap: list[tuple] = []
+        for node, (after_blank, after_token) in stay.items():
+            score = _add(after_blank, after_token)
+            if score > NEVER:
+                heap.append((score, -len(heap), node, None, after_blank, after_token))
+        heapq.heapify(heap)
+        arrival = len(heap)
+        for node, (ends_blank, _, total) in beam.items():
+            for label in labels:
+                if label == blank:
+                    continue
+                again = label == prefixes.last[node]
+                score = (ends_blank if again else total) + row[label]
+                if score == NEVER or (len(heap) >= beam_size and score <= heap[0][0]):
+                    if again:
+                        continue
+                    break
+                if prefixes.find(node, label) in stay:
+                    continue
+                arrival += 1
+                entry = (score, -arrival, node, label, NEVER, score)
+                if len(heap) < beam_size:
+                    heapq.heappush(heap, entry)
+                else:
+                    heapq.heappushpop(heap, entry)
+        heap.sort(reverse=True)
+        beam = {
+            node if label is None else prefixes.child(node, label): (ends_blank, ends_token, score)
+            for score, _, node, label, ends_blank, ends_token in heap
+        }
+    return [Hypothesis(prefixes.tokens(node), total) for node, (_, _, total) in beam.items()]
+
+
+def _stay(
+    beam: dict[int, tuple[float, float, float]], prefixes: Prefixes, row: list[float], blank: int
+) -> dict[int, tuple[float, float]]:
+    """Prefixes of the beam after one frame more: by a blank, by their last token again, or by it after their parent."""
+    stay = {}
+    for node, (_, ends_token, total) in beam.items():
+        last, parent = prefixes.last[node], prefixes.parents[node]
+        after_token = ends_token + row[last] if node else NEVER
+        if parent in beam:
+            ends_blank, _, whole = beam[parent]
+            after_token = _add(after_token, (ends_blank if prefixes.last[parent] == last else whole) + row[last])
+        stay[node] = (total + row[blank], after_token)
+    return stay
+
+
+def _add(a: float, b: float) -> float:
+    """Log(e^a + e^b)."""
+    if a < b:
+        a, b = b, a
+    return a if b == NEVER else a + math.log1p(math.exp(b - a))

@@ -1,0 +1,196 @@
+"""Layers of the Conformer encoder: transformers' LASR layers that respect padding, can be causal and can stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.lasr.modeling_lasr import (
+    LasrEncoderAttention,
+    LasrEncoderBlock,
+    LasrEncoderConvolutionModule,
+    apply_rotary_pos_emb,
+)
+
+import favor
+from favor.kernels import StreamState
+from favor.models.conformer.configuration_conformer import ConformerConfig
+
+
+class PaddedBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation whose statistics are those of the real frames."""
+
+    def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
+        """Normalises `[B, C, T]`; real `[B, T]`, boolean, are the frames that count in training."""
+        if real is None or not self.training:
+            return super().forward(input)
+        frames = input.transpose(1, 2)
+        return (
+            torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), super().forward(frames[real])).transpose(1, 2)
+        )
+
+
+class ConformerConvolution(LasrEncoderConvolutionModule):
+    """Pointwise, gated, depthwise, normalised: padding is zero before the depthwise convolution."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__(config)
+        width = config.conv_kernel_size
+        self.left = width - 1 if config.causal else width // 2
+        self.right = width - 1 - self.left
+        self.depthwise_conv = nn.Conv1d(
+            config.hidden_size, config.hidden_size, width, groups=config.hidden_size, bias=config.convolution_bias
+        )
+        self.norm = PaddedBatchNorm(config.hidden_size, momentum=config.batch_norm_momentum)
+
+    def forward(self, hidden_states: Tensor, real: Tensor | None = None, past: Tensor | None = None) -> Any:
+        """Convolves over time.
+
+        Args:
+            hidden_states: `[B, T, C]`.
+            real: `[B, T]`, boolean, False for padding; None if there is none.
+            past: `[B, C, kernel - 1]`, what came before, for streaming.
+
+        Returns:
+            `[B, T, C]`; with `past`, also the next `past`.
+        """
+        hidden_states = functional.glu(self.pointwise_conv1(hidden_states.transpose(1, 2)), dim=1)
+        if real is not None:
+            hidden_states = hidden_states.masked_fill(~real.unsqueeze(1), 0.0)
+        if past is None:
+            hidden_states = functional.pad(hidden_states, (self.left, self.right))
+        else:
+            hidden_states = torch.cat((past, hidden_states), dim=-1)
+            past = hidden_states[..., hidden_states.shape[-1] - self.left :].clone()
+        hidden_states = self.activation(self.norm(self.depthwise_conv(hidden_states), real))
+        out = self.pointwise_conv2(hidden_states).transpose(1, 2)
+        return out if past is None else (out, past)
+
+
+@dataclass
+class KeyValues:
+    """State of exact attention: all keys and values so far, `[B, H, S, head_dim]`."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self.key is None or self.value is None else self.key.nbytes + self.value.nbytes
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what is next and returns everything."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
+        self.key, self.value = key, value
+        return key, value
+
+
+class ConformerAttention(LasrEncoderAttention):
+    """Self-attention with rotary positions; the backend is the configuration's."""
+
+    def __init__(self, config: ConformerConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.is_causal = config.causal
+
+    def empty_state(self) -> StreamState | KeyValues:
+        """State before the first frame: of constant size for the FAVOR backends, else all keys and values."""
+        return StreamState() if self.config._attn_implementation in favor.BACKENDS else KeyValues()
+
+    def stream(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], state: StreamState | KeyValues
+    ) -> Tensor:
+        """Attention of the next frames `[B, T, C]` to themselves and all before them; changes the state."""
+        heads = (*hidden_states.shape[:2], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if isinstance(state, StreamState):
+            attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            out = attend(self, query, key, value, None, scaling=self.scaling, favor_state=state)[0]
+        else:
+            key, value = state.append(key, value)
+            new, total = query.shape[2], key.shape[2]
+            seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+            out = functional.scaled_dot_product_attention(query, key, value, seen, scale=self.scaling).transpose(1, 2)
+        return self.o_proj(out.flatten(2))
+
+
+@dataclass
+class BlockState:
+    """What a layer keeps between pieces: the last inputs of the convolution `[B, C, kernel - 1]`, and of attention."""
+
+    convolution: Tensor
+    attention: StreamState | KeyValues
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self.convolution.nbytes + self.attention.nbytes
+
+
+class ConformerBlock(LasrEncoderBlock):
+    """Half a feed-forward layer, attention, convolution, half a feed-forward layer, normalisation."""
+
+    self_attn: ConformerAttention
+    conv: ConformerConvolution
+
+    def __init__(self, config: ConformerConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.self_attn = ConformerAttention(config, layer_idx)
+        self.conv = ConformerConvolution(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        real: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            hidden_states: `[B, T, C]`.
+            attention_mask: for the attention backend.
+            position_embeddings: cosines and sines `[1, T, head_dim]`.
+            real: `[B, T]`, False for padding; None if there is none.
+            **kwargs: for the attention backend.
+        """
+        hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
+        attended = self.self_attn(
+            self.norm_self_att(hidden_states), position_embeddings, attention_mask=attention_mask, **kwargs
+        )[0]
+        hidden_states = hidden_states + self.dropout(attended)
+        hidden_states = self.add_convolution(hidden_states, self.conv(self.norm_conv(hidden_states), real))
+        return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
+
+    def empty_state(self, batch_size: int) -> BlockState:
+        """State before the first frame."""
+        weight: Tensor = self.conv.depthwise_conv.weight
+        return BlockState(weight.new_zeros(batch_size, weight.shape[0], self.conv.left), self.self_attn.empty_state())
+
+    def stream(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], state: BlockState) -> Tensor:
+        """The layer for the next frames `[B, T, C]`, as `forward` of a causal model; changes the state."""
+        hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
+        normed = self.norm_self_att(hidden_states)
+        hidden_states = hidden_states + self.self_attn.stream(normed, position_embeddings, state.attention)
+        convolved, state.convolution = self.conv(self.norm_conv(hidden_states), past=state.convolution)
+        hidden_states = self.add_convolution(hidden_states, convolved)
+        return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
+
+    def half_step(self, hidden_states: Tensor, norm: nn.Module, feed_forward: nn.Module) -> Tensor:
+        """The residual feed-forward layer."""
+        kept, new = self.feed_forward_residual_weights
+        return kept * hidden_states + new * self.dropout(feed_forward(norm(hidden_states)))
+
+    def add_convolution(self, hidden_states: Tensor, convolved: Tensor) -> Tensor:
+        """The residual of the convolution."""
+        kept, new = self.conv_residual_weights
+        return kept * hidden_states + new * self.dropout(convolved)

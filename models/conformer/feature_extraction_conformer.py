@@ -1,0 +1,238 @@
+"""Log-mel features of the Conformer: 100 frames a second, normalised over the frames of an utterance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import BatchFeature, LasrFeatureExtractor
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+NORMALIZE = ("utterance", "none")
+# Frames whose spectra exist at once: some 4 MB, whether the audio lasts a second or an hour.
+BLOCK_FRAMES = 256
+VARIANCE_FLOOR = 1e-5
+TOP_HERTZ = 7500
+
+
+class ConformerFeatureExtractor(LasrFeatureExtractor):
+    """Waveforms to log-mel features `[B, T, F]`, right padded with 0, and their `attention_mask [B, T]`.
+
+    Windows, Fourier transform and mel filters (HTK scale, 125 to 7500 Hz) are those of transformers' LASR. Unlike
+    there, every utterance is featurised before it is padded, so that its frames do not depend on the batch, and frames
+    are computed in blocks, so that memory beside the features themselves does not grow with the audio.
+
+    Args:
+        feature_size: mel bins F. Default 80. With 128 the first filter falls between two points of a transform of 512
+            and its bin is constant, as in LASR.
+        sampling_rate: Hz, at least 15000 for the filters to exist. Default 16000.
+        hop_length: samples between frames. Default 160, 10 ms at 16 kHz.
+        win_length: samples of a window. Default 400, 25 ms at 16 kHz.
+        n_fft: points of the Fourier transform, at least win_length. Default 512.
+        padding_value: of padded frames. Default 0, the mean after normalisation.
+        normalize: "utterance" (default) subtracts the mean of each bin over the utterance's own frames and divides by
+            its standard deviation; "none" subtracts `mean` and divides by `std`, constants, as streaming needs.
+        mean: F constants for "none". Default None: zeros.
+        std: F positive constants for "none". Default None: ones.
+
+    Raises:
+        ValueError: for a setting out of range; the message names it.
+
+    Example:
+        >>> import numpy as np
+        >>> from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+        >>> extractor = ConformerFeatureExtractor()
+        >>> extractor(np.random.default_rng(0).normal(size=16000), sampling_rate=16000).input_features.shape
+        torch.Size([1, 98, 80])
+    """
+
+    def __init__(
+        self,
+        feature_size: int = 80,
+        sampling_rate: int = 16000,
+        hop_length: int = 160,
+        n_fft: int = 512,
+        win_length: int = 400,
+        padding_value: float = 0.0,
+        normalize: str = "utterance",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if normalize not in NORMALIZE:
+            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}.")
+        if not (feature_size >= 1 and hop_length >= 1 and 1 <= win_length <= n_fft):
+            raise ValueError(
+                "feature_size, hop_length and win_length must be positive and n_fft at least win_length, got "
+                f"{feature_size}, {hop_length}, {win_length} and {n_fft}."
+            )
+        if sampling_rate < 2 * TOP_HERTZ:
+            raise ValueError(
+                f"sampling_rate must be at least {2 * TOP_HERTZ}, got {sampling_rate}: resample the audio."
+            )
+        super().__init__(feature_size, sampling_rate, hop_length, n_fft, win_length, padding_value, **kwargs)
+        self.normalize = normalize
+        self.mean = [0.0] * feature_size if mean is None else [float(value) for value in mean]
+        self.std = [1.0] * feature_size if std is None else [float(value) for value in std]
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != feature_size or not np.isfinite(values).all():
+                raise ValueError(
+                    f"{name} must be {feature_size} finite numbers, one a bin, got {len(values)}: {values}."
+                )
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {min(self.std)}.")
+
+    def num_frames(self, samples: int) -> int:
+        """Frames of a waveform of so many samples: windows that lie inside it."""
+        return max(0, (samples - self.win_length) // self.hop_length + 1)
+
+    def log_mel(self, waveform: Tensor, device: str | torch.device = "cpu") -> Tensor:
+        """Logarithms of the mel energies, not normalised: log max(1e-5, energy).
+
+        A stream gives the same frames: pass each piece with what the piece before left over in front of it, its
+        samples from `num_frames(n) * hop_length` on (win_length - hop_length of them and what filled no hop).
+
+        Args:
+            waveform: float samples `[n]` in [-1, 1].
+            device: where to compute. Default "cpu".
+
+        Returns:
+            `[num_frames(n), F]`, float32, on the device; no frames if n < win_length.
+        """
+        waveform = torch.as_tensor(waveform).to(device)
+        total = self.num_frames(len(waveform))
+        features = torch.empty(total, self.feature_size, device=device)
+        for first in range(0, total, BLOCK_FRAMES):
+            last = min(first + BLOCK_FRAMES, total)
+            piece = waveform[first * self.hop_length : (last - 1) * self.hop_length + self.win_length]
+            features[first:last] = self._torch_extract_fbank_features(piece, device)
+        return features
+
+    def scale(self, features: Tensor, normalize: str | None = None) -> Tensor:
+        """Normalises the frames of one utterance.
+
+        Args:
+            features: `[T, F]`, real frames only.
+            normalize: "utterance" or "none", see the class. Default None: the extractor's own.
+
+        Returns:
+            `[T, F]`; for "utterance", (x - mean) / sqrt(variance + 1e-5), so that a constant bin is 0.
+        """
+        if (normalize or self.normalize) == "utterance":
+            variance, mean = torch.var_mean(features.double(), dim=0, correction=0)
+            return (features - mean.to(features.dtype)) / (variance + VARIANCE_FLOOR).sqrt().to(features.dtype)
+        return (features - features.new_tensor(self.mean)) / features.new_tensor(self.std)
+
+    def __call__(  # type: ignore[override]
+        self,
+        raw_speech: Any,
+        truncation: bool = False,
+        pad_to_multiple_of: int | None = None,
+        return_tensors: str | None = None,
+        return_attention_mask: bool | None = None,
+        padding: bool | str = "longest",
+        max_length: int | None = None,
+        sampling_rate: int | None = None,
+        do_normalize: bool | None = None,
+        device: str | torch.device = "cpu",
+        dither: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> BatchFeature:
+        """Features of one waveform or of several.
+
+        Args:
+            raw_speech: float samples in [-1, 1] of one mono waveform, `[n]`, or several, `[B, n]` or a list of `[n]`:
+                arrays, tensors or lists.
+            truncation: cut to `max_length` frames, after normalisation. Default False.
+            pad_to_multiple_of: pad the number of frames to a multiple. Default None.
+            return_tensors: "pt" or "np". Default None: as "pt".
+            return_attention_mask: there because the pipeline passes True; the mask is always returned, False is an
+                error.
+            padding: "longest" (default), "max_length", or False.
+            max_length: frames, for truncation and padding.
+            sampling_rate: of the samples; must be the extractor's. Default None: it is, with a warning.
+            do_normalize: False takes "none" and True "utterance" for this call. Default None: the extractor's own.
+            device: where to compute. Default "cpu".
+            dither: standard deviation of Gaussian noise added to the samples, for training only: it belongs to the call
+                and is never saved. Default 0.
+            generator: of that noise, on the CPU. Default None: torch's.
+
+        Returns:
+            `input_features [B, T, F]` float32 and `attention_mask [B, T]` bool, on the CPU.
+
+        Raises:
+            ValueError: for another sampling rate, a waveform shorter than a window, samples that are not finite, or
+                another shape.
+            TypeError: for samples that are no floats.
+        """
+        self._check(sampling_rate, return_attention_mask)
+        normalize = None if do_normalize is None else NORMALIZE[0 if do_normalize else 1]
+        frames = []
+        for waveform in _waveforms(raw_speech, self.win_length):
+            if dither:
+                waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
+            frames.append(self.scale(self.log_mel(waveform, device), normalize).cpu())
+        padded = self.pad(
+            BatchFeature({"input_features": frames}),
+            padding=padding,
+            max_length=max_length,
+            truncation=truncation,
+            pad_to_multiple_of=pad_to_multiple_of,
+            return_attention_mask=True,
+            return_tensors=return_tensors,
+        )
+        mask = padded["attention_mask"]
+        padded["attention_mask"] = mask.bool() if isinstance(mask, Tensor) else np.asarray(mask, dtype=bool)
+        return padded
+
+    def _check(self, sampling_rate: int | None, return_attention_mask: bool | None) -> None:
+        """Refuses what would make wrong features or none."""
+        if sampling_rate is None:
+            logger.warning_once(f"no sampling_rate was given: the audio is taken to have {self.sampling_rate} Hz.")
+        elif sampling_rate != self.sampling_rate:
+            raise ValueError(
+                f"sampling_rate must be {self.sampling_rate}, got {sampling_rate}: resample the audio first, with "
+                "favor.train.speech_augment.resample."
+            )
+        if return_attention_mask is False:
+            raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")
+
+
+def _waveforms(raw: Any, least: int) -> list[Tensor]:
+    """One or several waveforms of at least so many samples, as float32 tensors `[n]`."""
+    if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
+        several = [_tensor(item) for item in raw]
+    else:
+        whole = _tensor(raw)
+        several = list(whole) if whole.ndim > 1 else [whole]
+    if not several:
+        raise ValueError("raw_speech must hold at least one waveform, got none.")
+    for index, waveform in enumerate(several):
+        if waveform.ndim != 1:
+            raise ValueError(
+                f"raw_speech must be one mono waveform [n], [B, n], or a list of [n]; waveform {index} has shape "
+                f"{list(waveform.shape)}. Average the channels first."
+            )
+        if len(waveform) < least:
+            raise ValueError(
+                f"waveform {index} has {len(waveform)} samples, too few for one window of {least}: leave it out or pad "
+                "it with zeros."
+            )
+        if not waveform.isfinite().all():
+            raise ValueError(f"raw_speech must be finite, waveform {index} holds NaN or infinity.")
+    return several
+
+
+def _tensor(values: Any) -> Tensor:
+    """An array, tensor or list of floats as float32 on the CPU."""
+    if isinstance(values, (list, tuple)):
+        values = np.asarray(values, dtype=np.float64)
+    tensor = torch.as_tensor(values)
+    if not tensor.is_floating_point():
+        raise TypeError(f"raw_speech must hold floats in [-1, 1], got {tensor.dtype}: divide 16-bit samples by 32768.")
+    return tensor.detach().to("cpu", torch.float32)

@@ -1,0 +1,205 @@
+"""Performer Conformer: encoder and CTC model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, AutoModelForCTC
+from transformers import initialization as init
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.models.lasr.modeling_lasr import (
+    LasrEncoderRotaryEmbedding,
+    LasrEncoderSubsampling,
+    LasrPreTrainedModel,
+)
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
+from favor.models.conformer.streaming import ConformerStream
+
+IGNORED = -100
+
+
+class ConformerPreTrainedModel(LasrPreTrainedModel):
+    """What the Conformer models share: initial weights, lengths after subsampling."""
+
+    config: ConformerConfig
+    config_class = ConformerConfig
+    base_model_prefix = "encoder"
+    _no_split_modules = ["ConformerBlock"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": ConformerBlock, "attentions": ConformerAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            # By the width, as torch does: a fixed deviation of 0.02 is too small for narrow models.
+            init.kaiming_uniform_(module.weight, a=5**0.5)
+
+    def subsampled_lengths(self, lengths: Tensor) -> Tensor:
+        """Encoder frames of utterances of so many feature frames; both `[B]`."""
+        width, stride = self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride
+        for _ in range(2):
+            lengths = ((lengths - width) // stride + 1).clamp_min(0)
+        return lengths
+
+    def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
+        """A recording that comes in pieces; see `favor.models.conformer.streaming.ConformerStream`."""
+        return ConformerStream(cast(Any, self), feature_extractor, batch_size)
+
+
+@dataclass
+class ConformerModelOutput(BaseModelOutput):
+    """Output of the encoder.
+
+    Attributes:
+        last_hidden_state: `[B, L, C]`.
+        attention_mask: `[B, L]`, boolean, True for real frames; None if none was given.
+        hidden_states, attentions: as in transformers.
+    """
+
+    attention_mask: Tensor | None = None
+
+
+class ConformerModel(ConformerPreTrainedModel):
+    """Conformer encoder: subsampling of time by 4, then blocks of attention and convolution."""
+
+    base_model_prefix = "encoder"
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.subsampler = LasrEncoderSubsampling(config)
+        self.rotary_emb = LasrEncoderRotaryEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(ConformerBlock(config, index) for index in range(config.num_hidden_layers))
+        self.out_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=False)
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> ConformerModelOutput:
+        """Encodes log-mel features.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, 1 for real frames, which come first (padding on the right). Default: all real.
+            **kwargs: for the attention backend.
+
+        Returns:
+            L = floor((floor((T - 5) / 2) - 4) / 2) + 1 frames with the default subsampling, 40 ms apart.
+
+        Raises:
+            ValueError: if T is too short for one frame, or the mask has another shape or padding on the left.
+        """
+        hidden_states = self.dropout(self.subsample(input_features))
+        real = self._real_frames(input_features, attention_mask, hidden_states.shape[1])
+        make_mask: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
+        extra = {"past_key_values": None} if self.config.causal else {}
+        mask = make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real, **extra)
+        positions = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        embeddings = self.rotary_emb(hidden_states, positions)
+        for layer in self.layers:
+            if self.training and self.config.layerdrop > 0 and torch.rand([]) < self.config.layerdrop:
+                continue
+            hidden_states = layer(
+                hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, **kwargs
+            )
+        return ConformerModelOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
+
+    def subsample(self, input_features: Tensor) -> Tensor:
+        """Features `[B, T, num_mel_bins]` to frames `[B, L, C]`; raises ValueError if L would be 0."""
+        bins = self.config.num_mel_bins
+        if input_features.ndim != 3 or input_features.shape[-1] != bins:
+            raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
+        length = torch.tensor(input_features.shape[1])
+        if self.subsampled_lengths(length) < 1:
+            raise ValueError(f"{int(length)} feature frames are too few for one frame of the encoder; pad the audio.")
+        return self.subsampler(input_features)
+
+    def _real_frames(self, input_features: Tensor, attention_mask: Tensor | None, length: int) -> Tensor | None:
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != input_features.shape[:2]:
+            raise ValueError(
+                f"attention_mask must be {list(input_features.shape[:2])}, as the features, got "
+                f"{list(attention_mask.shape)}."
+            )
+        given = attention_mask.bool()
+        if not torch.compiler.is_compiling() and bool((~given[:, :-1] & given[:, 1:]).any()):
+            raise ValueError("attention_mask must have its padding on the right: ones, then zeros.")
+        lengths = self.subsampled_lengths(given.sum(-1))
+        return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+class ConformerForCTC(ConformerPreTrainedModel):
+    """Conformer encoder with a linear CTC head (Graves et al. 2006)."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__(config)
+        self.encoder = ConformerModel(config)
+        self.ctc_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Logits of every frame, and the CTC loss if there are labels.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, as in `ConformerModel`.
+            labels: `[B, U]`, padded with -100. The blank is `config.pad_token_id`.
+            **kwargs: as in `ConformerModel`.
+
+        Returns:
+            `logits` `[B, L, vocab_size]`; `loss` by `config.ctc_loss_reduction`.
+        """
+        encoded = self.encoder(input_features, attention_mask, **kwargs)
+        logits = self.ctc_head(encoded.last_hidden_state)
+        loss = None if labels is None else ctc_loss(logits, frame_counts(encoded), labels, self.config)
+        return CausalLMOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
+
+
+def frame_counts(encoded: ConformerModelOutput) -> Tensor:
+    """Real frames `[B]` of an encoder's output."""
+    hidden: Any = encoded.last_hidden_state
+    if encoded.attention_mask is None:
+        return torch.full((hidden.shape[0],), hidden.shape[1], device=hidden.device)
+    return encoded.attention_mask.sum(-1)
+
+
+def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: ConformerConfig) -> Tensor:
+    """CTC loss of logits `[B, L, V]` with lengths `[B]` and labels `[B, U]` padded with -100, in float32."""
+    counts = (labels != IGNORED).sum(-1)
+    # cuDNN and half precision have limits of their own; the plain form takes all lengths.
+    with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):
+        return functional.ctc_loss(
+            logits.float().log_softmax(-1).transpose(0, 1),
+            labels.masked_fill(labels == IGNORED, config.pad_token_id),
+            lengths,
+            counts,
+            blank=config.pad_token_id,
+            reduction=config.ctc_loss_reduction,
+            zero_infinity=config.ctc_zero_infinity,
+        )
+
+
+AutoConfig.register(ConformerConfig.model_type, ConformerConfig, exist_ok=True)
+AutoModel.register(ConformerConfig, ConformerModel, exist_ok=True)
+AutoModelForCTC.register(ConformerConfig, ConformerForCTC, exist_ok=True)

@@ -1,0 +1,136 @@
+"""Performer Conformer Transducer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.modeling_conformer import (
+    IGNORED,
+    ConformerModel,
+    ConformerPreTrainedModel,
+    ctc_loss,
+    frame_counts,
+)
+from favor.models.conformer.transducer_decoding import transducer_greedy
+from favor.models.conformer.transducer_loss import joint_transducer_loss
+from favor.models.conformer.transducer_networks import Joint, LSTMPrediction, State, StatelessPrediction
+
+
+@dataclass
+class TransducerOutput(ModelOutput):
+    """Output of a Transducer.
+
+    Attributes:
+        loss: what to minimise, if labels were given.
+        transducer_loss, ctc_loss: its parts, detached; `ctc_loss` only with `config.ctc_weight`.
+        last_hidden_state: encoder frames `[B, L, C]`.
+        attention_mask: `[B, L]`, True for real frames; None if none was given.
+    """
+
+    loss: Tensor | None = None
+    transducer_loss: Tensor | None = None
+    ctc_loss: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+    attention_mask: Tensor | None = None
+
+
+class ConformerForTransducer(ConformerPreTrainedModel):
+    """Conformer encoder, prediction network and joint network (Graves 2012, arXiv:1211.3711).
+
+    The blank is `config.pad_token_id`; it also starts every sequence of the prediction network.
+    """
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__(config)
+        self.encoder = ConformerModel(config)
+        networks = {"lstm": LSTMPrediction, "stateless": StatelessPrediction}
+        self.prediction = networks[config.prediction_network](config)
+        self.joint = Joint(config)
+        self.ctc_head = nn.Linear(config.hidden_size, config.vocab_size) if config.ctc_weight else None
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TransducerOutput:
+        """The encoder's frames, and the loss if there are labels.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, as in `ConformerModel`.
+            labels: `[B, U]`, padded with -100.
+            **kwargs: as in `ConformerModel`.
+
+        Returns:
+            The loss is the mean over the batch of the Transducer's negative log-likelihood (nats), weighted with the
+            CTC loss if `config.ctc_weight` is not 0. The `[B, L, U + 1, V]` logits never exist at once.
+        """
+        encoded = self.encoder(input_features, attention_mask, **kwargs)
+        out = TransducerOutput(last_hidden_state=encoded.last_hidden_state, attention_mask=encoded.attention_mask)
+        if labels is None:
+            return out
+        lengths, weight = frame_counts(encoded), self.config.ctc_weight
+        loss = self._transducer_loss(encoded.last_hidden_state, lengths, labels)
+        out.transducer_loss = loss.detach()
+        if self.ctc_head is not None:
+            aligned = ctc_loss(self.ctc_head(encoded.last_hidden_state), lengths, labels, self.config)
+            out.ctc_loss = aligned.detach()
+            loss = (1 - weight) * loss + weight * aligned
+        out.loss = loss
+        return out
+
+    def _transducer_loss(self, hidden: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        blank, counts = self.config.pad_token_id, (labels != IGNORED).sum(-1)
+        targets = labels.masked_fill(labels == IGNORED, blank)
+        prediction, _ = self.predict(torch.nn.functional.pad(targets, (1, 0), value=blank))
+        return joint_transducer_loss(
+            hidden, prediction, self.joint, labels, lengths, counts, blank=blank, max_cells=self.config.max_cells
+        )
+
+    def encode(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Encoder frames `[B, L, C]` and how many of them are real, `[B]`."""
+        encoded = self.encoder(input_features, attention_mask)
+        return encoded.last_hidden_state, frame_counts(encoded)
+
+    def predict(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Prediction network: outputs `[B, U, P]` after each of the tokens `[B, U]`, and the state to go on from.
+
+        Args:
+            tokens: tokens so far, or the next ones if there is a state; the first of all is the blank.
+            state: what an earlier call returned; each of its tensors has the batch in dimension 0.
+        """
+        return self.prediction(tokens, state)
+
+    def join(self, hidden: Tensor, prediction: Tensor) -> Tensor:
+        """Logits `[..., V]` of frames `[..., C]` and predictions `[..., P]`; leading dimensions broadcast."""
+        return self.joint(hidden, prediction)
+
+    @torch.no_grad()
+    def generate(self, input_features: Tensor, attention_mask: Tensor | None = None, max_symbols: int = 10) -> Tensor:
+        """Greedy transcription: tokens `[B, U]` padded with `config.pad_token_id`.
+
+        Args:
+            input_features, attention_mask: as in `forward`.
+            max_symbols: tokens emitted at most in one frame. Default 10.
+        """
+        hidden, lengths = self.encode(input_features, attention_mask)
+        sequences = transducer_greedy(self, hidden, lengths, max_symbols=max_symbols)
+        width = max((len(tokens) for tokens in sequences), default=0)
+        padded = [tokens + [self.config.pad_token_id] * (width - len(tokens)) for tokens in sequences]
+        return torch.tensor(padded, dtype=torch.long, device=hidden.device).reshape(len(padded), width)
+
+
+if hasattr(transformers, "AutoModelForRNNT"):  # Newer than the oldest transformers that is supported.
+    transformers.AutoModelForRNNT.register(ConformerConfig, ConformerForTransducer, exist_ok=True)

@@ -1,0 +1,136 @@
+"""Transcription while the speaker speaks: a causal Conformer that takes audio piece by piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from favor.models.conformer.transducer_decoding import transducer_greedy
+
+if TYPE_CHECKING:
+    from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+    from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
+    from favor.models.conformer.modeling_transducer import ConformerForTransducer
+
+
+class ConformerStream:
+    """A causal Conformer between two pieces; its outputs are those of the whole recording.
+
+    Args:
+        model: a causal `ConformerModel`, `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        feature_extractor: for `feed`, with fixed normalisation. Without one there is only `feed_features`.
+        batch_size: recordings that run side by side. Default 1.
+
+    Attributes:
+        frames: encoder frames so far.
+        tokens: what greedy search has found so far, a list for each recording.
+
+    Raises:
+        ValueError: if the model is not causal or trains, or the features of an utterance depend on all of it.
+    """
+
+    def __init__(
+        self,
+        model: ConformerModel | ConformerForCTC | ConformerForTransducer,
+        feature_extractor: ConformerFeatureExtractor | None = None,
+        batch_size: int = 1,
+    ) -> None:
+        if not model.config.causal:
+            raise ValueError("a stream needs a causal model: train one with ConformerConfig(causal=True).")
+        if model.training:
+            raise ValueError("a stream needs a model in evaluation mode: call model.eval().")
+        if feature_extractor is not None and feature_extractor.normalize == "utterance":
+            raise ValueError(
+                'normalize="utterance" needs the whole recording: stream with a feature extractor (and a model trained '
+                'with one) of normalize="none".'
+            )
+        self.model, self.encoder = model, getattr(model, "encoder", model)
+        self.feature_extractor, self.batch_size, self.frames = feature_extractor, batch_size, 0
+        self.tokens: list[list[int]] = [[] for _ in range(batch_size)]
+        self._is_transducer = hasattr(model, "predict")
+        self._head: Any = None if self._is_transducer else getattr(model, "ctc_head", None)
+        self._context: list[Tensor] = []
+        self._samples: Tensor | None = None
+        self._features: Tensor | None = None
+        self._states = [layer.empty_state(batch_size) for layer in self.encoder.layers]
+
+    @property
+    def latency(self) -> float:
+        """Seconds of audio from the beginning of a frame until the frame can be computed, besides computing time."""
+        config = self.encoder.config
+        width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
+        hops = (width - 1) * (1 + stride)
+        extractor = self.feature_extractor
+        rate, window = (16000, 400) if extractor is None else (extractor.sampling_rate, extractor.win_length)
+        return (hops * config.feature_hop_length + window) / rate
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept between pieces."""
+        kept = [tensor for tensor in (self._samples, self._features) if tensor is not None]
+        return sum(part.nbytes for part in (*self._states, *kept, *self._context))
+
+    def feed(self, audio: Any) -> Tensor:
+        """Takes the next samples of one recording, `[n]` at the extractor's rate.
+
+        Returns:
+            What `feed_features` returns for the features that are complete.
+        """
+        extractor = self.feature_extractor
+        if extractor is None or self.batch_size != 1:
+            raise ValueError("feed needs a feature_extractor and batch_size 1; use feed_features for features.")
+        new = torch.as_tensor(audio, dtype=torch.float32).reshape(-1)
+        samples = new if self._samples is None else torch.cat((self._samples, new))
+        count = extractor.num_frames(len(samples))
+        self._samples = samples[count * extractor.hop_length :].clone()
+        if count == 0:
+            return self._nothing()
+        return self.feed_features(extractor.scale(extractor.log_mel(samples, self.encoder.device)).unsqueeze(0))
+
+    @torch.no_grad()
+    def feed_features(self, features: Tensor) -> Tensor:
+        """Takes the next features `[B, T, num_mel_bins]`, and appends to `tokens` what they add.
+
+        Returns:
+            Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are all there, m
+            may be 0.
+        """
+        encoder, stride = self.encoder, self.encoder.config.subsampling_conv_stride**2
+        features = features if self._features is None else torch.cat((self._features, features), dim=1)
+        count = int(encoder.subsampled_lengths(torch.tensor(features.shape[1])))
+        self._features = features[:, count * stride :].clone()
+        if count == 0:
+            return self._nothing()
+        hidden_states = encoder.subsample(features)
+        positions = torch.arange(self.frames, self.frames + count, device=hidden_states.device).unsqueeze(0)
+        embeddings = encoder.rotary_emb(hidden_states, positions)
+        for layer, state in zip(encoder.layers, self._states, strict=True):
+            hidden_states = layer.stream(hidden_states, embeddings, state)
+        self.frames += count
+        return self._decode(encoder.out_norm(hidden_states))
+
+    def _decode(self, hidden_states: Tensor) -> Tensor:
+        """Output of the new frames; what greedy search finds in them goes to `tokens`."""
+        if self._is_transducer:
+            lengths = [hidden_states.shape[1]] * self.batch_size
+            found = transducer_greedy(self.model, hidden_states, lengths, context=self._context)
+            for tokens, new in zip(self.tokens, found, strict=True):
+                tokens += new
+        if self._head is None:
+            return hidden_states
+        logits = self._head(hidden_states)
+        best, blank = logits.argmax(-1), self.model.config.pad_token_id
+        # A token that goes on from the piece before is not a new one.
+        last = self._context[0] if self._context else torch.full_like(best[:, :1], blank)
+        starts = (best != blank) & (best != torch.cat((last, best[:, :-1]), dim=1))
+        for tokens, row, start in zip(self.tokens, best, starts, strict=True):
+            tokens += row[start].tolist()
+        self._context = [best[:, -1:].clone()]
+        return logits
+
+    def _nothing(self) -> Tensor:
+        encoder = self.encoder
+        width = encoder.config.hidden_size if self._head is None else self._head.out_features
+        return torch.empty(self.batch_size, 0, width, dtype=encoder.dtype, device=encoder.device)

@@ -1,0 +1,242 @@
+"""Performer Conformer: padding, causality, saving, the pipeline, the Transducer's parts."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
+
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerModel,
+    ConformerProcessor,
+    train_tokenizer,
+    transducer_loss,
+)
+from favor.models.conformer.encoder_layers import PaddedBatchNorm
+
+BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "favor_relu")
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TINY |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
+TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
+
+RELOAD = """
+import sys, favor.models, torch, transformers
+from safetensors.torch import load_file, save_file
+auto, folder = sys.argv[1:]
+model = getattr(transformers, auto).from_pretrained(folder).eval()
+inputs = load_file(folder + "/inputs.safetensors")
+with torch.no_grad():
+    out = model(**inputs)
+save_file({"hidden": out[0].contiguous()}, folder + "/outputs.safetensors")
+print(type(model).__name__, model.config._attn_implementation, model.config.favor["num_features"])
+"""
+
+
+def config(backend: str = "favor#", **changes) -> ConformerConfig:
+    name, _, window = backend.partition(" ")
+    options = {"num_features": 16, "exact_below": 0, "window": 8 if window else 0}
+    return ConformerConfig(**{**TINY, "attn_implementation": name, "favor": options, **changes})
+
+
+def build(kind, backend: str = "favor#", **changes):
+    torch.manual_seed(0)
+    return kind(config(backend, **changes)).eval()
+
+
+def batch(lengths=(90, 61, 13), padding: float = 50.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(len(lengths), max(lengths), 10, generator=generator)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_features": features.masked_fill(~mask[..., None], padding), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+def test_padding_changes_nothing(backend, causal):
+    model, inputs = build(ConformerForCTC, backend, causal=causal), batch()
+    with torch.no_grad():
+        together = model(**inputs).logits
+        for row, length in enumerate([90, 61, 13]):
+            alone = model(inputs["input_features"][row : row + 1, :length]).logits[0]
+            assert len(alone) == model.subsampled_lengths(torch.tensor(length))
+            torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_changes_no_gradient_and_no_statistics():
+    """Training: batch normalisation counts real frames only, whatever padding holds and however long it is."""
+    results = []
+    for padding, extra in ((0.0, 0), (50.0, 40)):
+        model, inputs = build(ConformerForCTC, attention_dropout=0.0), batch(padding=padding)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.encoder.config.activation_dropout = 0.0
+        for layer in model.encoder.layers:
+            layer.feed_forward1.activation_dropout = layer.feed_forward2.activation_dropout = 0.0
+        inputs["input_features"] = functional.pad(inputs["input_features"], (0, 0, 0, extra), value=padding)
+        inputs["attention_mask"] = functional.pad(inputs["attention_mask"], (0, extra))
+        labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+        model(**inputs, labels=labels).loss.backward()
+        results.append([p.grad for p in model.parameters()] + [b for n, b in model.named_buffers() if "running" in n])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_of_real_frames():
+    generator = torch.Generator().manual_seed(0)
+    norm, frames = PaddedBatchNorm(3), torch.randn(2, 3, 7, generator=generator)
+    real = torch.arange(7) < torch.tensor([7, 4])[:, None]
+    plain = torch.nn.BatchNorm1d(3)
+    expected = plain(torch.cat((frames[0], frames[1, :, :4]), dim=1).T)
+    found = norm(frames, real)
+    torch.testing.assert_close(torch.cat((found[0], found[1, :, :4]), dim=1).T, expected)
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    assert not found[1, :, 4:].any()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "favor+", "favor+ window"])
+def test_a_causal_encoder_sees_no_later_features(backend):
+    model, features = build(ConformerModel, backend, causal=True), batch((90,))["input_features"]
+    changed = features.clone()
+    changed[:, 50:] += 1
+    with torch.no_grad():
+        first, second = model(features).last_hidden_state, model(changed).last_hidden_state
+    # Frame t of the subsampling depends on features 4 t to 4 t + 12.
+    unchanged = (50 - 13) // 4 + 1
+    torch.testing.assert_close(first[:, :unchanged], second[:, :unchanged])
+    assert not torch.allclose(first[:, unchanged:], second[:, unchanged:])
+
+
+def test_the_loss_is_that_of_torch():
+    model, inputs = build(ConformerForCTC, ctc_loss_reduction="sum"), batch()
+    labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+    out = model(**inputs, labels=labels)
+    loss = torch.nn.CTCLoss(blank=0, reduction="sum")
+    expected = sum(
+        loss(out.logits[row, :frames].double().log_softmax(-1), labels[row, :tokens], (frames,), (tokens,))
+        for row, (frames, tokens) in enumerate(zip([20, 13, 1], [4, 2, 1], strict=True))
+    )
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("auto", "kind"), [("AutoModel", ConformerModel), ("AutoModelForCTC", ConformerForCTC)])
+def test_a_fresh_process_gives_the_same_bits(auto, kind, tmp_path):
+    model, inputs = build(kind), batch()
+    model.save_pretrained(tmp_path)
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-c", RELOAD, auto, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [kind.__name__, "favor#", "16"]
+    with torch.no_grad():
+        assert torch.equal(load_file(tmp_path / "outputs.safetensors")["hidden"], model(**inputs)[0])
+
+
+@pytest.mark.skipif(not hasattr(transformers, "AutoModelForRNNT"), reason="transformers has no such Auto class")
+def test_a_transducer_comes_back_and_lends_its_encoder(tmp_path):
+    model, inputs = build(ConformerForTransducer, ctc_weight=0.3), batch()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForRNNT.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
+    with torch.no_grad():
+        hidden = model.encode(**inputs)[0]
+        assert torch.equal(AutoModel.from_pretrained(tmp_path)(**inputs).last_hidden_state, hidden)
+
+
+@pytest.mark.parametrize("network", ["lstm", "stateless"])
+def test_the_transducer_loss_is_that_of_all_logits(network):
+    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
+    labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+    out = model(**inputs, labels=labels)
+    hidden, lengths = model.encode(**inputs)
+    prediction, _ = model.predict(functional.pad(labels.clamp_min(0), (1, 0)))
+    logits = model.join(hidden[:, :, None], prediction[:, None])
+    expected = transducer_loss(logits, labels, lengths, torch.tensor([4, 2, 1]))
+    torch.testing.assert_close(out.transducer_loss, expected)
+    torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)
+    out.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("network", ["lstm", "stateless"])
+def test_the_prediction_network_goes_token_by_token(network):
+    model = build(ConformerForTransducer, prediction_network=network, prediction_context_size=3)
+    tokens = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]])
+    whole, _ = model.predict(tokens)
+    state, parts = None, []
+    for token in tokens.split(1, dim=1):
+        part, state = model.predict(token, state)
+        parts.append(part)
+        assert all(len(tensor) == 2 for tensor in state)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved CTC model with its processor."""
+    path = tmp_path_factory.mktemp("conformer")
+    tokenizer = train_tokenizer(["THE CAT SAT ON A MAT", "A DOG"], "char")
+    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    build(ConformerForCTC, vocab_size=len(tokenizer)).save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def test_the_pipeline_reads_the_saved_model(folder):
+    audio = np.random.default_rng(0).normal(size=24000).astype(np.float32)
+    transcriber = pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    found = transcriber({"raw": audio, "sampling_rate": 16000})["text"]
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForCTC.from_pretrained(folder)
+    inputs = processor(audio, sampling_rate=16000)
+    expected = processor.batch_decode(model(**inputs).logits.argmax(-1))
+    assert [found] == expected
+    assert found
+    chunks = transcriber({"raw": audio, "sampling_rate": 16000}, chunk_length_s=1.0, stride_length_s=0.2)["text"]
+    assert isinstance(chunks, str)
+    assert chunks
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_kernel_size": 4}, "conv_kernel_size must be odd"),
+        ({"prediction_network": "gru"}, "prediction_network must be one of lstm, stateless"),
+        ({"ctc_weight": 1.0}, "ctc_weight must be in"),
+        ({"ctc_loss_reduction": "none"}, "mean or sum"),
+        ({"favor": {"num_feature": 3}}, "num_feature"),
+    ],
+)
+def test_a_bad_configuration_is_refused(changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        config(**changes)
+
+
+def test_presets():
+    paper = ConformerConfig.preset("paper")
+    assert (paper.num_hidden_layers, paper.hidden_size, paper.num_attention_heads) == (20, 512, 8)
+    assert ConformerConfig.preset("tiny", vocab_size=99).vocab_size == 99
+    with pytest.raises(ValueError, match="tiny, small, paper, got 'huge'"):
+        ConformerConfig.preset("huge")
+
+
+def test_bad_inputs_are_refused():
+    model, inputs = build(ConformerModel), batch()
+    with pytest.raises(ValueError, match=r"\[batch, time, 10\], got \(3, 90, 9\)"):
+        model(inputs["input_features"][..., :9])
+    with pytest.raises(ValueError, match="12 feature frames are too few"):
+        model(inputs["input_features"][:, :12])
+    with pytest.raises(ValueError, match="padding on the right"):
+        model(inputs["input_features"], inputs["attention_mask"].flip(1))
+    with pytest.raises(ValueError, match="as the features, got"):
+        model(inputs["input_features"], inputs["attention_mask"][:, 1:])

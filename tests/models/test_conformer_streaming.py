@@ -1,0 +1,120 @@
+"""Audio that comes in pieces gives the outputs of the whole recording."""
+
+import numpy as np
+import pytest
+import torch
+
+import favor
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerModel,
+    ctc_greedy,
+    transducer_greedy,
+)
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TINY |= {"conv_kernel_size": 6, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
+TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8, "causal": True}
+FIXED = {"normalize": "none", "mean": [-3.0] * 10, "std": [2.0] * 10}
+
+
+def build(kind, backend, **options):
+    torch.manual_seed(0)
+    favor_options = {"num_features": 16, "exact_below": 0, **options}
+    return kind(ConformerConfig(**TINY, attn_implementation=backend, favor=favor_options)).eval()
+
+
+def features(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, length, 10, generator=torch.Generator().manual_seed(1))
+
+
+def in_pieces(stream, inputs, sizes):
+    return torch.cat([stream.feed_features(piece) for piece in inputs.split(sizes, dim=1)], dim=1)
+
+
+PIECES = [1, 3, 60, 7, 100, 29]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("sdpa", {}), ("eager", {}), ("favor+", {}), ("favor+", {"window": 8}), ("favor+", {"kernel": "torch"})],
+)
+def test_pieces_equal_the_whole(backend, options):
+    model, inputs = build(ConformerModel, backend, **options), features(200)
+    with torch.no_grad():
+        whole = model(inputs).last_hidden_state
+    found = in_pieces(model.stream(batch_size=2), inputs, PIECES)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["favor#", "favor++"])
+def test_calibrated_parameters_stream_too(backend):
+    model, inputs = build(ConformerModel, backend), features(200)
+    with torch.no_grad():
+        plain = build(ConformerModel, "favor+")(inputs).last_hidden_state
+    favor.calibrate(model, [{"input_features": features(120)}])
+    with torch.no_grad():
+        whole = model(inputs).last_hidden_state
+    assert not torch.allclose(whole, plain, atol=1e-3)
+    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, PIECES), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_audio_in_pieces_gives_logits_and_tokens_of_the_whole():
+    model, extractor = build(ConformerForCTC, "favor+"), ConformerFeatureExtractor(feature_size=10, **FIXED)
+    audio = np.random.default_rng(0).normal(size=40000).astype(np.float32)
+    audio *= np.abs(np.sin(np.arange(40000) / 3000))
+    with torch.no_grad():
+        # So that no token is the best one everywhere.
+        model.ctc_head.bias -= model(**extractor(audio, sampling_rate=16000)).logits.mean((0, 1))
+        whole = model(**extractor(audio, sampling_rate=16000)).logits
+    stream = model.stream(extractor)
+    assert stream.latency == pytest.approx(0.145)
+    found = torch.cat([stream.feed(piece) for piece in np.split(audio, [10, 500, 9000, 9001, 31000])], dim=1)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+    assert stream.tokens == ctc_greedy(whole, [whole.shape[1]])
+    assert len(stream.tokens[0]) > 3
+
+
+def test_a_transducer_finds_the_tokens_of_the_whole():
+    model, inputs = build(ConformerForTransducer, "favor+"), features(200)
+    with torch.no_grad():
+        hidden, lengths = model.encode(inputs)
+        # So that neither a token nor the blank is the best one everywhere.
+        prediction, _ = model.predict(torch.arange(12)[:, None])
+        logits = model.join(hidden[:1, :, None], prediction[:, 0])
+        model.joint.head.bias -= logits.mean((0, 1, 2))
+        model.joint.head.bias[0] += logits.std() / 4
+        expected = transducer_greedy(model, hidden, lengths)
+    stream = model.stream(batch_size=2)
+    torch.testing.assert_close(in_pieces(stream, inputs, PIECES), hidden, rtol=1e-4, atol=1e-5)
+    assert stream.tokens == expected
+    assert 3 < len(expected[0]) < 400
+
+
+def test_the_state_does_not_grow_with_linear_attention():
+    sizes = {}
+    for backend in ("favor+", "sdpa"):
+        stream, sizes[backend] = build(ConformerModel, backend).stream(batch_size=2), []
+        for piece in features(400).split(40, dim=1):
+            stream.feed_features(piece)
+            sizes[backend].append(stream.state_bytes)
+    assert len(set(sizes["favor+"][1:])) == 1
+    assert sizes["sdpa"][-1] > sizes["sdpa"][4] > sizes["sdpa"][1]
+
+
+def test_what_cannot_stream_is_refused():
+    model = build(ConformerModel, "favor+")
+    with pytest.raises(ValueError, match="evaluation mode"):
+        model.train().stream()
+    model.eval()
+    with pytest.raises(ValueError, match='normalize="none"'):
+        model.stream(ConformerFeatureExtractor(feature_size=10))
+    with pytest.raises(ValueError, match="needs a feature_extractor"):
+        model.stream().feed(np.zeros(1000))
+    with pytest.raises(ValueError, match="set exact_below=0"):
+        favor.configure(model, exact_below=32).stream().feed_features(features(40, batch=1))
+    with pytest.raises(ValueError, match="causal=True"):
+        ConformerModel(ConformerConfig(**{**TINY, "causal": False, "conv_kernel_size": 5})).eval().stream()

@@ -1,0 +1,193 @@
+"""CTC decoding against enumeration of every path, and against PyTorch's CTC loss."""
+
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from favor.models.conformer.ctc_decoding import ctc_greedy, ctc_prefix_beam
+
+
+def random_logits(*shape, seed=0, scale=2.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def collapse(path, blank=0):
+    return tuple(label for label, _ in itertools.groupby(path) if label != blank)
+
+
+def enumerated(logits, blank=0):
+    """Probability of every labeling of one row `[L, V]`, summed path by path."""
+    probabilities, total = logits.softmax(-1).tolist(), defaultdict(float)
+    for path in itertools.product(range(logits.shape[-1]), repeat=len(logits)):
+        total[collapse(path, blank)] += math.prod(row[label] for row, label in zip(probabilities, path, strict=True))
+    return total
+
+
+def ctc_log_prob(logits, tokens):
+    loss = torch.nn.functional.ctc_loss(
+        logits.log_softmax(-1)[:, None],
+        torch.tensor([tokens], dtype=torch.long).reshape(1, -1),
+        torch.tensor([len(logits)]),
+        torch.tensor([len(tokens)]),
+        reduction="none",
+    )
+    return -loss.item()
+
+
+@pytest.mark.parametrize("blank", [0, 2])
+@pytest.mark.parametrize("length", [0, 1, 5, 6])
+def test_a_large_beam_finds_every_labeling_with_its_probability(length, blank):
+    logits = random_logits(2, length, 3, seed=length)
+    found = ctc_prefix_beam(logits, torch.tensor([length, length]), beam_size=1000, blank=blank)
+    for row, hypotheses in zip(logits, found, strict=True):
+        truth = {tokens: value for tokens, value in enumerated(row, blank).items() if value > 0}
+        assert {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses} == pytest.approx(truth, rel=1e-9)
+        assert len(hypotheses) == len(truth)
+        order = [h.log_prob for h in hypotheses]
+        assert order == sorted(order, reverse=True)
+        assert sum(map(math.exp, order)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_log_prob_is_minus_the_ctc_loss(seed):
+    logits = random_logits(1, 6, 4, seed=seed, scale=1.0)
+    hypotheses = ctc_prefix_beam(logits, [6], beam_size=10000)[0]
+    # Sequences of u tokens with r repeats side by side where u + r <= 6: 1 + 3 + 9 + 27 + 78 + 144 + 96.
+    assert len(hypotheses) == 358
+    for hypothesis in hypotheses[::17]:
+        assert hypothesis.log_prob == pytest.approx(ctc_log_prob(logits[0], hypothesis.tokens), rel=1e-9)
+
+
+def plain_beam(logits, beam_size):
+    """The same search with every prefix and every label in a dictionary of plain probabilities."""
+    beam = {(): (1.0, 0.0)}
+    for row in logits.softmax(-1).tolist():
+        after = defaultdict(lambda: [0.0, 0.0])
+        for prefix, (blank, token) in beam.items():
+            after[prefix][0] += (blank + token) * row[0]
+            for label in range(1, len(row)):
+                if prefix and prefix[-1] == label:
+                    after[prefix][1] += token * row[label]
+                    after[(*prefix, label)][1] += blank * row[label]
+                else:
+                    after[(*prefix, label)][1] += (blank + token) * row[label]
+        beam = dict(sorted(after.items(), key=lambda item: -sum(item[1]))[:beam_size])
+    return {prefix: sum(values) for prefix, values in beam.items()}
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
+@pytest.mark.parametrize("beam_size", [1, 2, 5, 16])
+def test_pruned_beam_is_the_plain_algorithm(beam_size, scale):
+    # 40 labels and beams of a few: the shortcuts over labels must not change what is kept.
+    logits = random_logits(3, 25, 40, seed=beam_size, scale=scale)
+    logits[..., 0] += 2
+    for row, hypotheses in zip(logits, ctc_prefix_beam(logits, [25] * 3, beam_size), strict=True):
+        truth = plain_beam(row, beam_size)
+        assert {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses} == pytest.approx(truth, rel=1e-9)
+
+
+def test_repeated_tokens_need_a_blank_between():
+    logits = torch.full((1, 3, 2), -math.inf)
+    for frame, label in enumerate((1, 0, 1)):
+        logits[0, frame, label] = 0
+    assert ctc_prefix_beam(logits, [3])[0][0].tokens == [1, 1]
+    logits[0, 1] = torch.tensor([-math.inf, 0])
+    (only,) = ctc_prefix_beam(logits, [3])[0]
+    assert (only.tokens, only.log_prob) == ([1], 0)
+
+
+def test_beam_sums_what_the_best_path_cannot():
+    # The best path is all blanks, yet the labeling "1" is more probable.
+    logits = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]]).log()
+    assert ctc_greedy(logits, [2]) == [[]]
+    best = ctc_prefix_beam(logits, [2], beam_size=2)[0][0]
+    assert best.tokens == [1]
+    assert math.exp(best.log_prob) == pytest.approx(0.64)
+
+
+def test_second_label_wins_where_the_first_is_shared_out():
+    # Of the frame's 0.4 for label 1 half repeats the token and half, after the blank, makes a new one.
+    frames = [[0, 1, 0, 0], [0.5, 0.5, 0, 0], [0.01, 0.4, 0.35, 0.24]]
+    (hypothesis,) = ctc_prefix_beam(torch.tensor([frames]).log(), [3], beam_size=1)[0]
+    assert hypothesis.tokens == [1, 2]
+    assert math.exp(hypothesis.log_prob) == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize("blank", [0, 3])
+def test_greedy_by_groupby_and_rows_one_by_one(blank):
+    logits, lengths = random_logits(6, 30, 4), torch.tensor([30, 0, 1, 17, 29, 5])
+    found = ctc_greedy(logits, lengths, blank)
+    for row, length, tokens in zip(logits, lengths, found, strict=True):
+        assert tokens == list(collapse(row[:length].argmax(-1).tolist(), blank))
+        assert [tokens] == ctc_greedy(row[None, :length], [length], blank)
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_beam_of_a_ragged_batch_is_that_of_its_rows(beam_size):
+    logits, lengths = random_logits(5, 20, 6), torch.tensor([20, 0, 1, 13, 19])
+    for row, length in enumerate(lengths):
+        logits[row, length:] = math.nan
+    for row, length, found in zip(logits, lengths, ctc_prefix_beam(logits, lengths, beam_size), strict=True):
+        assert [found] == ctc_prefix_beam(row[None, :length], [length], beam_size)
+        assert 1 <= len(found) <= beam_size
+    assert ctc_greedy(logits, lengths)[1] == []
+
+
+def test_ties_give_the_same_valid_beam_each_time():
+    logits = torch.zeros(1, 4, 3)
+    hypotheses = ctc_prefix_beam(logits, [4], beam_size=3)[0]
+    assert hypotheses == ctc_prefix_beam(logits, [4], beam_size=3)[0]
+    assert len({tuple(h.tokens) for h in hypotheses}) == 3
+    everything = ctc_prefix_beam(logits, [4], beam_size=1000)[0]
+    mirrored = {tuple(h.tokens): h.log_prob for h in everything}
+    for tokens, value in mirrored.items():
+        assert mirrored[tuple(3 - token for token in tokens)] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_summed_in_float32(dtype):
+    logits = random_logits(1, 40, 5).to(dtype)
+    expected = ctc_prefix_beam(logits.double(), [40], 4)[0]
+    found = ctc_prefix_beam(logits, [40], 4)[0]
+    assert [h.tokens for h in found] == [h.tokens for h in expected]
+    assert [h.log_prob for h in found] == pytest.approx([h.log_prob for h in expected], rel=1e-5)
+
+
+def test_empty_batches():
+    for decode in (ctc_greedy, ctc_prefix_beam):
+        assert decode(torch.zeros(0, 7, 3), []) == []
+    assert ctc_greedy(torch.zeros(2, 0, 3), [0, 0]) == [[], []]
+    assert [[h.tokens for h in row] for row in ctc_prefix_beam(torch.zeros(1, 0, 3), [0])] == [[[]]]
+
+
+@pytest.mark.parametrize("decode", [ctc_greedy, ctc_prefix_beam])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "options", "error", "message"),
+    [
+        ((4, 3), [4], {}, ValueError, "logits must have three dimensions"),
+        ((2, 4, 3), [4, 5], {}, ValueError, "between 0 and L = 4"),
+        ((2, 4, 3), [4, -1], {}, ValueError, "between 0 and L = 4"),
+        ((2, 4, 3), [4], {}, ValueError, r"shape \(2,\)"),
+        ((1, 4, 3), [4.0], {}, TypeError, "lengths must be integers"),
+        ((1, 4, 3), torch.ones(1, 4, dtype=torch.bool), {}, TypeError, "Sum a mask"),
+        ((1, 4, 3), [4], {"blank": 3}, ValueError, "blank must be one of the 3 labels"),
+        ((1, 4, 3), [4], {"blank": -1}, ValueError, "blank must be one of the 3 labels"),
+    ],
+)
+def test_refusals(decode, shape, lengths, options, error, message):
+    with pytest.raises(error, match=message):
+        decode(torch.zeros(shape), lengths, **options)
+
+
+def test_refuses_an_empty_beam_and_nan():
+    with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
+        ctc_prefix_beam(torch.zeros(1, 4, 3), [4], beam_size=0)
+    logits = torch.zeros(1, 4, 3)
+    logits[0, 2, 1] = math.nan
+    for decode in (ctc_greedy, ctc_prefix_beam):
+        with pytest.raises(ValueError, match="got NaN"):
+            decode(logits, [4])
+        assert len(decode(logits, [2])) == 1

@@ -1,0 +1,188 @@
+"""Kernels of the Transducer loss: Triton against torch and all alignments, torchaudio as far as it is there."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transducer_truth import TanhJoint, batch, by_enumeration, losses
+
+from favor.kernels import dispatch
+from favor.models.conformer import transducer_lattice
+from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+
+# The package has a function of that name.
+MODULE = importlib.import_module(transducer_loss.__module__)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    original = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: original(*args, **kwargs).fill_(torch.nan))
+
+
+def both(kernel, logits, *rest):
+    """Losses and the gradient of their weighted sum."""
+    logits = logits.clone().to(DEVICE).requires_grad_()
+    found = transducer_loss(logits, *rest, reduction="none", kernel=kernel)
+    weights = torch.linspace(1, 2, len(found), device=DEVICE, dtype=found.dtype)
+    return found.detach().cpu(), torch.autograd.grad(found @ weights, logits)[0].cpu()
+
+
+@pytest.mark.parametrize(
+    ("frames", "labels"),
+    [([1], [0]), ([4], [0]), ([1], [3]), ([4, 2, 3], [3, 2, 0]), ([3, 3], [1, 1]), ([2], [7]), ([9, 12], [10, 16])],
+)
+def test_triton_is_the_same_as_torch(frames, labels, poisoned):
+    given = batch(frames, labels, 6)
+    found, expected = both("triton", *given), both("torch", *given)
+    if max(labels) < 8:
+        torch.testing.assert_close(found[0], losses(*given, one=by_enumeration), rtol=0, atol=1e-8)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_triton_with_huge_logits_and_tokens_of_probability_0(poisoned):
+    logits, targets, *lengths = batch([12, 7], [6, 3], 5, scale=1e4)
+    logits[0, 3, 2, targets[0, 2]] = -torch.inf
+    logits[1, 0, 0, targets[1, 0]] = logits[1, 0, 0, 0] = -torch.inf  # no way on from the start
+    found, expected = both("triton", logits, targets, *lengths), both("torch", logits, targets, *lengths)
+    assert expected[0].isfinite().tolist() == [True, False]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_triton_for_the_joint_network(poisoned):
+    torch.manual_seed(0)
+    _, *rest = batch()
+    hidden, prediction, joint = torch.randn(4, 6, 5).double(), torch.randn(4, 5, 4).double(), TanhJoint()
+    tensors = [x.to(DEVICE).requires_grad_() for x in (hidden, prediction)]
+    joint.to(DEVICE)
+    slopes = [
+        torch.autograd.grad(joint_transducer_loss(*tensors, joint, *rest, kernel=kernel, max_cells=6), tensors)
+        for kernel in ("triton", "torch")
+    ]
+    torch.testing.assert_close(*slopes, rtol=0, atol=1e-12)
+
+
+def test_auto_takes_triton_on_cuda_where_it_can(monkeypatch):
+    monkeypatch.setattr(dispatch, "available", lambda: {"triton": "available"})
+    assert transducer_lattice.pick("auto", torch.device("cuda"), 1024) == "triton"
+    assert transducer_lattice.pick("auto", torch.device("cuda"), 1025) == "torch"
+    assert transducer_lattice.pick("auto", torch.device("cpu"), 10) == "torch"
+    with pytest.raises(ValueError, match="it takes at most 1023 labels, got 1024"):
+        transducer_lattice.pick("triton", torch.device("cuda"), 1025)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="the logits are on cpu, not on a CUDA device"):
+        transducer_lattice.pick("triton", torch.device("cpu"), 10)
+    monkeypatch.setattr(dispatch, "available", lambda: {"triton": "triton is not installed"})
+    assert transducer_lattice.pick("auto", torch.device("cuda"), 10) == "torch"
+    with pytest.raises(ValueError, match=r'kernel="triton" cannot run: triton is not installed\. Use kernel="auto"'):
+        transducer_lattice.pick("triton", torch.device("cuda"), 10)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Puts something in the place of `torchaudio.functional`."""
+
+    def put(module):
+        monkeypatch.setitem(sys.modules, "torchaudio.functional", module)
+        MODULE._library.cache_clear()
+
+    yield put
+    monkeypatch.undo()
+    MODULE._library.cache_clear()
+
+
+def test_what_torchaudio_is_given(library):
+    calls = []
+
+    def rnnt_loss(logits, targets, logit_lengths, target_lengths, **options):
+        calls.append((logits, targets, logit_lengths, target_lengths, options))
+        return logits.sum((1, 2, 3))
+
+    library(SimpleNamespace(rnnt_loss=rnnt_loss))
+    logits, targets, frames, labels = batch(dtype=torch.float32, blank=2)
+    padded = torch.nn.functional.pad(logits, (0, 0, 0, 2, 0, 1)).requires_grad_()
+    wider = torch.nn.functional.pad(targets, (0, 2), value=-100)
+    given = (padded, wider, frames, labels)
+    found = transducer_loss(*given, blank=2, reduction="mean_volume", clamp=0.5, kernel="library")
+    torch.testing.assert_close(found, logits.sum() / 9)
+    tensors, options = calls[0][:4], calls[0][4]
+    assert options == {"blank": 2, "clamp": 0.5, "reduction": "none"}
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.int32, torch.int32, torch.int32]
+    assert torch.equal(tensors[0], logits)
+    assert torch.equal(tensors[1], targets.where(targets >= 0, 0).int())
+    assert [tensors[2].tolist(), tensors[3].tolist()] == [frames.tolist(), labels.tolist()]
+    transducer_loss(*given, blank=2, kernel="library")
+    assert calls[1][4]["clamp"] < 0
+    transducer_loss(*given, blank=2)
+    assert len(calls) == 2  # "auto" never takes it
+
+
+def test_torchaudio_that_cannot_be_used(library, monkeypatch):
+    library(SimpleNamespace(rnnt_loss=None))
+    with pytest.raises(ValueError, match="it takes float32, got torch"):
+        transducer_loss(*batch(), kernel="library")
+
+    def broken(name):
+        raise OSError("no libcudart")
+
+    monkeypatch.setattr(MODULE.importlib, "import_module", broken)
+    MODULE._library.cache_clear()
+    with pytest.raises(ValueError, match=r"rnnt_loss cannot be imported \(OSError: no libcudart\)"):
+        transducer_loss(*batch(dtype=torch.float32), kernel="library")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"clamp": 0.05}, {"reduction": "sum"}], ids=["mean", "clamp", "sum"])
+def test_torchaudio_agrees(options):
+    if isinstance(reason := MODULE._library(), str):
+        pytest.skip(reason)
+    logits, *rest = batch([20, 14, 9], [8, 5, 2], 11, dtype=torch.float32)
+    logits.requires_grad_()
+    found = [transducer_loss(logits, *rest, kernel=kernel, **options) for kernel in ("library", "torch")]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in found), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile(capability):
+    """In a process of its own: in this one, kernels are defined for Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(done.stdout.split()) == sorted(["_ways_to", "_add_ways_from"] * len(SIZES))
+
+
+# Steps, batch and labels of lattices; sizes of 1 are constants to the compiler.
+SIZES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
+
+
+def compile_all(capability):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+    import ahead
+
+    from favor.models.conformer import triton_transducer
+
+    ahead._POINTERS.setdefault(torch.float64, "*fp64")
+    for shape in SIZES:
+        blank, label = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        with ahead.compiling(capability) as compiled:
+            triton_transducer.ways_to(blank, label)
+            triton_transducer.add_ways_from(blank, label)
+        for kernel in compiled:
+            assert kernel.asm["cubin"]
+            print(kernel.metadata.name)
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))
