@@ -31,7 +31,7 @@ class BackendArguments:
     """The attention backend and its options."""
 
     attn_implementation: str | None = option(
-        None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else sdpa."
+        None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else the model's own."
     )
     num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
     features: str | None = option(None, "Features of favor#: wderf (default), cderf, sderf, saderf or aderf.")
@@ -163,8 +163,8 @@ class HeadArguments:
     head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
     head_curvature: str | None = option(
         None,
-        f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own. geometric: for thousands "
-        "of labels, with head_learning_rate 0.3 and head_damping 0.01.",
+        f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own. geometric is for "
+        "thousands of labels, with head_learning_rate 0.3 and head_damping 0.001.",
     )
 
     def __post_init__(self) -> None:

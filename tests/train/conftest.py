@@ -8,10 +8,14 @@ from favor.train import glue
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """Accelerate keeps its settings for the life of a process; a test may want others."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
+    """Accelerate keeps its settings for the life of a process; a test may want others, and may forget them itself."""
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+
+    yield forget
+    forget()
 
 
 @pytest.fixture

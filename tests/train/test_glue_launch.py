@@ -1,16 +1,13 @@
 """The training program as users start it: `accelerate launch`, a kill in the middle, two processes."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from launching import LAUNCH, TWO, kill_after, run
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -19,9 +16,6 @@ from favor.train.glue_data import load_glue
 from favor.train.metrics import load_glue_metric
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
-LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
-
 RELOAD = """
 import sys, torch, favor.models
 from safetensors.torch import save_file
@@ -40,12 +34,6 @@ pytestmark = pytest.mark.slow
 def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[str]:
     settings = {"model_name_or_path": bert, "data_dir": data, "output_dir": output, **values}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def run(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_folder, tmp_path):
@@ -83,17 +71,7 @@ def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path)
 
     killed = tmp_path / "killed"
     words = arguments(bert_folder, glue_folder, killed, **run_settings)
-    process = subprocess.Popen(
-        [*program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + 120
-    while last_step(killed) < 30:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (killed / "all_results.json").exists()
+    kill_after(30, killed, *program, *words)
     printed = run(*program, *words, "--resume")
     assert "continuing from checkpoint-" in printed
 
@@ -105,17 +83,11 @@ def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path)
     assert first["per_seed"][0]["history"] == second["per_seed"][0]["history"]
 
 
-def last_step(folder: Path) -> int:
-    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
-
-
 def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_folder, tmp_path):
     # 13 samples in batches of 2 x 2: the last round has one sample for two processes.
     words = arguments(bert_folder, glue_folder, tmp_path / "two", task_name="stsb", per_device_eval_batch_size=2)
     words += ["--num_train_epochs", "2", "--checkpointing_steps", "3", "--per_device_train_batch_size", "3"]
-    # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
-    two = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
-    launch = (*LAUNCH, *two, "-m", "favor.train.glue", *words, "--learning_rate", "1e-2")
+    launch = (*LAUNCH, *TWO, "-m", "favor.train.glue", *words, "--learning_rate", "1e-2")
     printed = run(*launch)
     assert printed.count("majority baseline") == 1
     results = json.loads((tmp_path / "two" / "all_results.json").read_text())

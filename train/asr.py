@@ -1,0 +1,204 @@
+"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention.
+
+    accelerate launch -m favor.train.asr --data_dir LibriSpeech --train_split train-clean-100 --eval_splits dev-clean \
+        --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
+
+Without `--data_dir` the corpus comes from the hub (`openslr/librispeech_asr`). The output folder gets the model (the
+average of the weights, with `--ema_decay`), its processor and `all_results.json`. Runs on CPU, one GPU, or several, as
+`accelerate launch` sets it up.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from favor.train import checkpoint, loop, report
+from favor.train.asr_arguments import Arguments, SpeechTrainArguments, parse
+from favor.train.average import weight_average
+from favor.train.optimizers import adamw_groups
+from favor.train.speech_data import Skipped, Utterance, check_lengths
+from favor.train.speech_loaders import make_loaders
+from favor.train.speech_model import make_model, make_processor
+from favor.train.speech_sources import load_speech
+from favor.train.transcribe import transcribe
+from favor.train.word_errors import character_errors, word_errors
+
+HUB = "openslr/librispeech_asr"
+
+
+def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
+    """Utterances to train on, those of each evaluation split, and what was left out of each."""
+    data, prepared = arguments.data, Path(arguments.train.output_dir) / "prepared"
+    source, reports = data.data_dir or HUB, {}
+
+    def load(place: str, split: str | None, name: str, limit: int | None) -> list[Utterance]:
+        options = {"config": data.dataset_config, "max_bad": data.limit, "resample": data.resample}
+        found, reports[name] = load_speech(place, split, prepared=prepared / name, **options)
+        return found[:limit]
+
+    train = load(source, data.train_split, data.train_split, data.max_train_samples)
+    for number, manifest in enumerate(data.extra_manifests):
+        train += load(manifest, None, f"extra_{number}", None)
+    evaluation = {split: load(source, split, split, data.max_eval_samples) for split in data.eval_splits}
+    return train, evaluation, reports
+
+
+def errors(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Word and character error rate in percent of (reference, hypothesis) pairs."""
+    references, hypotheses = (list(side) for side in zip(*texts, strict=True))
+    return {
+        "wer": 100 * word_errors(references, hypotheses).rate,
+        "cer": 100 * character_errors(references, hypotheses).rate,
+    }
+
+
+def evaluate(
+    run: loop.Run, model: Any, loaders: dict[str, Any], evaluation: dict[str, list[Utterance]], tokenizer: Any
+) -> dict[str, Any]:
+    """Error rates of greedy search on each split, of the weights of `model`."""
+    model.eval()
+    scores: dict[str, float] = {}
+    for split, loader in loaders.items():
+        found: list[tuple[int, str]] = []
+        for batch in loader:
+            indices = batch.pop("index").tolist()
+            found += zip(indices, transcribe(model, batch, tokenizer), strict=True)
+        # Several processes may have seen the same utterance.
+        hypotheses = dict(gather_object(found))
+        pairs = [(evaluation[split][index].text, text) for index, text in sorted(hypotheses.items())]
+        scores.update({f"{split}_{name}": value for name, value in errors(pairs).items()})
+    return {"epoch": len(run.progress.history) + 1, "step": run.progress.step, "metrics": scores}
+
+
+def train_model(
+    arguments: Arguments,
+    data: tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]],
+    folder: Path,
+) -> dict[str, Any]:
+    """The whole training; model and processor end up in `folder`. Returns what the results say of it."""
+    train, seed = arguments.train, 42 if arguments.train.seed is None else arguments.train.seed
+    accelerator = loop.make_accelerator(train, folder)
+    utterances, evaluation, reports = data
+    processor = make_processor(arguments, utterances)
+    model = make_model(arguments, processor, seed)
+    ctc = arguments.model.architecture == "ctc" or arguments.model.ctc_weight > 0
+    fastest, skipped = max(arguments.data.speeds), reports[arguments.data.train_split]
+    utterances = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=fastest)
+    for name, skipped in reports.items():
+        if skipped.reasons:
+            accelerator.print(f"{name}: {skipped.describe()}")
+    train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed)
+    optimizer = torch.optim.AdamW(
+        adamw_groups(model.parameters(), train.weight_decay), lr=train.learning_rate, betas=(0.9, 0.98)
+    )
+    prepared = accelerator.prepare(model, optimizer, train_loader)
+    eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
+    bare = accelerator.unwrap_model(prepared[0])
+    average = weight_average(bare, train.ema_decay) if train.ema_decay else None
+    clipped, states = list(model.parameters()), [] if average is None else [average]
+    run = loop.start(accelerator, prepared, train, seed, folder, clipped, *states)
+    if average is not None:
+        run.after_step = lambda: average.update_parameters(bare)
+    final = bare if average is None else average.module
+    last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
+    if accelerator.is_main_process:
+        final.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    seconds = {"train": sum(u.seconds or 0 for u in utterances)}
+    seconds |= {split: sum(u.seconds or 0 for u in part) for split, part in evaluation.items()}
+    return {
+        "seed": seed,
+        "metrics": last["metrics"],
+        "train_loss": run.progress.loss_sum / run.progress.step,
+        "steps": run.progress.step,
+        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
+        "peak_memory_bytes": report.peak_memory(accelerator.device),
+        "history": run.progress.history,
+        "attn_implementation": bare.config._attn_implementation,
+        "favor": bare.config.favor,
+        "parameters": bare.num_parameters(),
+        "mixed_precision": accelerator.mixed_precision,
+        "device": str(accelerator.device.type),
+        "hours": {name: round(value / 3600, 4) for name, value in seconds.items()},
+        "utterances": {"train": len(utterances), **{split: len(part) for split, part in evaluation.items()}},
+        "skipped": {name: skipped.reasons for name, skipped in reports.items()},
+    }
+
+
+def train_and_evaluate(
+    run: loop.Run,
+    arguments: SpeechTrainArguments,
+    model: Any,
+    loaders: dict[str, Any],
+    evaluation: dict[str, list[Utterance]],
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """All epochs; returns the last entry of the history."""
+    accelerator, progress, last_epoch = run.accelerator, run.progress, -(-run.total_steps // run.steps_per_epoch)
+    for epoch in loop.epochs(run, arguments):
+        if epoch % arguments.eval_epochs and epoch < last_epoch:
+            progress.history.append({"epoch": epoch, "step": progress.step})
+            continue
+        progress.history.append(evaluate(run, model, loaders, evaluation, tokenizer))
+        metrics = progress.history[-1]["metrics"]
+        accelerator.log(metrics, step=progress.step)
+        accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")
+    return progress.history[-1]
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains and returns what `all_results.json` holds.
+
+    Args:
+        argv: the command line without the program's name. Default None: `sys.argv`.
+
+    Raises:
+        ValueError: for arguments, files or transcripts that cannot be used; the message says which and why.
+        FloatingPointError: if the loss is not finite.
+    """
+    arguments = parse(argv, __doc__)
+    train, folder = arguments.train, Path(arguments.train.output_dir)
+    accelerator = Accelerator(mixed_precision=train.mixed_precision)
+    if not accelerator.is_local_main_process:
+        transformers.utils.logging.set_verbosity_error()
+    settings = arguments.settings(accelerator.num_processes)
+    checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    with accelerator.main_process_first():
+        data = load_data(arguments)
+    hours = sum(utterance.seconds or 0 for utterance in data[0]) / 3600
+    accelerator.print(f"{len(data[0])} utterances to train on, {hours:.2f} hours")
+    if accelerator.is_main_process:
+        checkpoint.start_run(folder, settings, train.overwrite_output_dir)
+    accelerator.wait_for_everyone()
+    results = train_model(arguments, data, folder) | {
+        "arguments": arguments.to_dict(),
+        "command": shlex.join(["python", "-m", "favor.train.asr", *(sys.argv[1:] if argv is None else argv)]),
+        "num_processes": accelerator.num_processes,
+        "versions": report.versions(),
+    }
+    if accelerator.is_main_process:
+        checkpoint.write_json(folder / checkpoint.RESULTS, results)
+    accelerator.print(f"{report.describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
+    accelerator.end_training()
+    return results
+
+
+def cli() -> None:
+    """The console script: its exit status must not be what `main` returns."""
+    main()
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,136 @@
+"""Augmentation of speech: masks on the features, speed of the waveform; and resampling, which is the same filter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SpecAugment:
+    """Masks bands of frequency and stretches of time, drawn anew for every utterance.
+
+    Widths are drawn uniformly from 0 to the greatest, then places uniformly from those where the mask fits. Masks may
+    overlap. SpecAugment (Park et al. 2019, arXiv:1904.08779, section 2) without time warping; time masks are at most a
+    part of the utterance's own length (Park et al. 2019b, arXiv:1912.05533, section 3); the numbers are those of the
+    Conformer paper (arXiv:2005.08100, section 3.1).
+
+    Args:
+        frequency_masks: number of frequency masks. Default 2.
+        frequency_width: their greatest width in bins. Default 27.
+        time_masks: number of time masks. Default 10.
+        time_part: their greatest width as a part of the utterance's frames. Default 0.05.
+        value: of masked features. Default 0, the mean of normalised features.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Example:
+        >>> import torch
+        >>> SpecAugment()(torch.ones(2, 400, 80), torch.tensor([400, 200])).shape
+        torch.Size([2, 400, 80])
+    """
+
+    frequency_masks: int = 2
+    frequency_width: int = 27
+    time_masks: int = 10
+    time_part: float = 0.05
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if min(self.frequency_masks, self.frequency_width, self.time_masks) < 0 or not 0 <= self.time_part <= 1:
+            raise ValueError(
+                f"SpecAugment's numbers and widths must be at least 0 and time_part at most 1, got {self}."
+            )
+
+    def __call__(self, features: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Masked copies of features.
+
+        Args:
+            features: `[B, T, F]`, right padded.
+            lengths: real frames `[B]`; padding is left as it is.
+            generator: draws the masks, on its own device. Default None: torch's, on the features' device.
+
+        Returns:
+            `[B, T, F]`.
+
+        Raises:
+            ValueError: for shapes that do not fit.
+        """
+        if features.ndim != 3 or lengths.shape != features.shape[:1]:
+            raise ValueError(
+                f"features must be [B, T, F] and lengths [B], got {list(features.shape)} and {list(lengths.shape)}."
+            )
+        _, frames, bins = features.shape
+        every = torch.full_like(lengths, bins)
+        width = torch.full_like(lengths, min(self.frequency_width, bins))
+        bands = _masks(every, width, self.frequency_masks, bins, generator)
+        times = _masks(lengths, (self.time_part * lengths.double()).long(), self.time_masks, frames, generator)
+        return features.masked_fill(bands[:, None, :] | times[:, :, None], self.value)
+
+
+def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: torch.Generator | None) -> Tensor:
+    """Union of `count` random stretches of at most `widths [B]` inside `lengths [B]`, as `[B, size]` booleans."""
+    device = lengths.device if generator is None else generator.device
+    drawn = torch.rand(2, len(lengths), count, generator=generator, device=device)
+    wide, place = drawn.to(lengths.device)
+    # floor(u (n + 1)) is uniform on 0..n.
+    wide = (wide * (widths[:, None] + 1)).floor()
+    start = (place * (lengths[:, None] - wide + 1)).floor()
+    position = torch.arange(size, device=lengths.device)
+    inside = (position >= start[..., None]) & (position < (start + wide)[..., None])
+    return inside.any(1)
+
+
+def resample(waveform: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
+    """A waveform at another sampling rate, by scipy's polyphase filter (Kaiser window).
+
+    Args:
+        waveform: samples `[n]`.
+        from_rate: their rate in Hz.
+        to_rate: the wanted rate in Hz.
+
+    Returns:
+        `[ceil(n to_rate / from_rate)]`, of the same type.
+
+    Raises:
+        ValueError: for rates that are not positive integers.
+    """
+    if from_rate != int(from_rate) or to_rate != int(to_rate) or min(from_rate, to_rate) < 1:
+        raise ValueError(f"from_rate and to_rate must be positive integers in Hz, got {from_rate} and {to_rate}.")
+    return _stretch(waveform, Fraction(int(to_rate), int(from_rate)))
+
+
+def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
+    """A waveform played faster or slower, its pitch with it.
+
+    Speed perturbation of Ko et al. 2015, "Audio augmentation for speech recognition".
+
+    Args:
+        waveform: samples `[n]`.
+        factor: > 1 is faster; taken as the nearest fraction with a denominator up to 100. Usual are 0.9 and 1.1.
+
+    Returns:
+        `[ceil(n / factor)]`, of the same type.
+
+    Raises:
+        ValueError: for a factor that is not between 0.1 and 10.
+    """
+    if not 0.1 <= factor <= 10:
+        raise ValueError(f"factor must be between 0.1 and 10, got {factor}.")
+    return _stretch(waveform, 1 / Fraction(factor).limit_denominator(100))
+
+
+def _stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
+    """`ratio` times as many samples of the same sound."""
+    if ratio == 1:
+        return waveform
+    # Slow to import, and most runs neither resample nor change the speed.
+    from scipy.signal import resample_poly
+
+    return resample_poly(waveform, ratio.numerator, ratio.denominator)

@@ -1,0 +1,95 @@
+"""The model and the processor that a speech training starts from: new ones, or those of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+
+import favor
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    train_tokenizer,
+)
+from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments
+from favor.train.speech_data import Utterance, read_audio
+
+MODELS = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
+MEASURED = 200
+_OF_NEW_MODELS = {
+    SpeechModelArguments: ("preset", "prediction_network", "causal", "dropout"),
+    SpeechDataArguments: ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize"),
+}
+
+
+def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
+    """The checkpoint's processor, or a new one: a tokenizer of the transcripts, features as the arguments say.
+
+    With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
+
+    Raises:
+        ValueError: for options of a new model beside a checkpoint, or a vocabulary the transcripts do not allow.
+    """
+    _check_new(arguments)
+    if arguments.model.model_name_or_path is not None:
+        return ConformerProcessor.from_pretrained(arguments.model.model_name_or_path)
+    data = arguments.data
+    extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
+    if data.normalize == "none":
+        parts = [torch.from_numpy(read_audio(u, resample=data.resample)) for u in utterances[:MEASURED]]
+        frames = torch.cat([extractor.log_mel(part) for part in parts]).double()
+        constants = {"mean": frames.mean(0).tolist(), "std": frames.std(0).tolist()}
+        extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize="none", **constants)
+    tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
+    return ConformerProcessor(extractor, tokenizer)
+
+
+def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
+    """A new model of the preset, or the checkpoint's, its attention switched; the seed draws weights and features."""
+    given, options = arguments.model, arguments.model.favor_options()
+    model_class = MODELS[given.architecture]
+    set_seed(seed)
+    if given.model_name_or_path is not None:
+        backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
+        changes = {"ctc_weight": given.ctc_weight} if given.architecture == "transducer" else {}
+        model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
+    else:
+        dropouts = ("dropout", "activation_dropout", "attention_dropout", "prediction_dropout")
+        config = ConformerConfig.preset(
+            given.preset,
+            vocab_size=len(processor.tokenizer),
+            num_mel_bins=processor.feature_extractor.feature_size,
+            feature_hop_length=processor.feature_extractor.hop_length,
+            causal=given.causal,
+            prediction_network=given.prediction_network,
+            ctc_weight=given.ctc_weight,
+            attn_implementation=given.attn_implementation,
+            **dict.fromkeys(dropouts, given.dropout),
+        )
+        model = model_class(config)
+    if model.config._attn_implementation in favor.BACKENDS:
+        return favor.configure(model, **options, seed=seed)
+    if options:
+        raise ValueError(
+            f"{', '.join(options)}: options of FAVOR attention, not of {model.config._attn_implementation}: leave them "
+            "out or add --attn_implementation favor#"
+        )
+    return model
+
+
+def _check_new(arguments: Arguments) -> None:
+    if arguments.model.causal and arguments.data.normalize != "none" and arguments.model.model_name_or_path is None:
+        raise ValueError("a causal model cannot wait for the whole utterance: add --normalize none")
+    if arguments.model.model_name_or_path is None:
+        return
+    for part in (arguments.model, arguments.data):
+        for entry in fields(part):
+            if entry.name in _OF_NEW_MODELS[type(part)] and getattr(part, entry.name) != entry.default:
+                raise ValueError(f"{entry.name} is for new models, and --model_name_or_path gives one: leave it out")

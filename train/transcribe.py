@@ -1,0 +1,57 @@
+"""From batches of speech to text, by CTC or Transducer, greedy or with a beam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from favor.models.conformer import (
+    ConformerForCTC,
+    ConformerForTransducer,
+    Hypothesis,
+    ctc_greedy,
+    ctc_prefix_beam,
+    transducer_beam,
+    transducer_greedy,
+)
+
+
+@torch.no_grad()
+def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypothesis]]:
+    """Beam search: hypotheses of each utterance, the most probable first.
+
+    Args:
+        model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
+        beam_size: hypotheses kept.
+    """
+    features, mask = batch["input_features"], batch.get("attention_mask")
+    if isinstance(model, ConformerForTransducer):
+        return transducer_beam(model, *model.encode(features, mask), beam_size=beam_size)
+    return ctc_prefix_beam(*_logits(model, features, mask), beam_size=beam_size, blank=model.config.pad_token_id)
+
+
+@torch.no_grad()
+def transcribe(model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int = 1) -> list[str]:
+    """Text of each utterance of a batch.
+
+    Args:
+        model, batch: as in `search`.
+        tokenizer: a `ConformerTokenizer`.
+        beam_size: 1 (default) is greedy search.
+    """
+    if beam_size > 1:
+        tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]
+    elif isinstance(model, ConformerForTransducer):
+        tokens = transducer_greedy(model, *model.encode(batch["input_features"], batch.get("attention_mask")))
+    else:
+        logits = _logits(model, batch["input_features"], batch.get("attention_mask"))
+        tokens = ctc_greedy(*logits, blank=model.config.pad_token_id)
+    return [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
+
+
+def _logits(model: ConformerForCTC, features: Any, mask: Any) -> tuple[Any, Any]:
+    logits = model(features, mask).logits.float()
+    lengths = torch.full((len(features),), features.shape[1]) if mask is None else mask.sum(-1)
+    return logits, model.subsampled_lengths(lengths)
