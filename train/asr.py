@@ -91,7 +91,7 @@ def train_model(
     utterances, evaluation, reports = data
     processor = make_processor(arguments, utterances)
     model = make_model(arguments, processor, seed)
-    ctc = arguments.model.architecture == "ctc" or arguments.model.ctc_weight > 0
+    ctc = getattr(model, "ctc_head", None) is not None
     fastest, skipped = max(arguments.data.speeds), reports[arguments.data.train_split]
     utterances = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=fastest)
     for name, skipped in reports.items():

@@ -23,7 +23,10 @@ class SpeechModelArguments(BackendArguments):
         None, "Hub name or folder of a model to go on from, with its processor. Default: a new model."
     )
     preset: str = option("small", f"Size of a new model: {', '.join(PRESETS)}.")
-    architecture: str = option("ctc", f"{' or '.join(ARCHITECTURES)}.")
+    architecture: str | None = option(
+        None,
+        f"{' or '.join(ARCHITECTURES)}; another than the checkpoint's keeps its encoder. Default: its own, else ctc.",
+    )
     ctc_weight: float = option(0.0, "Part of a CTC loss beside that of the Transducer: above 0 trains both jointly.")
     prediction_network: str = option("lstm", f"Of a new Transducer: {' or '.join(PREDICTION_NETWORKS)}.")
     causal: bool = option(False, "A causal encoder, for streaming. Needs normalize none.")
@@ -33,10 +36,10 @@ class SpeechModelArguments(BackendArguments):
         """Checks the values; raises ValueError."""
         super().__post_init__()
         check_choice(self, "preset", PRESETS)
-        check_choice(self, "architecture", ARCHITECTURES)
+        check_choice(self, "architecture", (None, *ARCHITECTURES))
         check_choice(self, "prediction_network", PREDICTION_NETWORKS)
-        if self.ctc_weight and self.architecture == "ctc":
-            raise ValueError("ctc_weight is an option of architecture transducer")
+        if self.ctc_weight and self.architecture != "transducer":
+            raise ValueError("ctc_weight is an option of --architecture transducer")
 
 
 @dataclass(kw_only=True)
@@ -133,7 +136,8 @@ class Arguments:
 def check_choice(arguments: Any, name: str, allowed: Any) -> None:
     """Raises ValueError for a named value that is not among the allowed ones."""
     if getattr(arguments, name) not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(arguments, name)!r}")
+        names = ", ".join(choice for choice in allowed if choice is not None)
+        raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")
 
 
 def parse(argv: list[str] | None, description: str | None = None) -> Arguments:

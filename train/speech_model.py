@@ -51,14 +51,29 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
     return ConformerProcessor(extractor, tokenizer)
 
 
+def architecture_of(arguments: SpeechModelArguments) -> str:
+    """ "ctc" or "transducer": what the arguments say, else what the checkpoint is, else "ctc"."""
+    if arguments.architecture is not None or arguments.model_name_or_path is None:
+        return arguments.architecture or "ctc"
+    names = ConformerConfig.from_pretrained(arguments.model_name_or_path).architectures or []
+    found = [name for name, kind in MODELS.items() if kind.__name__ in names]
+    if not found:
+        raise ValueError(
+            f"{arguments.model_name_or_path} is {' '.join(names) or 'nothing named'}: say what to train on its "
+            f"encoder, --architecture {' or '.join(MODELS)}"
+        )
+    return found[0]
+
+
 def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
     """A new model of the preset, or the checkpoint's, its attention switched; the seed draws weights and features."""
     given, options = arguments.model, arguments.model.favor_options()
-    model_class = MODELS[given.architecture]
+    architecture = architecture_of(given)
+    model_class = MODELS[architecture]
     set_seed(seed)
     if given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
-        changes = {"ctc_weight": given.ctc_weight} if given.architecture == "transducer" else {}
+        changes = {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
         model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
     else:
         dropouts = ("dropout", "activation_dropout", "attention_dropout", "prediction_dropout")

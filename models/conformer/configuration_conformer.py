@@ -12,7 +12,7 @@ from favor.models.stored_backend import StoredBackend
 PREDICTION_NETWORKS = ("lstm", "stateless")
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # 1.5 M parameters: for tests and demonstrations on a CPU.
+    # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.
     "tiny": {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prediction_hidden_size": 128,
         "joint_hidden_size": 128,
     },
-    # About the size of Conformer (S) to (M) of Gulati et al. 2020.
+    # 19 M parameters, between Conformer (S) and (M) of Gulati et al. 2020.
     "small": {
         "hidden_size": 256,
         "num_hidden_layers": 12,
@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prediction_hidden_size": 320,
         "joint_hidden_size": 320,
     },
-    # FAVOR# paper, section 5.3.1 and B.3.1: 20 layers, model_dim 512, 8 heads.
+    # 124 M parameters. FAVOR# paper, sections 5.3.1 and B.3.1: 20 layers, model_dim 512, 8 heads.
     "paper": {
         "hidden_size": 512,
         "num_hidden_layers": 20,

@@ -152,15 +152,12 @@ class Surroundings:
         self.random = torch.get_rng_state()
         self.devices, self.states = get_device_states(example)
 
-    def autocast(self) -> torch.autocast:
-        """Autocast as it was. Its cache is left alone: a weight that it holds may come from another grad mode."""
-        return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
-
     @contextmanager
     def again(self) -> Iterator[None]:
         """Autocast and random numbers as they were; afterwards the random numbers go on as if nothing had been."""
         kind = "cuda" if self.kind == "cpu" else self.kind
-        with torch.random.fork_rng(self.devices, device_type=kind), self.autocast():
+        autocast = torch.autocast(self.kind, self.dtype, self.enabled)
+        with torch.random.fork_rng(self.devices, device_type=kind), autocast:
             torch.set_rng_state(self.random)
             set_device_states(self.devices, self.states, device_type=kind)
             yield
@@ -238,8 +235,7 @@ class FromNetworks(torch.autograd.Function):
             row, t, u = piece
             return join(network.joint, hidden[row, t], prediction[row, u])
 
-        with ctx.surroundings.autocast():
-            losses, *occupancies = score(task, read, network.max_cells)
+        losses, *occupancies = score(task, read, network.max_cells)
         ctx.save_for_backward(*occupancies, hidden, prediction, *parameters)
         return losses
 

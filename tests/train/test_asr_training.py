@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from speech import write_corpus
 from transformers import AutoModelForCTC, AutoProcessor
 
+from favor.models.conformer import ConformerConfig
 from favor.train import asr, checkpoint
 from favor.train.average import weight_average
 
@@ -151,6 +152,17 @@ def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
         train("third", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_mel_bins=40)
 
 
+def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path):
+    train("first", architecture="transducer", ctc_weight=0.3, max_train_steps=1)
+    path = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None, "max_train_steps": 1}
+    again = train("again", **path)
+    config = ConformerConfig.from_pretrained(tmp_path / "again")
+    assert (config.architectures, config.ctc_weight) == (["ConformerForTransducer"], 0.3)
+    assert again["parameters"] > train("ctc", architecture="ctc", **path)["parameters"]
+    with pytest.raises(ValueError, match="ctc_weight is an option of --architecture transducer"):
+        train("none", ctc_weight=0.3)
+
+
 def test_a_causal_model_gets_fixed_features(train, tmp_path):
     with pytest.raises(ValueError, match="add --normalize none"):
         train(flags=("causal",), attn_implementation="favor+")
@@ -176,7 +188,6 @@ def test_the_average_follows_the_weights():
     ("values", "message"),
     [
         ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
-        ({"ctc_weight": 0.3}, "ctc_weight is an option of architecture transducer"),
         ({"ema_decay": 1}, r"ema_decay must be in \[0, 1\)"),
         ({"speeds": "0"}, "speeds must be positive"),
         ({"train_split": "nowhere"}, "nowhere"),

@@ -1,0 +1,270 @@
+"""Word and character error rates of a saved speech model, and how fast it recognises.
+
+    python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
+        --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors
+
+The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
+may be switched to another backend, without training. Each split is transcribed by greedy search and, with `--beam_size`
+above 1, by beam search. The output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the
+reference and the hypotheses of every utterance. One process, on a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import HfArgumentParser
+
+import favor
+from favor.eval import report
+from favor.models.conformer import ConformerConfig, ConformerProcessor
+from favor.train.arguments import BackendArguments, check_positive, option
+from favor.train.asr import HUB
+from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
+from favor.train.speech_batches import DurationBatchSampler, SpeechDataset, collate
+from favor.train.speech_data import Skipped, Utterance
+from favor.train.speech_model import MODELS, make_model, make_processor
+from favor.train.speech_sources import load_speech
+from favor.train.transcribe import transcribe
+from favor.train.word_errors import ErrorCounts, character_errors, word_errors
+
+
+@dataclass(kw_only=True)
+class EvaluationArguments:
+    """The model, the speech and where the results go."""
+
+    model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
+    output_dir: str = field(metadata={"help": "Folder of all results."})
+    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
+    dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
+    splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
+    beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")
+    batch_seconds: float = option(200.0, "Seconds of audio, padding included, a forward pass.")
+    max_samples: int | None = option(None, "The first so many utterances of a split only.")
+    max_bad: float = option(
+        0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
+    )
+    resample: bool = option(False, "Convert audio that has not the model's sampling rate instead of refusing it.")
+    seed: int | None = option(None, "Of the random features. Default: the model's own.")
+    device: str | None = option(None, "Default: cuda if there is a GPU, else cpu.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        check_positive(self, "beam_size", "batch_seconds", "max_samples")
+        if not self.splits or len(set(self.splits)) != len(self.splits):
+            raise ValueError(f"splits must be different names, at least one, got {self.splits}")
+
+
+def model_arguments(path: str, **changes: Any) -> SpeechModelArguments:
+    """Arguments of `favor.train.asr` that load a saved model as what it is.
+
+    Args:
+        path: folder or hub name.
+        **changes: of the backend, see `BackendArguments`.
+
+    Raises:
+        ValueError: if there is no saved ConformerForCTC or ConformerForTransducer.
+    """
+    try:
+        config = ConformerConfig.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"model_name_or_path must be a saved speech model, got {path!r}: {error}") from error
+    kinds = {model.__name__: name for name, model in MODELS.items()}
+    found = [kinds[name] for name in config.architectures or () if name in kinds]
+    if not found:
+        raise ValueError(f"{path} must hold a {' or a '.join(kinds)}, got {config.architectures or 'no architecture'}")
+    weight = config.ctc_weight if found[0] == "transducer" else 0.0
+    return SpeechModelArguments(model_name_or_path=path, architecture=found[0], ctc_weight=weight, **changes)
+
+
+def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple[Any, ConformerProcessor]:
+    """A saved model with the backend that the arguments name, on the CPU, and its processor.
+
+    Args:
+        path: folder or hub name.
+        backend: what is not given stays as it was saved.
+        seed: of the random features. Default None: the saved one.
+
+    Raises:
+        ValueError: as `model_arguments`, and for options without a FAVOR backend.
+    """
+    arguments = Arguments(
+        model_arguments(path, **asdict(backend)), SpeechDataArguments(), SpeechTrainArguments(output_dir="")
+    )
+    processor = make_processor(arguments, ())
+    if seed is None:
+        seed = (ConformerConfig.from_pretrained(path).favor or {}).get("seed", 0)
+    return make_model(arguments, processor, seed), processor
+
+
+def long_enough(utterances: Sequence[Utterance], model: Any, processor: Any, skipped: Skipped) -> list[Utterance]:
+    """Utterances that give the encoder a frame at least; the others go to `skipped`, which may raise."""
+    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
+    for utterance in utterances:
+        frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
+        if int(model.subsampled_lengths(torch.tensor(frames))):
+            kept.append(utterance)
+        else:
+            skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")
+    skipped.check(total)
+    return kept
+
+
+def recognise(
+    model: Any,
+    processor: Any,
+    utterances: Sequence[Utterance],
+    *,
+    beam_size: int = 1,
+    batch_seconds: float = 200.0,
+    resample: bool = False,
+) -> tuple[list[str], float]:
+    """Transcripts of utterances.
+
+    Args:
+        model: a `ConformerForCTC` or `ConformerForTransducer`, on its device.
+        processor: its `ConformerProcessor`.
+        utterances: with their lengths.
+        beam_size: 1 (default) is greedy search.
+        batch_seconds: seconds of audio, padding included, a forward pass. Default 200.
+        resample: see `read_audio`. Default False.
+
+    Returns:
+        One text an utterance, in order, and the seconds that reading and decoding the files, features, model and search
+        took together.
+    """
+    dataset = SpeechDataset(utterances, processor, resample=resample)
+    sampler = DurationBatchSampler(dataset.durations, batch_seconds, shuffle=False, allow_long=True)
+    loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=partial(collate, with_index=True))
+    texts = [""] * len(utterances)
+    model.eval()
+    start = time.perf_counter()
+    for batch in loader:
+        indices = batch.pop("index").tolist()
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        for index, text in zip(indices, transcribe(model, inputs, processor.tokenizer, beam_size), strict=True):
+            texts[index] = text
+    return texts, time.perf_counter() - start
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
+    """WER and CER in percent, and the counts of words and characters behind them."""
+
+    def counts(found: ErrorCounts) -> dict[str, int]:
+        return {**asdict(found), "reference": found.reference_length}
+
+    words, characters = word_errors(references, hypotheses), character_errors(references, hypotheses)
+    rates = {"wer": 100 * words.rate, "cer": 100 * characters.rate}
+    return {**rates, "words": counts(words), "characters": counts(characters)}
+
+
+def evaluate_split(
+    model: Any, processor: Any, utterances: Sequence[Utterance], arguments: EvaluationArguments
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Error rates and times of each search on one split, and a row an utterance with all hypotheses."""
+    references = [utterance.text for utterance in utterances]
+    audio = sum(utterance.seconds or 0 for utterance in utterances)
+    result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
+    rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
+    options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
+    # What runs once in a process, such as compiling a kernel, is not timed.
+    recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
+    for beam_size in sorted({1, arguments.beam_size}):
+        name = "greedy" if beam_size == 1 else f"beam {beam_size}"
+        texts, seconds = recognise(model, processor, utterances, beam_size=beam_size, **options)
+        times = {"seconds": seconds, "real_time_factor": seconds / audio}
+        result["searches"][name] = {**error_rates(references, texts), **times}
+        for row, text in zip(rows, texts, strict=True):
+            row[name] = text
+    return result, rows
+
+
+def table_lines(splits: dict[str, dict[str, Any]]) -> list[str]:
+    """A row of the Markdown table for each split and search."""
+    header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]
+    rows = []
+    for split, result in splits.items():
+        for search, found in result["searches"].items():
+            counts = [
+                " / ".join(str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
+                for unit in ("words", "characters")
+            ]
+            errors = [f"{found['wer']:.2f}", counts[0], f"{found['cer']:.2f}", counts[1]]
+            times = [f"{result['audio_hours']:.3f}", f"{found['seconds']:.1f}", f"{found['real_time_factor']:.4f}"]
+            rows.append([split, search, *errors, *times, str(len(result["skipped"]))])
+    return report.table(header, rows)
+
+
+def report_lines(content: dict[str, Any]) -> list[str]:
+    """The Markdown report."""
+    skipped = [f"{split}: {name}" for split, found in content["splits"].items() for name in found["skipped"]]
+    options = f", {json.dumps(content['favor'])}" if content["favor"] else ""
+    return [
+        f"# Speech recognition of {content['model']}",
+        "",
+        f"- {content['architecture']}, {content['parameters']} parameters, {content['device']}",
+        f"- Attention: `{content['attn_implementation']}`{options}",
+        "",
+        *table_lines(content["splits"]),
+        "",
+        "S / D / I: substitutions, deletions, insertions, in words and in characters. Seconds: reading and decoding",
+        "the files, features, model and search together, in one process, after a first utterance that is not timed.",
+        "RTF, the real-time factor, is these seconds over those of the audio.",
+        *(["", "Left out:", "", *(f"- {line}" for line in skipped)] if skipped else []),
+    ]
+
+
+def shown_command(program: str, argv: Sequence[str], dropped: Sequence[str]) -> str:
+    """The command line for a result: the data folder as DATA, a local model by the name of its folder."""
+    words = [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
+    return report.shown_command(program, words, ("--data_dir",), dropped)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code.
+
+    Raises:
+        ValueError: for arguments, a model or audio that cannot be used; the message says which and why.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    kinds: Any = (BackendArguments, EvaluationArguments)
+    parser = HfArgumentParser(kinds, description=__doc__, allow_abbrev=False)
+    backend, arguments = parser.parse_args_into_dataclasses(words)
+    folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
+    folder.mkdir(parents=True, exist_ok=True)
+    model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
+    model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    content: dict[str, Any] = {
+        "model": Path(arguments.model_name_or_path).resolve().name,
+        "architecture": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "device": model.device.type,
+        "attn_implementation": model.config._attn_implementation,
+        "favor": model.config.favor if model.config._attn_implementation in favor.BACKENDS else None,
+        "splits": {},
+    }
+    options = {"config": arguments.dataset_config, "max_bad": max_bad, "resample": arguments.resample}
+    options["sampling_rate"] = processor.feature_extractor.sampling_rate
+    for split in arguments.splits:
+        utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
+        utterances = long_enough(utterances[: arguments.max_samples], model, processor, skipped)
+        result, rows = evaluate_split(model, processor, utterances, arguments)
+        content["splits"][split] = {**result, "skipped": skipped.reasons}
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    content |= report.context(shown_command("favor.eval.asr", words, ("--output_dir",)), ("transformers", "jiwer"))
+    report.write(folder, "asr", report_lines(content), content, ())
+    print("\n".join(report_lines(content)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

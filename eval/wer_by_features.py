@@ -1,0 +1,310 @@
+"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
+
+    python -m favor.eval.wer_by_features --model_name_or_path out/asr --data_dir LibriSpeech \
+        --train_split train-clean-100 --eval_splits dev-clean test-clean --max_train_steps 1000 \
+        --output_dir out/wer --name small --seeds 0 1
+
+An arm is one attention: exact (sdpa), the mean of the values over time (uniform_mean), or a FAVOR backend with features
+and their number M, always with `exact_below` 0. With `--model_name_or_path` every arm starts from that model, trained
+with exact attention: it is evaluated as converted, then fine-tuned and evaluated again, the exact arm included. Without
+it every arm is trained from new weights. Arguments that are not listed here go to `favor.train.asr`, the same for all
+arms. Each arm and seed has a process and a folder of its own below `--output_dir`; started again, the program skips
+what is finished there. The report covers all finished arms of the folder, so that several processes may share the arms.
+
+Source: Likhosherstov et al. 2023, "FAVOR#: Sharp Attention Kernel Approximations via New Classes of Positive Random
+Features", section 5.3.1: normalised WER for M = 8, 32 and 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from favor.eval import asr as evaluation
+from favor.eval import launch
+from favor.eval import wer_report as report
+from favor.eval.approximation_heads import mean_of_values
+from favor.eval.launch import Backend
+from favor.eval.wer_report import EXACT, UNIFORM
+from favor.integrations.masks import favor_mask, key_padding
+from favor.integrations.observe import Observation
+from favor.integrations.refusals import causal_of, refuse
+from favor.train import asr, asr_arguments, checkpoint
+from favor.train.speech_model import make_model, make_processor
+from favor.train.speech_sources import load_speech
+
+DEFAULT_ARMS = (EXACT, UNIFORM, "favor++", "favor#:sderf", "favor#:wderf")
+OWN = (
+    *("attn_implementation", "num_features", "features", "factorization", "window", "statistics", "exact_below"),
+    *("redraw_interval", "seed", "resume", "overwrite_output_dir"),
+)
+OF_THE_MODEL = ("architecture", "ctc_weight")
+
+
+def uniform_mean_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of "uniform_mean": every query gets the mean of the values that it may see.
+
+    Args:
+        module: the attention module.
+        query, key: `[B, H, L, d]` and `[B, Hk, S, d]`, of which only the shapes matter.
+        value: `[B, Hk, S, dv]`.
+        attention_mask: from `favor_mask`; padded frames do not count.
+        scaling: not used, as no logits are.
+        dropout: probability that a value is left out, as in the FAVOR backends.
+        is_causal: default `module.is_causal`; then the mean is over the frames up to the query's.
+        **kwargs: refused if they would change the result.
+
+    Returns:
+        `[B, L, H, dv]`, contiguous, and None.
+    """
+    refuse(kwargs, module)
+    causal = causal_of(module, is_causal)
+    padding = key_padding(attention_mask, query.shape[0], query.shape[2], key.shape[2], causal)
+    if dropout > 0:
+        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+    seen = Observation(0, module, query, key, value, padding, causal, 1.0, output=value)
+    return mean_of_values(seen).transpose(1, 2).contiguous(), None
+
+
+def register_uniform_mean() -> None:
+    """Makes "uniform_mean" known to transformers, in this process."""
+    AttentionInterface.register(UNIFORM, uniform_mean_forward)
+    AttentionMaskInterface.register(UNIFORM, favor_mask)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One attention: `sdpa`, `uniform_mean`, or a FAVOR backend with its features and their number.
+
+    Written `name[:features][:M]`, for example `favor++:8` or `favor#:sderf:32`.
+    """
+
+    backend: Backend
+    num_features: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, counts: Sequence[int]) -> list[Arm]:
+        """The arms that a word means: those of a FAVOR backend without a number have all of `counts`.
+
+        Raises:
+            ValueError: for an unknown name, or a number that is none or belongs to no FAVOR backend.
+        """
+        name, _, number = text.rpartition(":")
+        if not number.isdecimal():
+            name, number = text, ""
+        backend = Backend(UNIFORM) if name == UNIFORM else Backend.parse(name)
+        if backend.name in (UNIFORM, EXACT, "eager"):
+            if number:
+                raise ValueError(f"{backend.name} has no random features; write {name!r} instead of {text!r}")
+            return [cls(backend)]
+        if backend.features and backend.name not in ("favor#", "favor_sharp"):
+            raise ValueError(f"features are those of favor#, got {text!r}; write {backend.name!r}")
+        chosen = [int(number)] if number else counts
+        if min(chosen) < 1:
+            raise ValueError(f"the number of features must be at least 1, got {text!r}")
+        return [cls(backend, count) for count in chosen]
+
+    @property
+    def label(self) -> str:
+        """The arm as it is written on the command line."""
+        return self.backend.label if self.num_features is None else f"{self.backend.label}:{self.num_features}"
+
+    @property
+    def slug(self) -> str:
+        """The arm as a folder name."""
+        return self.backend.slug if self.num_features is None else f"{self.backend.slug}-{self.num_features}"
+
+    def words(self) -> list[str]:
+        """The arm as arguments of `favor.train.asr`."""
+        options = [] if self.num_features is None else ["--num_features", str(self.num_features), "--exact_below", "0"]
+        return [*self.backend.arguments(), *options]
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of the evaluation, and the rest, which goes to `favor.train.asr`.
+
+    Raises:
+        ValueError: for an arm that is none, or a rest that sets what the evaluation sets itself.
+    """
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.wer_by_features",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model_name_or_path", help="trained with exact attention; default: each arm from new weights")
+    parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]")
+    parser.add_argument(
+        "--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="of FAVOR arms that name none"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--output_dir", type=Path, required=True, help="one folder an arm and seed, below it")
+    parser.add_argument("--results", type=Path, default=Path("eval/results"), help="where the report goes")
+    parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
+    parser.add_argument("--report_only", action="store_true", help="report on what is finished, run nothing")
+    arguments, rest = parser.parse_known_args(argv)
+    rest = [word for word in rest if word != "--"]
+    own = {*OWN, *(OF_THE_MODEL if arguments.model_name_or_path else ())}
+    for word in rest:
+        if word.startswith("--") and word[2:].split("=")[0] in own:
+            raise ValueError(
+                f"{word} is set by the program, or would not be the same for all arms; use --arms, --seeds"
+            )
+    if arguments.report_only and rest:
+        raise ValueError(f"with --report_only nothing is trained, so {shlex.join(rest)} has no use")
+    found = [arm for text in arguments.arms for arm in Arm.parse(text, arguments.num_features)]
+    arguments.arms, arguments.seeds = list(dict.fromkeys(found)), list(dict.fromkeys(arguments.seeds))
+    return arguments, rest
+
+
+def model_words(path: str | None) -> list[str]:
+    """Arguments of `favor.train.asr` for the model that all arms start from; none for new weights."""
+    if path is None:
+        return []
+    found = evaluation.model_arguments(path)
+    weight = ["--ctc_weight", str(found.ctc_weight)] if found.ctc_weight else []
+    return ["--model_name_or_path", path, "--architecture", found.architecture, *weight]
+
+
+def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
+    """Error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
+    arguments = asr_arguments.parse(list(words))
+    data, folder = arguments.data, Path(arguments.train.output_dir)
+    processor = make_processor(arguments, ())
+    model = make_model(arguments, processor, seed).to(PartialState().device)
+    scores = {}
+    for split in data.eval_splits:
+        utterances, _ = load_speech(
+            data.data_dir or asr.HUB,
+            split,
+            prepared=folder / "prepared" / split,
+            config=data.dataset_config,
+            max_bad=data.limit,
+            resample=data.resample,
+        )
+        utterances = utterances[: data.max_eval_samples]
+        texts, _ = evaluation.recognise(
+            model, processor, utterances, batch_seconds=arguments.train.max_batch_seconds, resample=data.resample
+        )
+        pairs = list(zip((utterance.text for utterance in utterances), texts, strict=True))
+        scores.update({f"{split}_{name}": value for name, value in asr.errors(pairs).items()})
+    return scores
+
+
+def train(words: Sequence[str]) -> float:
+    """One run of `favor.train.asr`; returns its seconds."""
+    register_uniform_mean()
+    start = time.perf_counter()
+    asr.main(list(words))
+    return time.perf_counter() - start
+
+
+def in_own_process(function: Callable[[Sequence[str]], float], words: Sequence[str]) -> float:
+    """Calls a function in a new process, so that the peak of its memory is its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, words).result()
+
+
+def run_arm(arm: Arm, seed: int, arguments: argparse.Namespace, common: Sequence[str]) -> bool:
+    """Runs what is missing of an arm; returns whether anything was.
+
+    Args:
+        arm: which attention.
+        seed: of the training and of the random features.
+        arguments: of the program.
+        common: arguments of `favor.train.asr` that all arms share.
+    """
+    folder = arguments.output_dir / arm.slug / f"seed_{seed}"
+    place, results = folder / report.RECORD, folder / checkpoint.RESULTS
+    record: dict[str, Any] = {
+        "arm": arm.label,
+        "backend": arm.backend.label,
+        "num_features": arm.num_features,
+        "seed": seed,
+        "arguments": list(common),
+    }
+    before = json.loads(place.read_text()) if place.exists() else {}
+    record = {**record, "machine": f"{launch.machine()}, {torch.get_num_threads()} threads", **before}
+    converts = arguments.model_name_or_path is not None and "converted" not in record
+    if results.exists() and not converts:
+        return False
+    words = [*common, *arm.words(), "--seed", str(seed), "--output_dir", str(folder)]
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(place, record)
+    if converts:
+        record["converted"] = evaluate_converted(words, seed)
+        checkpoint.write_json(place, record)
+    if not results.exists():
+        again = ["--resume"] if checkpoint.checkpoints(folder) else []
+        seconds = in_own_process(train, [*words, *again])
+        # Those of a training that was interrupted are not known.
+        record["wall_seconds"] = None if again else seconds
+        checkpoint.write_json(place, record)
+    return True
+
+
+def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Runs the arms that are not finished, one seed after the other, with a report after each; returns failures."""
+    register_uniform_mean()
+    common = [*model_words(arguments.model_name_or_path), *rest]
+    report.records(arguments.output_dir, common)
+    for arm in arguments.arms:
+        asr_arguments.parse([*common, *arm.words(), "--output_dir", str(arguments.output_dir)])
+    failures = []
+    cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.arms]
+    for number, (seed, arm) in enumerate(cells, 1):
+        name = f"[{number}/{len(cells)}] {arm.label} seed {seed}"
+        try:
+            ran = run_arm(arm, seed, arguments, common)
+        except (FloatingPointError, BrokenProcessPool) as error:
+            failures.append(name)
+            print(f"{name}: FAILED: {error}", flush=True)
+            continue
+        print(f"{name}: {'finished' if ran else 'already there'}", flush=True)
+        if ran and number < len(cells):
+            report.write(arguments.output_dir, arguments.results, arguments.name)
+    return failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code, 1 if an arm failed.
+
+    Raises:
+        ValueError: for arguments, a model or audio that cannot be used; the message says which and why.
+    """
+    arguments, rest = parse_arguments(sys.argv[1:] if argv is None else argv)
+    failures = [] if arguments.report_only else run_all(arguments, rest)
+    if arguments.report_only or report.read(arguments.output_dir):
+        print("\n".join(report.write(arguments.output_dir, arguments.results, arguments.name)))
+    if failures:
+        print("failed: " + "; ".join(failures), file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
