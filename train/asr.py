@@ -191,13 +191,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
     accelerator.print(f"{report.describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
-    accelerator.end_training()
     return results
 
 
 def cli() -> None:
     """The console script: its exit status must not be what `main` returns."""
     main()
+    # Not in `main`: several trainings may follow one another in the processes of one launch.
+    Accelerator().end_training()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ class SpeechModelArguments(BackendArguments):
     model_name_or_path: str | None = option(
         None, "Hub name or folder of a model to go on from, with its processor. Default: a new model."
     )
+    processor_name_or_path: str | None = option(
+        None, "Hub name or folder whose tokenizer and features a new model takes. Default: new ones."
+    )
     preset: str = option("small", f"Size of a new model: {', '.join(PRESETS)}.")
     architecture: str | None = option(
         None,

@@ -18,28 +18,26 @@ from favor.models.conformer import (
     ConformerProcessor,
     train_tokenizer,
 )
-from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments
+from favor.train.asr_arguments import Arguments, SpeechModelArguments
 from favor.train.speech_data import Utterance, read_audio
 
 MODELS = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
 MEASURED = 200
-_OF_NEW_MODELS = {
-    SpeechModelArguments: ("preset", "prediction_network", "causal", "dropout"),
-    SpeechDataArguments: ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize"),
-}
+_OF_NEW_MODELS = ("preset", "processor_name_or_path", "prediction_network", "causal", "dropout")
+OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize")
 
 
 def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
-    """The checkpoint's processor, or a new one: a tokenizer of the transcripts, features as the arguments say.
+    """The processor of a folder, or a new one: a tokenizer of the transcripts, features as the arguments say.
 
     With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
 
     Raises:
         ValueError: for options of a new model beside a checkpoint, or a vocabulary the transcripts do not allow.
     """
-    _check_new(arguments)
-    if arguments.model.model_name_or_path is not None:
-        return ConformerProcessor.from_pretrained(arguments.model.model_name_or_path)
+    path = _check_new(arguments)
+    if path is not None:
+        return ConformerProcessor.from_pretrained(path)
     data = arguments.data
     extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
     if data.normalize == "none":
@@ -52,7 +50,7 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """ "ctc" or "transducer": what the arguments say, else what the checkpoint is, else "ctc"."""
+    """Whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     names = ConformerConfig.from_pretrained(arguments.model_name_or_path).architectures or []
@@ -99,12 +97,22 @@ def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -
     return model
 
 
-def _check_new(arguments: Arguments) -> None:
-    if arguments.model.causal and arguments.data.normalize != "none" and arguments.model.model_name_or_path is None:
+def _check_new(arguments: Arguments) -> str | None:
+    """Folder that the processor comes from, if any; raises ValueError for options that then have no effect."""
+    model, data = arguments.model, arguments.data
+    if model.model_name_or_path is not None:
+        _refuse(model, "--model_name_or_path", _OF_NEW_MODELS)
+        _refuse(data, "--model_name_or_path", OF_NEW_PROCESSORS)
+        return model.model_name_or_path
+    if model.processor_name_or_path is not None:
+        _refuse(data, "--processor_name_or_path", OF_NEW_PROCESSORS)
+        return model.processor_name_or_path
+    if model.causal and data.normalize != "none":
         raise ValueError("a causal model cannot wait for the whole utterance: add --normalize none")
-    if arguments.model.model_name_or_path is None:
-        return
-    for part in (arguments.model, arguments.data):
-        for entry in fields(part):
-            if entry.name in _OF_NEW_MODELS[type(part)] and getattr(part, entry.name) != entry.default:
-                raise ValueError(f"{entry.name} is for new models, and --model_name_or_path gives one: leave it out")
+    return None
+
+
+def _refuse(part: Any, given: str, names: Sequence[str]) -> None:
+    for entry in fields(part):
+        if entry.name in names and getattr(part, entry.name) != entry.default:
+            raise ValueError(f"{entry.name} is for what {given} brings along: leave it out")

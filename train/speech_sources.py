@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,8 @@ def load_speech(
     path = Path(source)
     for part in [split] if split is None or not path.exists() else split.split("+"):
         if part is not None and (_root(path) / part).is_dir() and not _named_manifests(path, part):
-            if transcripts:
-                utterances += read_librispeech(path, part, skipped, normalize)
-            else:
-                utterances += read_audio_folder(path, part, normalize)
+            read: Any = partial(read_librispeech, skipped=skipped) if transcripts else read_audio_folder
+            utterances += read(path, part, normalize=normalize)
         elif not transcripts and part is None and path.is_dir() and not _manifests(path):
             utterances += read_audio_folder(path, part, normalize)
         elif path.exists():

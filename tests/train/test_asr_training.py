@@ -148,8 +148,17 @@ def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
     results = train("second", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_features=8)
     assert results["attn_implementation"] == "favor#"
     assert results["favor"]["num_features"] == 8
-    with pytest.raises(ValueError, match="num_mel_bins is for new models"):
+    with pytest.raises(ValueError, match="num_mel_bins is for what --model_name_or_path brings along"):
         train("third", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_mel_bins=40)
+
+
+def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
+    train("first", tokenizer_type="unigram", vocab_size=14, max_train_steps=1)
+    path = {"processor_name_or_path": tmp_path / "first", "tokenizer_type": None, "max_train_steps": 1}
+    train("second", **path)
+    assert ConformerConfig.from_pretrained(tmp_path / "second").vocab_size == 14
+    with pytest.raises(ValueError, match="vocab_size is for what --processor_name_or_path brings along"):
+        train("third", vocab_size=14, **path)
 
 
 def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path):

@@ -20,16 +20,7 @@ from favor.models.conformer import (
     train_tokenizer,
 )
 from favor.train import pseudo_labels
-from favor.train.pseudo_labels import (
-    PseudoLabel,
-    collect,
-    filter_scores,
-    fingerprint,
-    fit_scores,
-    label,
-    select,
-    write_manifest,
-)
+from favor.train.pseudo_labels import PseudoLabel, collect, filter_scores, fingerprint, fit_scores, label, select
 from favor.train.speech_data import Utterance, check_lengths, read_audio
 from favor.train.speech_sources import load_speech, read_manifest
 from favor.train.transcribe import search
@@ -186,10 +177,14 @@ def test_shards_together_give_the_labels_of_one_process(model, processor, speech
     label(model, processor, speech, folder, shard=(0, 2), **options)
     assert sum(seen) == len(speech)
     assert collect(speech, folder) == whole
+    # Apart, so that none sees what the other has done.
+    for place in (0, 1):
+        label(model, processor, speech, tmp_path / f"apart{place}", shard=(place, 2), **options)
+    assert sum(seen) == 2 * len(speech)
     # Two of three processes were killed; one goes on alone.
     label(model, processor, speech, tmp_path / "odd", shard=(2, 3), **options)
     assert labelled(model, processor, speech, tmp_path / "odd") == whole
-    assert sum(seen) == 2 * len(speech)
+    assert sum(seen) == 3 * len(speech)
 
 
 def test_transcripts_make_no_difference(model, processor, speech, tmp_path):
@@ -303,7 +298,7 @@ def test_what_no_training_can_use_is_dropped_first(processor):
         "no words": [("", 10.0, 0), ("  ", 10.0, 2)],
         "symbols that no transcript has": [("GO <unk>", 10.0, 5), ("a", 10.0, 1)],
         "longer than a batch": [("GO", 20.01, 2)],
-        "more characters than frames": [("IT'S " * 40, 4.0, 3)],
+        "more tokens than frames": [("IT'S " * 40, 4.0, 3)],
     }
     rows = [(reason, *row) for reason, several in bad.items() for row in several]
     labels = [PseudoLabel(f"b{n}", "/x.wav", text, -99.0, l, s) for n, (_, text, s, l) in enumerate(rows)]
@@ -317,23 +312,25 @@ def test_what_no_training_can_use_is_dropped_first(processor):
 
 
 @pytest.mark.parametrize("fastest", [1.0, 1.25])
-def test_kept_transcripts_fit_with_any_tokenizer(processor, fastest):
+@pytest.mark.parametrize(("model_type", "size"), [("unigram", 28), ("bpe", 40)])
+def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor, model_type, size, fastest):
     texts = [transcript(number) for number in range(40)] + ["FALL BALL", "AAAA"]
-    tokenizers = [train_tokenizer(texts, "unigram", 28), train_tokenizer(texts, "bpe", 40)]
+    student = ConformerProcessor(processor.feature_extractor, train_tokenizer(texts, model_type, size))
+    labels = [
+        PseudoLabel(f"{number}-{seconds}", "/x.wav", text, -1.0, 3, seconds)
+        for number, text in enumerate(texts)
+        for seconds in np.arange(0.2, 1.5, 0.1)
+    ]
     counts = {}
     for ctc in (True, False):
-        labels = [
-            PseudoLabel(f"{number}-{seconds}", "/x.wav", text, -1.0, 3, seconds)
-            for number, text in enumerate(texts)
-            for seconds in np.arange(0.2, 1.5, 0.05)
-        ]
-        kept = select(labels, processor, ctc=ctc, fastest=fastest).kept
-        counts[ctc] = len(kept)
-        assert 0 < len(kept) < len(labels)
-        for tokenizer in tokenizers:
-            student = ConformerProcessor(processor.feature_extractor, tokenizer)
-            utterances = [Utterance(one.id, one.text, b"", one.seconds) for one in kept]
-            assert len(check_lengths(utterances, student, ctc=ctc, fastest=fastest)) == len(kept)
+        chosen = select(labels, student, ctc=ctc, fastest=fastest)
+        counts[ctc] = len(chosen.kept)
+        assert 0 < len(chosen.kept) < len(labels)
+        utterances = [Utterance(one.id, one.text, b"", one.seconds) for one in labels]
+        for utterance in utterances:
+            if utterance.id in chosen.dropped:
+                with pytest.raises(ValueError, match="too few for"):
+                    check_lengths([utterance], student, ctc=ctc, fastest=fastest)
     assert counts[True] < counts[False]
 
 
@@ -342,7 +339,7 @@ def test_manifest_is_read_back(model, processor, speech, tmp_path, monkeypatch):
     relative = [dataclasses.replace(one, audio=one.audio.relative_to(tmp_path)) for one in speech]
     labels = labelled(model, processor, relative, tmp_path / "labels")
     labels = [dataclasses.replace(one, text=transcript(n)) for n, one in enumerate(labels)]
-    path = write_manifest(labels[2:4], tmp_path / "chosen.jsonl")
+    path = pseudo_labels.write_manifest(labels[2:4], tmp_path / "chosen.jsonl")
     monkeypatch.chdir("/")
     assert read_manifest(path) == speech[2:4]
     assert [one.seconds for one in load_speech(path)[0]] == [0.7, 1.1]
@@ -374,12 +371,8 @@ def test_librispeech_without_some_transcripts(tmp_path):
     folder = librispeech(tmp_path)
     (folder / "LibriSpeech" / "dev" / "7" / "107" / "7-107.trans.txt").unlink()
     found, _ = load_speech(folder, "dev", transcripts=False)
-    assert [one.id for one in found] == [
-        "dev/12/112/12-112-0001.flac",
-        "dev/12/112/12-112-0003.flac",
-        "dev/7/107/7-107-0000.flac",
-        "dev/7/107/7-107-0002.flac",
-    ]
+    names = ("12/112/12-112-0001", "12/112/12-112-0003", "7/107/7-107-0000", "7/107/7-107-0002")
+    assert [one.id for one in found] == [f"dev/{name}.flac" for name in names]
     assert [one.text for one in found] == [transcript(1), transcript(3), "", ""]
     with pytest.raises(ValueError, match="no transcript"):
         load_speech(folder, "dev")

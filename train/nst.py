@@ -1,0 +1,364 @@
+"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both.
+
+    accelerate launch -m favor.train.nst --teacher out/asr --generations 3 --keep .7 \
+        --unlabelled_split train-clean-360 --data_dir LibriSpeech --train_split train-clean-100 \
+        --eval_splits dev-clean --preset small --output_dir out/nst
+
+Arguments that are not listed here are those of `favor.train.asr`, for every student; a new student takes the tokenizer
+and the features of its teacher. Generation 0 is the teacher given, or else trained on the transcribed speech alone.
+Generation g is trained on that and on what generation g - 1 made of the other: hypotheses of a beam search without
+augmentation, the best by a score of confidence. The noise is the student's: SpecAugment, changes of speed, dropout.
+After Park et al. 2020, arXiv:2005.09629, without its language model, balancing and gradual schedules. Transcripts that
+the untranscribed split happens to have are only used to report the error rate of the pseudo-labels.
+
+`nst.json` in the output folder holds the results, `gen_1` and so on the models. `--resume` goes on after a kill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import HfArgumentParser
+
+from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerProcessor
+from favor.train import asr, asr_arguments, checkpoint, report
+from favor.train.arguments import check_positive, option
+from favor.train.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
+from favor.train.speech_data import Utterance
+from favor.train.speech_model import OF_NEW_PROCESSORS, architecture_of
+from favor.train.speech_sources import load_speech
+
+RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
+
+
+@dataclass(kw_only=True)
+class NstArguments:
+    """Teacher, generations, untranscribed speech, and which labels are kept."""
+
+    output_dir: str = field(metadata={"help": "Folder of all results."})
+    teacher: str | None = option(
+        None, "Folder of favor.train.asr's model that is generation 0. Default: it is trained first."
+    )
+    generations: int = option(3, "Students, trained one after another.")
+    unlabelled_dir: str | None = option(
+        None, "Untranscribed speech: a corpus, a folder of audio, a manifest. Default: data_dir."
+    )
+    unlabelled_split: str | None = option(None, "Split of it. Default: all of the folder, or its only manifest.")
+    keep: float = option(1.0, "Best part of the pseudo-labels to train on, by score.")
+    threshold: float | None = option(None, "Only those with a score above this. Default: no threshold.")
+    fit_split: str | None = option(
+        None, "Transcribed split whose hypotheses the score is fitted on, as in the paper. Default: the pseudo-labels."
+    )
+    beam_size: int = option(8, "Hypotheses of the search that labels.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        check_positive(self, "generations", "beam_size", "keep")
+        if self.keep > 1:
+            raise ValueError(f"keep must be a part of the pseudo-labels, at most 1, got {self.keep}")
+
+
+@dataclass
+class Task:
+    """What all generations share.
+
+    Attributes:
+        nst, student: the arguments, and those of `favor.train.asr`.
+        rest: the latter as words.
+        unlabelled: speech without its transcripts.
+        references: transcripts by id, as far as there are any; only for reports.
+        development: what the scores are fitted on, None for the labels themselves.
+    """
+
+    nst: NstArguments
+    student: asr_arguments.Arguments
+    rest: list[str]
+    accelerator: Accelerator
+    unlabelled: list[Utterance]
+    references: dict[str, str]
+    development: list[Utterance] | None
+
+    @property
+    def folder(self) -> Path:
+        """Of all results."""
+        return Path(self.nst.output_dir)
+
+
+def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments, list[str]]:
+    """The arguments of this program, those of the trainings, and the latter as words.
+
+    Raises:
+        ValueError: for arguments that neither program knows or that cannot be used, before anything runs.
+    """
+    parser = HfArgumentParser(NstArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
+    nst, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    student = asr_arguments.parse([*rest, "--output_dir", nst.output_dir])
+    source = nst.unlabelled_dir or student.data.data_dir
+    if source is None or not Path(source).exists():
+        raise ValueError(
+            f"unlabelled_dir must be a folder or a manifest, got {source}: labels refer to files of audio, so "
+            "write that of a dataset of the hub to files first"
+        )
+    if nst.unlabelled_dir is None and nst.unlabelled_split is None:
+        raise ValueError("unlabelled_split must say which split of data_dir to label, or give unlabelled_dir")
+    if student.train.resume and student.train.overwrite_output_dir:
+        raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
+    return nst, student, rest
+
+
+def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator: Accelerator) -> None:
+    """Makes sure that the run may write to its folder, and records its settings there.
+
+    Raises:
+        ValueError: if the folder holds a run and is neither to be resumed nor overwritten, or had other settings. More
+            generations than before are allowed.
+    """
+    folder, free = Path(nst.output_dir), ("output_dir", "generations")
+    settings = {name: value for name, value in asdict(nst).items() if name not in free}
+    settings |= student.settings(accelerator.num_processes)
+    path, train = folder / checkpoint.SETTINGS, student.train
+    before = json.loads(path.read_text()) if path.exists() else None
+    accelerator.wait_for_everyone()
+    if before is not None and not (train.resume or train.overwrite_output_dir):
+        raise ValueError(
+            f"{folder} holds a run already: continue it with --resume, start it again with --overwrite_output_dir, or "
+            "choose another --output_dir"
+        )
+    if before is not None and train.resume:
+        names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
+        changed = "; ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in names)
+        if changed:
+            raise ValueError(f"cannot resume {folder} with other settings: {changed}")
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        if train.overwrite_output_dir:
+            (folder / RESULTS).unlink(missing_ok=True)
+            for old in folder.glob("gen_*"):
+                shutil.rmtree(old)
+        checkpoint.write_json(path, settings)
+    accelerator.wait_for_everyone()
+
+
+def load(task: Task) -> None:
+    """Finds the speech to label, parts it from its transcripts, and the speech to fit the scores on."""
+    nst, data = task.nst, task.student.data
+    options = {"max_bad": data.limit, "resample": data.resample}
+    with task.accelerator.main_process_first():
+        source, prepared = nst.unlabelled_dir or data.data_dir or "", task.folder / "prepared"
+        found, skipped = load_speech(
+            source, nst.unlabelled_split, prepared=prepared / "unlabelled", transcripts=False, **options
+        )
+        if nst.fit_split is not None:
+            place = data.data_dir or asr.HUB
+            task.development, _ = load_speech(place, nst.fit_split, prepared=prepared / "fit", **options)
+    if skipped.reasons:
+        task.accelerator.print(f"unlabelled: {skipped.describe()}")
+    task.references = {utterance.id: utterance.text for utterance in found if utterance.text}
+    task.unlabelled = [dataclasses.replace(utterance, text="") for utterance in found]
+
+
+def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, ConformerProcessor]:
+    """A saved model, in evaluation on this process's device, and its processor.
+
+    Raises:
+        ValueError: if it is no Conformer for CTC or Transducer.
+    """
+    kinds = {kind.__name__: kind for kind in (ConformerForCTC, ConformerForTransducer)}
+    names = ConformerConfig.from_pretrained(folder).architectures or ["none"]
+    if names[0] not in kinds:
+        raise ValueError(f"teacher must be one of {', '.join(kinds)}, got {names[0]} in {folder}")
+    model: Any = kinds[names[0]].from_pretrained(folder)
+    return model.to(accelerator.device).eval(), ConformerProcessor.from_pretrained(folder)
+
+
+def own_processor(task: Task) -> str | None:
+    """Folder of the student's processor if it is not the teacher's."""
+    model = task.student.model
+    return model.model_name_or_path or model.processor_name_or_path
+
+
+def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence[Utterance]]) -> ConformerProcessor:
+    """Labels each part of the speech into a folder of its name, all processes together; returns the processor."""
+    accelerator, student = task.accelerator, task.student
+    model, processor = load_teacher(teacher, accelerator)
+    identity = fingerprint(teacher)
+    for name, utterances in parts.items():
+        label(
+            model,
+            processor,
+            utterances,
+            folder / name,
+            teacher=identity,
+            beam_size=task.nst.beam_size,
+            max_batch_seconds=student.train.max_batch_seconds,
+            resample=student.data.resample,
+            num_workers=student.data.num_workers,
+            shard=(accelerator.process_index, accelerator.num_processes),
+        )
+    accelerator.wait_for_everyone()
+    return processor
+
+
+def choose(task: Task, teacher: Path, folder: Path) -> None:
+    """Labels the speech, filters the labels, and leaves a manifest and a report in a generation's folder."""
+    parts: dict[str, Sequence[Utterance]] = {"labels": task.unlabelled}
+    if task.development is not None:
+        parts["fit"] = task.development
+    processor = label_all(task, teacher, folder, parts)
+    own = own_processor(task)
+    processor = processor if own is None else ConformerProcessor.from_pretrained(own)
+    if task.accelerator.is_main_process:
+        labels = collect(task.unlabelled, folder / "labels")
+        model, data, train = task.student.model, task.student.data, task.student.train
+        selection = select(
+            labels,
+            processor,
+            threshold=task.nst.threshold,
+            keep=task.nst.keep,
+            reference=None if task.development is None else collect(task.development, folder / "fit"),
+            ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
+            fastest=max(data.speeds),
+            max_seconds=train.max_batch_seconds * min(data.speeds),
+        )
+        write_manifest(selection.kept, folder / MANIFEST)
+        checkpoint.write_json(
+            folder / CHOICE,
+            {
+                "labelled": len(labels),
+                "kept": len(selection.kept),
+                "kept_hours": round(sum(one.seconds for one in selection.kept) / 3600, 4),
+                "dropped": selection.counts(),
+                "fit": asdict(selection.fit),
+                "errors": compare(labels, task.references),
+                "kept_errors": compare(selection.kept, task.references),
+            },
+        )
+    task.accelerator.wait_for_everyone()
+
+
+def compare(labels: Sequence[PseudoLabel], references: dict[str, str]) -> dict[str, float] | None:
+    """Error rates in percent of those labels that have a transcript to compare with; None if none has."""
+    pairs = [(references[one.id], one.text) for one in labels if one.id in references]
+    return asr.errors(pairs) if pairs else None
+
+
+def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A command line without some options of one value each."""
+    kept: list[str] = []
+    options = {f"--{name}" for name in names}
+    for place, word in enumerate(words):
+        is_value = place > 0 and words[place - 1] in options
+        if not is_value and word.split("=")[0] not in options:
+            kept.append(word)
+    return kept
+
+
+def train(task: Task, folder: Path, words: Sequence[str]) -> dict[str, Any]:
+    """The results of a training with the given arguments; a finished one is not done again."""
+    done = folder / checkpoint.RESULTS
+    found = json.loads(done.read_text()) if done.exists() else None
+    # Nobody writes before all have looked.
+    task.accelerator.wait_for_everyone()
+    if found is None:
+        found = asr.main([*words, "--output_dir", str(folder)])
+        task.accelerator.free_memory()
+    return found
+
+
+def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
+    """One student: labels of the teacher, training; returns its line of the results."""
+    folder = task.folder / f"gen_{number}"
+    if not (folder / checkpoint.RESULTS).exists():
+        task.accelerator.print(f"\ngeneration {number}: {teacher} labels {len(task.unlabelled)} utterances")
+        choose(task, teacher, folder)
+    manifests = [*task.student.data.extra_manifests, str(folder / MANIFEST)]
+    words = task.rest
+    if own_processor(task) is None:
+        words = [*without(words, OF_NEW_PROCESSORS), "--processor_name_or_path", str(teacher)]
+    results = train(task, folder, [*words, "--extra_manifests", *manifests])
+    choice = json.loads((folder / CHOICE).read_text())
+    return entry(number, folder, results) | {"teacher": str(teacher), "pseudo_labels": choice}
+
+
+def entry(number: int, folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """What the results say of any generation."""
+    kept = {name: results.get(name) for name in ("metrics", "utterances", "hours", "steps")}
+    return {"generation": number, "folder": str(folder), **kept}
+
+
+def first_generation(task: Task) -> tuple[Path, dict[str, Any]]:
+    """The first teacher, given or trained, and its line of the results."""
+    if task.nst.teacher is None:
+        folder = task.folder / "gen_0"
+        return folder, entry(0, folder, train(task, folder, task.rest))
+    folder = Path(task.nst.teacher)
+    results = folder / checkpoint.RESULTS
+    return folder, entry(0, folder, json.loads(results.read_text()) if results.exists() else {})
+
+
+def table(generations: Sequence[dict[str, Any]]) -> str:
+    """Generations a line: numbers of pseudo-labels, their word error rate, and error rates of the model."""
+    names = list(dict.fromkeys(name for one in generations for name in one["metrics"] or ()))
+    rows = [["generation", "labelled", "kept", "dropped", "pseudo-label wer", "of those kept", *names]]
+    for one in generations:
+        choice = one.get("pseudo_labels") or {}
+        counts = [choice.get("labelled"), choice.get("kept"), sum(choice["dropped"].values()) if choice else None]
+        rates = [(choice.get(key) or {}).get("wer") for key in ("errors", "kept_errors")]
+        rates += [(one["metrics"] or {}).get(name) for name in names]
+        cells = [str(one["generation"]), *("-" if count is None else str(count) for count in counts)]
+        rows.append(cells + ["-" if rate is None else f"{rate:.2f}" for rate in rates])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains all generations; returns what `nst.json` holds.
+
+    Args:
+        argv: the command line without the program's name. Default None: `sys.argv`.
+
+    Raises:
+        ValueError: for arguments or speech that cannot be used, or a teacher of whose labels none is left.
+    """
+    nst, student, rest = parse(argv)
+    if nst.teacher is not None:
+        fingerprint(nst.teacher)
+    accelerator = Accelerator(mixed_precision=student.train.mixed_precision)
+    open_folder(nst, student, accelerator)
+    task = Task(nst, student, rest, accelerator, [], {}, None)
+    load(task)
+    teacher, first = first_generation(task)
+    generations = [first]
+    for number in range(1, nst.generations + 1):
+        generations.append(generation(task, number, teacher))
+        teacher = Path(generations[-1]["folder"])
+    results = {
+        "generations": generations,
+        "arguments": student.to_dict() | asdict(nst),
+        "command": shlex.join(["python", "-m", "favor.train.nst", *(sys.argv[1:] if argv is None else argv)]),
+        "num_processes": accelerator.num_processes,
+        "versions": report.versions(),
+    }
+    if accelerator.is_main_process:
+        checkpoint.write_json(task.folder / RESULTS, results)
+    accelerator.print(f"\n{table(generations)}\n{task.folder / RESULTS}")
+    accelerator.end_training()
+    return results
+
+
+def cli() -> None:
+    """The console script: its exit status must not be what `main` returns."""
+    main()
+
+
+if __name__ == "__main__":
+    cli()
