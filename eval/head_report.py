@@ -13,8 +13,14 @@ import numpy as np
 from favor.eval import report
 from favor.eval.head_tasks import HeadTask
 
-NAMES = {"adamw": "AdamW", "sgd": "SGD", "bound": "SoftmaxBound", "defaults": "SoftmaxBound, defaults"}
-COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1"}
+NAMES = {
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "bound": "SoftmaxBound",
+    "defaults": "SoftmaxBound, defaults",
+    "recommended": "SoftmaxBound, recommended",
+}
+COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1", "recommended": "C1"}
 
 
 def label(config: Mapping[str, Any]) -> str:
@@ -84,7 +90,7 @@ def checks(results: Mapping[str, Sequence[Entry]]) -> list[report.Check]:
         by = {(entry.method, entry.epochs): entry for entry in entries}
         for (method, epochs), entry in by.items():
             rival = by.get(("adamw", epochs))
-            if method not in ("bound", "defaults") or rival is None:
+            if method not in ("bound", "defaults", "recommended") or rival is None:
                 continue
             ours, theirs = np.mean(entry.train), np.mean(rival.train)
             statement = f"{task}, {epochs} epochs: {NAMES[method]} has a lower training loss than the best AdamW"

@@ -15,6 +15,7 @@ x_j x_j', an (n d) x (n d) matrix for n labels and d inputs. All functions here 
 | `block` | one d x d matrix a label | above Sigma | m n d^2 + n d^3 |
 | `diagonal` | gamma times the mean diagonal of B_j | no; gamma = 2 is short on clustered inputs | m n log n |
 | `kfac` | mean of B_j | no | m n^2 + n^3 |
+| `geometric` | square root of mean p (1 - p), diagonal | no: a heuristic, not a bound | m n |
 
 Certified means that a full-batch step of length 0 to 2 cannot increase the loss. A diagonal from row sums is above its
 matrix by Gershgorin's theorem; 1/2 I is above the matrix 1/2 P of Bohning ("Multinomial logistic regression
@@ -24,7 +25,7 @@ algorithm", 1992) and has the same inverse on gradients of a softmax, whose rows
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +90,26 @@ class Kronecker:
     def mean_eigenvalue(self) -> Tensor:
         """Trace over size, ()."""
         return (self.labels.diagonal() if self.labels.ndim == 2 else self.labels).mean() * self.inputs.diagonal().mean()
+
+
+@dataclass(frozen=True)
+class RootKronecker(Kronecker):
+    """The matrix `sqrt(labels) (x) inputs`, labels `[n]`: whoever averages its factors averages under the root."""
+
+    def _rooted(self) -> Kronecker:
+        return Kronecker(self.labels.sqrt(), self.inputs)
+
+    def inverse(self, damping: float) -> Inverse:
+        """(sqrt(labels) (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
+        return self._rooted().inverse(damping)
+
+    def dense(self, num_labels: int) -> Tensor:
+        """The whole matrix, `[n d, n d]`."""
+        return self._rooted().dense(num_labels)
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Trace over size, ()."""
+        return self._rooted().mean_eigenvalue()
 
 
 @dataclass(frozen=True)
@@ -239,6 +260,23 @@ def kfac(logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str
     return Kronecker(labels / total(w), second_moment(x, w))
 
 
+def geometric(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> RootKronecker:
+    """diag(sqrt(v)) (x) X'X, v = mean_j p_j (1 - p_j) with the softmax p_j: a heuristic, not a bound.
+
+    For every label sqrt(v) is the geometric mean of two: 2 v, the mean over rows of Gershgorin's bound on the Hessian
+    of log Z where the logits are now, and Bohning's 1/2, which holds for all logits. For a rare label the first is far
+    too small as soon as its logit grows, and the second far too large until then. Nothing certifies what is
+    between them: a full-batch step of length 1 can increase the loss.
+    """
+    w = row_weights(x, weights)
+    rows = max(1, CHUNK // logits.shape[-1])
+    variance = x.new_zeros(logits.shape[-1])
+    for a, part in zip(logits.split(rows), w.split(rows), strict=True):
+        p = a.softmax(-1)
+        variance += part.to(p) @ (p * (1 - p))
+    return RootKronecker(variance / total(w), second_moment(x, w))
+
+
 CERTIFIED = ("bohning", "spectral", "block")
 MAJORIZERS: dict[str, Callable[..., Kronecker | Blocks]] = {
     "bohning": bohning,
@@ -247,12 +285,13 @@ MAJORIZERS: dict[str, Callable[..., Kronecker | Blocks]] = {
     "diag": diagonal,
     "kfac": kfac,
 }
+HEURISTICS: dict[str, Callable[..., Kronecker]] = {"geometric": geometric}
 
 
 def majorize(name: str, theta: Tensor, x: Tensor, weights: Tensor, order: str | None = None) -> Kronecker | Blocks:
-    """A majorizer by name at theta `[n, d]`; logits are computed if it needs them, an order is for diag and kfac."""
+    """A majorizer or heuristic by name at theta `[n, d]`; an order is for diag and kfac."""
     options = {} if order is None else {"order": order}
-    return MAJORIZERS[name](None if name == "bohning" else x @ theta.T, x, weights, **options)
+    return (MAJORIZERS | HEURISTICS)[name](None if name == "bohning" else x @ theta.T, x, weights, **options)
 
 
 def averaged(curvature: Kronecker | Blocks, total: Tensor, reduce: Callable[[Tensor], Tensor]) -> Kronecker | Blocks:
@@ -269,4 +308,4 @@ def averaged(curvature: Kronecker | Blocks, total: Tensor, reduce: Callable[[Ten
     if labels.ndim:
         # A mean over rows already: that of processes without rows has no part in it.
         labels = reduce(labels * total) / reduce(total.clone())
-    return Kronecker(labels, inputs)
+    return replace(curvature, labels=labels, inputs=inputs)

@@ -119,7 +119,7 @@ def test_refusals():
 OPTIMIZERS = {
     **{
         name: (lambda head, c=name: SoftmaxBound(head, weight_decay=DECAY, curvature=c))
-        for name in ("bohning", "diag", "block", "kfac", "exact")
+        for name in ("bohning", "diag", "block", "kfac", "exact", "geometric")
     },
     "SPFB": lambda head: SPFB(head, weight_decay=DECAY),
     **{

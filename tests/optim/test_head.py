@@ -1,12 +1,14 @@
 """Heads: precision, groups, vocabularies, and what the optimizers refuse."""
 
 import copy
+import io
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from problem import DECAY, after_step, backward, data, joined, make_head, start, whole
+from problem import DECAY, after_step, backward, data, gradient, joined, make_head, start, whole
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
@@ -34,7 +36,7 @@ def test_curvature_can_change_on_the_way():
     x, y = data()
     head = make_head()
     optimizer = SoftmaxBound(head, weight_decay=DECAY, curvature="diag")
-    for curvature in ("diag", "bohning", "block"):
+    for curvature in ("diag", "geometric", "bohning", "block"):
         optimizer.param_groups[0]["curvature"] = curvature
         with torch.no_grad():
             head.weight.copy_(start())
@@ -97,7 +99,7 @@ def test_autocast_body():
     torch.testing.assert_close(joined(head), after_step(whole), rtol=0.05, atol=0.01)
 
 
-@pytest.mark.parametrize("curvature", ["bohning", "diag"])
+@pytest.mark.parametrize("curvature", ["bohning", "diag", "geometric"])
 def test_a_vocabulary_of_thirty_thousand(curvature):
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 30_000)
@@ -109,6 +111,66 @@ def test_a_vocabulary_of_thirty_thousand(curvature):
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.5
+    state = [value for value in optimizer.state[head.weight].values() if isinstance(value, torch.Tensor)]
+    assert sum(value.numel() for value in state) <= 30_000 + 17 * 17
+
+
+def geometric_step(weight, variance, moment, gradient, damping, rows):
+    """A step of "geometric" with lr 1 and no weight decay from averages of p (1 - p) `[n]` and x x' `[d, d]`."""
+    k = np.kron(np.diag(np.sqrt(variance)), moment)
+    delta = damping * np.trace(k) / len(k)
+    system = k + delta * np.eye(len(k))
+    degrees = np.trace(np.linalg.solve(system, k)) / len(variance)
+    return weight - np.linalg.solve(system, gradient.ravel()).reshape(weight.shape) * rows / (rows + 3 * (degrees + 1))
+
+
+def statistics(weight, x):
+    """Mean of p (1 - p) `[n]` and of x x' `[d, d]`."""
+    p = np.exp(x @ weight.T)
+    p /= p.sum(1, keepdims=True)
+    return (p * (1 - p)).mean(0), x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("max_rows", [64, 4])
+def test_geometric_averages_over_steps_and_takes_the_root_then(max_rows):
+    """Three steps against the formula written out; rows are left out for the logits, not for the inputs' moment."""
+    x, y = data()
+    head, weight = make_head(), start().numpy()
+    optimizer = SoftmaxBound(head, curvature="geometric", damping=0.2, curvature_ema=0.6, max_rows=max_rows)
+    parts, shares = [], []
+    for step in range(3):
+        rows = slice(20 * step, 20 * step + 20)
+        kept = np.linspace(0, 19, max_rows).astype(int) if max_rows < 20 else np.arange(20)
+        variance, _ = statistics(weight, x[rows].numpy()[kept])
+        _, moment = statistics(weight, x[rows].numpy())
+        parts, shares = [*parts, (variance, moment)], [0.6 * share for share in shares] + [0.4]
+        variance, moment = (np.average([part[i] for part in parts], axis=0, weights=shares) for i in (0, 1))
+        expected = gradient(torch.from_numpy(weight), x[rows], y[rows]).numpy()
+        weight = geometric_step(weight, variance, moment, expected, 0.2, 20)
+        optimizer.zero_grad()
+        backward(head, x[rows], y[rows])
+        optimizer.step()
+        np.testing.assert_allclose(joined(head), weight, rtol=1e-9, atol=1e-9)
+
+
+def test_geometric_continues_from_its_saved_state():
+    x, y = data()
+    heads = [make_head()]
+    made = [SoftmaxBound(heads[0], curvature="geometric")]
+    for step in range(4):
+        if step == 2:
+            stream = io.BytesIO()
+            torch.save(made[0].state_dict(), stream)
+            stream.seek(0)
+            heads.append(copy.deepcopy(heads[0]))
+            made.append(SoftmaxBound(heads[1], curvature="geometric"))
+            made[1].load_state_dict(torch.load(stream, weights_only=True))
+        for optimizer, head in zip(made, heads, strict=True):
+            optimizer.zero_grad()
+            backward(head, x[10 * step : 10 * step + 20], y[10 * step : 10 * step + 20])
+            optimizer.step()
+    assert torch.equal(heads[0].weight, heads[1].weight)
+    assert not torch.equal(heads[0].weight, start())
 
 
 @pytest.mark.parametrize("curvature", ["block", "kfac"])
@@ -167,7 +229,7 @@ def test_untied_masked_language_model_learns():
         (lambda h: SoftmaxBound(h, damping=0.0), ValueError, "damping and weight_decay are both 0"),
         (lambda h: SoftmaxBound(h, curvature="hessian"), ValueError, "curvature must be one of bohning, diag"),
         (lambda h: SoftmaxBound(h, curvature_ema=1.0), ValueError, r"curvature_ema must be in \[0, 1\)"),
-        (lambda h: SoftmaxBound(h, max_rows=0), ValueError, "max_rows must be at least 1"),
+        (lambda h: SoftmaxBound(h, max_rows=0), ValueError, "max_rows must be at least 1, got 0"),
         (lambda h: SoftmaxBound([{"head": h}, {"head": h}]), ValueError, "more than one parameter group"),
         (lambda h: SoftmaxBound([h]), TypeError, "or dicts"),
         (lambda h: SoftmaxBound([{"head": h, "dampng": 1}]), ValueError, "has no option dampng; it has lr"),
@@ -175,6 +237,7 @@ def test_untied_masked_language_model_learns():
         (lambda h: SoftmaxBound(h.requires_grad_(False)), ValueError, "5 outputs and weight frozen"),
         (lambda h: SPFB(h, order="asc"), ValueError, "order must be one of ascending, descending, none; got 'asc'"),
         (lambda h: SoftmaxBound(h, order="descending"), ValueError, "curvature 'bohning' has no order"),
+        (lambda h: SoftmaxBound(h, curvature="geometric", order="none"), ValueError, "'geometric' has no order"),
         (lambda h: BBM(h, lr=2.0), ValueError, "lr must be between 0 and 2"),
         (lambda h: BBM(h, weight_decay=0.0), ValueError, "weight_decay must be positive"),
         (lambda h: BBM(h, curvature="gershgorin"), ValueError, "curvature must be one of exact, bohning"),

@@ -8,10 +8,10 @@ from sklearn.datasets import load_digits
 
 from favor.optim import majorizers
 from favor.optim.exact import exact
-from favor.optim.majorizers import bohning, diagonal, kfac, spectral
+from favor.optim.majorizers import averaged, bohning, diagonal, geometric, kfac, spectral
 
 CERTIFIED = ["spectral", "gershgorin", "scaled", "mean", "block"]
-EVERY = ["bohning", *CERTIFIED, "diagonal", "kfac"]
+EVERY = ["bohning", *CERTIFIED, "diagonal", "kfac", "geometric"]
 
 
 def batch_curvature(logits, x, weights=None, order="ascending"):
@@ -162,6 +162,9 @@ def test_equals_its_formula(weighted):
     w = np.full(6, 1 / 6) if weights is None else weights.numpy()
     moment, b = (x.numpy().T * w) @ x.numpy(), curvature(logits, "ascending")
     share = np.einsum("j,jaa->a", w, b) / w.sum()
+    p = np.exp(logits.numpy() - logits.numpy().max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    between = np.sqrt(2 * (w @ (p * (1 - p))) / w.sum() * 0.5)
     descending = np.einsum("j,jab->ab", w, curvature(logits, "descending")) / w.sum()
     blocks = np.einsum("j,ja,jc,jd->acd", w, np.abs(b).sum(-1), x, x)
     for found, expected in [
@@ -169,6 +172,7 @@ def test_equals_its_formula(weighted):
         (diagonal(logits, x, weights), np.kron(np.diag(2 * share), moment)),
         (diagonal(logits, x, weights, gamma=1.5), np.kron(np.diag(1.5 * share), moment)),
         (kfac(logits, x, weights), np.kron(descending, moment)),
+        (geometric(logits, x, weights), np.kron(np.diag(between), moment)),
     ]:
         np.testing.assert_allclose(found.dense(5), expected, atol=1e-13)
     block = majorizers.block(logits, x, weights)
@@ -199,6 +203,36 @@ def test_bohning_acts_as_the_centred_matrix_on_gradients_of_a_softmax():
     np.testing.assert_allclose(bohning(None, x).solve(gradient, 0.1), expected, atol=1e-13)
 
 
+def test_geometric_is_between_two_bounds_and_is_none():
+    """Never below the local bound 2 p (1 - p) nor above the global 1/2; a full-batch step of length 1 goes uphill."""
+    for seed in range(5):
+        logits = 4 * randn(20, 5, seed=seed)
+        p, labels = logits.softmax(-1), geometric(logits, randn(20, 3)).dense(5).diagonal().reshape(5, 3)
+        found = (labels / (randn(20, 3).square().mean(0))).mean(1)
+        assert (found >= 2 * (p * (1 - p)).mean(0) - 1e-12).all()
+        assert (found <= 0.5 + 1e-12).all()
+    x, targets, weight = torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 1]), torch.zeros(2, 1).double()
+    weight[1], half = -7.0, torch.full((2,), 0.5, dtype=torch.float64)
+    step = geometric(x @ weight.T, x).solve(gradient_of(weight, x, targets, half), 0.0)
+    assert loss(weight - step, x, targets, half) > 2 * loss(weight, x, targets, half)
+
+
+@pytest.mark.parametrize("name", ["geometric", "diagonal", "kfac"])
+@pytest.mark.parametrize("rows", [0, 4, 6])
+def test_parts_of_a_batch_average_to_the_whole(name, rows, monkeypatch):
+    """Two processes with parts of the rows, and one of them without any, against one process with all."""
+    logits, x, w = randn(10, 5), randn(10, 3, seed=1), randn(10, seed=2).square()
+    function = getattr(majorizers, name)
+    monkeypatch.setattr(majorizers, "CHUNK", 15)
+    parts = [function(logits[rows:], x[rows:], w[rows:]), function(logits[:rows], x[:rows], w[:rows])]
+    sent = []
+    averaged(parts[1], w[:rows].sum(), lambda value: sent.append(value.clone()) or value)
+    found = averaged(parts[0], w[rows:].sum(), lambda value: (value + sent.pop(0)) / 2)
+    expected = function(logits, x, w / 2).dense(5)
+    assert not sent
+    torch.testing.assert_close(found.dense(5), expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_degenerate_batches(name):
     """One row, inputs of zero, labels that are hidden, logits all equal: finite, and still above."""
@@ -216,7 +250,7 @@ def test_degenerate_batches(name):
             assert smallest(k.dense(3).numpy() - batch_curvature(logits, x)) >= -1e-12
 
 
-@pytest.mark.parametrize("name", ["gershgorin", "diagonal", "bohning"])
+@pytest.mark.parametrize("name", ["gershgorin", "diagonal", "bohning", "geometric"])
 def test_many_labels(name):
     logits, x = randn(4, 5000), randn(4, 3, seed=1)
     step = getattr(majorizers, name)(logits, x).solve(randn(5000, 3, seed=2), 1e-2)

@@ -12,7 +12,7 @@ from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
 
 BOUND = {
     f"SoftmaxBound {name}": (lambda h, c=name: SoftmaxBound(h, weight_decay=DECAY, curvature=c), 20)
-    for name in ("bohning", "diag", "block", "kfac", "exact")
+    for name in ("bohning", "diag", "block", "kfac", "exact", "geometric")
 }
 BATCH = {
     f"BBM {name}": (lambda h, c=name: BBM(h, weight_decay=DECAY, curvature=c), 60)
