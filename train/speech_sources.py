@@ -62,7 +62,8 @@ def load_speech(
     utterances: list[Utterance] = []
     path = Path(source)
     for part in [split] if split is None or not path.exists() else split.split("+"):
-        if part is not None and (_root(path) / part).is_dir() and not _named_manifests(path, part):
+        in_folders = part is not None and path.is_dir() and not _named_manifests(path, part)
+        if part is not None and in_folders and ((_root(path) / part).is_dir() or not _manifests(path)):
             read: Any = partial(read_librispeech, skipped=skipped) if transcripts else read_audio_folder
             utterances += read(path, part, normalize=normalize)
         elif not transcripts and part is None and path.is_dir() and not _manifests(path):

@@ -6,6 +6,7 @@ import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from transducer_truth import TanhJoint, batch
 
+from favor.models.conformer.transducer_lattice import Lattice
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
 
 
@@ -68,6 +69,15 @@ def test_any_part_may_be_frozen(wanted):
     assert found.requires_grad == (wanted != "nothing")
     if parts[wanted]:
         close(torch.autograd.grad(found, parts[wanted]), torch.autograd.grad(expected, parts[wanted]))
+
+
+def test_without_gradients_only_the_loss_is_computed(monkeypatch):
+    hidden, prediction, joint, rest = make()
+    expected = at_once(hidden, prediction, joint, rest).detach()
+    monkeypatch.delattr(Lattice, "occupancies")
+    with torch.no_grad():
+        close([joint_transducer_loss(hidden, prediction, joint, *rest)], [expected])
+        close([at_once(hidden, prediction, joint, rest)], [expected])
 
 
 class Model(torch.nn.Module):
@@ -150,15 +160,18 @@ def test_autocast():
     hidden, prediction, joint, rest = make(dtype=torch.float32)
     tensors = (hidden, prediction, *joint.parameters())
     exact = torch.autograd.grad(at_once(hidden, prediction, joint, rest), tensors)
+    types = []
+    joint.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            joint(hidden[:, :, None], prediction[:, None])  # leaves weights without a graph in autocast's cache
+            joint(hidden[:, :, None], prediction[:, None])  # weights in autocast's cache must not lack a graph
         whole = at_once(hidden, prediction, joint, rest)
         found = joint_transducer_loss(hidden, prediction, joint, *rest, max_cells=7)
-        after = joint(hidden[:, :, None], prediction[:, None])
-    assert after.dtype == torch.bfloat16
     assert found.dtype == torch.float32
+    before = len(types)
     found_slopes = torch.autograd.grad(found, tensors)
+    assert len(types) > before
+    assert set(types) == {torch.bfloat16}
     assert all(x.dtype == torch.float32 for x in found_slopes)
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=0)
     for slope, expected in zip(found_slopes, exact, strict=True):
@@ -166,7 +179,7 @@ def test_autocast():
 
 
 def test_a_pass_without_gradients_leaves_autocast_alone():
-    """Weights cast without autograd must not stay in its cache, where later layers would find them."""
+    """Weights that it casts without autograd must not be what later layers find in its cache."""
     hidden, prediction, joint, rest = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -176,13 +189,19 @@ def test_a_pass_without_gradients_leaves_autocast_alone():
 
 
 def test_half_precision_sums_in_float32():
-    hidden, prediction, joint, rest = make()
-    exact = torch.autograd.grad(at_once(hidden, prediction, joint, rest), joint.head.bias)[0]
-    halves = [x.detach().bfloat16().requires_grad_() for x in (hidden, prediction)]
+    _, *rest = batch([30], [19])
+    _, _, joint, _ = make()
+    hidden, prediction = torch.randn(1, 30, 5), torch.randn(1, 20, 4)
+    given = [x.bfloat16().requires_grad_() for x in (hidden, prediction)]
     joint.bfloat16()
-    found = torch.autograd.grad(joint_transducer_loss(*halves, joint, *rest, max_cells=1), joint.head.bias)[0]
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() < 0.02 * exact.norm()
+    tensors = (*given, joint.head.bias)
+    found = torch.autograd.grad(joint_transducer_loss(*given, joint, *rest, max_cells=1), tensors)
+    assert all(slope.dtype == torch.bfloat16 for slope in found)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    joint.double()
+    tensors = (*exact, joint.head.bias)
+    for one, other in zip(found, torch.autograd.grad(at_once(*exact, joint, rest), tensors), strict=True):
+        assert (one - other).norm() < 0.006 * other.norm()
 
 
 def test_changes_before_the_backward_pass_are_noticed():

@@ -199,7 +199,7 @@ def test_the_average_follows_the_weights():
         ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
         ({"ema_decay": 1}, r"ema_decay must be in \[0, 1\)"),
         ({"speeds": "0"}, "speeds must be positive"),
-        ({"train_split": "nowhere"}, "nowhere"),
+        ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
         ({"max_batch_seconds": 0.5}, "max_batch_seconds|max_seconds"),
     ],

@@ -1,0 +1,251 @@
+"""Whole chapters in one pass of a Conformer: time and peak memory against minutes of audio, linear and exact attention.
+
+    python -m favor.eval.long_form                                            noise, random weights
+    python -m favor.eval.long_form --data_dir DATA --split test --model_name_or_path MODEL       and word error rates
+
+Utterances of one speaker's chapters, in order, make one recording. Each cell runs in processes of its own on the CPU,
+one for its time and one for its memory. Nothing is timed unless all logits are finite at the shortest duration and
+sdpa and eager agree there. A cell that needs too much memory is skipped or fails; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from favor.eval import long_form_report, report
+from favor.eval.launch import Backend
+from favor.eval.long_form_cell import (
+    RATE,
+    Failure,
+    Recording,
+    Setup,
+    available,
+    check,
+    isolated,
+    measure_memory,
+    measure_time,
+    transcripts,
+)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
+from favor.models.conformer.configuration_conformer import PRESETS
+from favor.train.speech_data import Utterance, subsampled_frames
+from favor.train.speech_sources import load_speech
+from favor.train.word_errors import word_errors
+
+TOLERANCE = 1e-3
+EXACT = ("sdpa", "eager")
+# Logits, their scaled copy or softmax, and what is left of the one before: about three matrices L x L a head.
+EAGER_MATRICES = 3
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.long_form",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, nargs="+", default=[1, 2, 5, 10, 20, 60], metavar="M", help="of audio")
+    add("--backends", nargs="+", default=["favor#", *EXACT], help="sdpa, eager, favor#, favor+, favor++, favor#:sderf")
+    add("--preset", choices=tuple(PRESETS), default="small", help="size of a model with random weights")
+    add("--model_name_or_path", help="a trained ConformerForCTC in its place")
+    add("--num_features", type=int, default=128, help="of the FAVOR backends")
+    add("--data_dir", type=Path, help="LibriSpeech's folder or one with manifests; default: noise")
+    add("--split", default="test", help="of the data")
+    add("--max_gigabytes", type=float, default=16.0, help="memory that a process may take, its libraries not counted")
+    add("--max_quadratic_minutes", type=float, default=20.0, help="sdpa and eager are skipped above")
+    add("--repeats", type=int, default=3, help="of recordings up to 2 minutes")
+    add("--long_repeats", type=int, default=1, help="of longer ones")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--seed", type=int, default=0)
+    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    add("--name", default="long_form_cpu", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.backends = [Backend.parse(text) for text in dict.fromkeys(arguments.backends)]
+    except ValueError as error:
+        parser.error(str(error))
+    arguments.minutes = sorted(set(arguments.minutes))
+    if min(*arguments.minutes, arguments.max_gigabytes, arguments.max_quadratic_minutes) <= 0:
+        parser.error("--minutes, --max_gigabytes and --max_quadratic_minutes must be positive")
+    if min(arguments.repeats, arguments.long_repeats, arguments.threads, arguments.num_features) < 1:
+        parser.error("--repeats, --long_repeats, --threads and --num_features must be at least 1")
+    if (problem := available()) is not None:
+        parser.error(problem)
+    return arguments
+
+
+def longest_speaker(utterances: Sequence[Utterance]) -> list[Utterance]:
+    """Utterances of the speaker who speaks longest, in order of chapters and names."""
+    lengths: dict[str, float] = {}
+    for utterance in utterances:
+        speaker = utterance.speaker or ""
+        lengths[speaker] = lengths.get(speaker, 0.0) + (utterance.seconds or 0.0)
+    chosen = max(lengths, key=lambda speaker: lengths[speaker])
+    own = [utterance for utterance in utterances if (utterance.speaker or "") == chosen]
+    return sorted(own, key=lambda utterance: (utterance.chapter or "", utterance.id))
+
+
+def encoder_frames(recording: Recording) -> int:
+    """L of a recording, with the default windows and subsampling."""
+    return subsampled_frames(ConformerFeatureExtractor().num_frames(round(recording.seconds * RATE)))
+
+
+def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments: argparse.Namespace) -> str | None:
+    """Why a cell is not tried, None if it is.
+
+    Args:
+        backend: of the cell.
+        minutes: of its recording.
+        frames: of the encoder, L.
+        heads: of attention; eager needs three matrices of heads x L x L numbers.
+        arguments: with `max_gigabytes` and `max_quadratic_minutes`.
+    """
+    if backend.name in EXACT and minutes > arguments.max_quadratic_minutes:
+        return f"its time is quadratic, the limit is {arguments.max_quadratic_minutes:g} minutes"
+    needed = EAGER_MATRICES * 4.0 * heads * frames**2 / 1e9 if backend.name == "eager" else 0.0
+    if needed > arguments.max_gigabytes:
+        return f"it needs about {needed:.3g} GB, the limit is {arguments.max_gigabytes:g} GB"
+    return None
+
+
+def problem(answer: dict[str, Any] | Failure) -> str | None:
+    """What is wrong with the logits that `long_form_cell.check` found, None if nothing."""
+    if isinstance(answer, Failure):
+        return answer.reason
+    broken = [label for label, finite in answer["finite"].items() if not finite]
+    if broken:
+        return f"logits of {', '.join(broken)} are not finite"
+    difference = answer["difference"]
+    if difference is not None and not difference <= TOLERANCE:
+        return f"logits of sdpa and eager differ by {difference:.2g}, more than {TOLERANCE:g}"
+    return None
+
+
+def run_cell(
+    arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording, heads: int
+) -> dict[str, Any]:
+    """One cell: "status" is "ok", "failed" or "skipped", the last two with a "reason"."""
+    frames = encoder_frames(recording)
+    cell: dict[str, Any] = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
+    cell |= {"frames": frames, "repeated": recording.repeated}
+    if (reason := refusal(backend, minutes, frames, heads, arguments)) is not None:
+        return cell | {"status": "skipped", "reason": reason}
+    repeats = arguments.repeats if minutes <= 2 else arguments.long_repeats
+    limit = 1e9 * arguments.max_gigabytes
+    found = isolated(limit, setup.threads, measure_time, setup, backend, recording, repeats)
+    memory = found
+    if not isinstance(found, Failure):
+        memory = isolated(limit, setup.threads, measure_memory, setup, backend, recording)
+    if isinstance(memory, Failure):
+        return cell | {"status": "failed", "reason": memory.reason}
+    return cell | {"status": "ok", "repeats": repeats, **found, "bytes": memory}
+
+
+def add_word_errors(cells: list[dict[str, Any]], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
+    """Adds "wer" of the long pass and "utterance_wer" of the same utterances one by one, as fractions."""
+    for backend in backends:
+        own = [cell for cell in cells if cell["backend"] == backend.label and cell["status"] == "ok"]
+        if not own:
+            continue
+        longest = recordings[own[-1]["minutes"]].utterances
+        unique = list({utterance.id: utterance for utterance in longest}.values())
+        texts = isolated(None, setup.threads, transcripts, setup, backend, unique)
+        if isinstance(texts, Failure):
+            print(f"{backend.label}: no word error rates of single utterances, {texts.reason}", flush=True)
+            continue
+        heard = {utterance.id: text for utterance, text in zip(unique, texts, strict=True)}
+        for cell in own:
+            recording = recordings[cell["minutes"]]
+            references = [utterance.text for utterance in recording.utterances]
+            hypotheses = [heard[utterance.id] for utterance in recording.utterances]
+            cell["utterance_wer"] = word_errors(references, hypotheses).rate
+            cell["wer"] = word_errors([recording.text], [cell["text"]]).rate
+
+
+def progress(cell: dict[str, Any]) -> str:
+    """One cell in a line."""
+    name = f"{cell['backend']} at {cell['minutes']:g} minutes"
+    if cell["status"] != "ok":
+        return f"{name} {cell['status']}: {cell['reason']}"
+    clocks = f"{cell['pass']['seconds']:.3g} s ({cell['pass']['cpu_seconds']:.3g} s of the CPU)"
+    return f"{name}: {clocks}, {cell['bytes']['pass'] / 1e6:.4g} MB"
+
+
+def make_recordings(arguments: argparse.Namespace) -> dict[float, Recording]:
+    """A recording for each duration, by minutes; raises ValueError for data that cannot be read."""
+    if arguments.data_dir is None:
+        return {minutes: Recording(60 * minutes, seed=arguments.seed) for minutes in arguments.minutes}
+    utterances = longest_speaker(load_speech(arguments.data_dir, arguments.split)[0])
+    return {minutes: Recording.of(utterances, 60 * minutes) for minutes in arguments.minutes}
+
+
+def attention_heads(setup: Setup) -> int:
+    """Of the model; raises ValueError if a checkpoint is not one of `ConformerForCTC`."""
+    if setup.model_name_or_path is None:
+        return ConformerConfig.preset(setup.preset).num_attention_heads
+    config = ConformerConfig.from_pretrained(setup.model_name_or_path)
+    if config.architectures != ["ConformerForCTC"] or config.causal:
+        raise ValueError(
+            f"model_name_or_path must be a ConformerForCTC that is not causal, got {config.architectures}, "
+            f"causal={config.causal}, in {setup.model_name_or_path}."
+        )
+    return config.num_attention_heads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    given = ("preset", "model_name_or_path", "num_features", "seed", "threads")
+    setup = Setup(**{name: getattr(arguments, name) for name in given})
+    torch.set_num_threads(setup.threads)
+    heads, recordings = attention_heads(setup), make_recordings(arguments)
+    load = [os.getloadavg()[0]]
+    shortest = recordings[arguments.minutes[0]]
+    tried = (arguments.minutes[0], encoder_frames(shortest), heads, arguments)
+    checked = [backend for backend in arguments.backends if refusal(backend, *tried) is None]
+    answer = isolated(None, setup.threads, check, setup, checked, shortest)
+    if (wrong := problem(answer)) is not None:
+        print(f"{arguments.minutes[0]:g} minutes: {wrong}; so no times")
+        return 1
+    cells = []
+    for minutes, recording in recordings.items():
+        for backend in arguments.backends:
+            cells.append(run_cell(arguments, setup, backend, minutes, recording, heads))
+            print(progress(cells[-1]), flush=True)
+    if setup.model_name_or_path is not None and arguments.data_dir is not None:
+        add_word_errors(cells, setup, arguments.backends, recordings)
+    load.append(os.getloadavg()[0])
+    folders = ["--data_dir"]
+    if setup.model_name_or_path is not None and Path(setup.model_name_or_path).is_dir():
+        folders.append("--model_name_or_path")
+    command = report.shown_command("favor.eval.long_form", words, folders, ["--output_dir"])
+    found = long_form_report.checks(cells, arguments.max_gigabytes)
+    lines = long_form_report.lines(cells, answer, arguments, load)
+    content = {
+        **report.context(command, ("transformers", "numpy")),
+        "seed": arguments.seed,
+        "preset": None if setup.model_name_or_path else setup.preset,
+        "num_features": setup.num_features,
+        "load": load,
+        "check": answer,
+        "cells": [{key: value for key, value in cell.items() if key != "text"} for cell in cells],
+    }
+    report.write(arguments.output_dir, arguments.name, lines, content, found)
+    long_form_report.plot(cells, arguments.output_dir / f"{arguments.name}.png")
+    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
+    return int(not all(each.holds for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""What a causal Conformer computes and keeps for each piece of a stream, with linear and with exact attention.
+
+    python -m favor.eval.streaming
+
+One recording, noise, comes in pieces of a few lengths; after some minutes of it the computing time of pieces one after
+another is taken, the backends in turns. Nothing is timed unless the logits of all streams are those of the recording
+as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import favor
+from favor.eval import report
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerStream,
+)
+from favor.models.conformer.configuration_conformer import PRESETS
+
+RATE = 16000
+EXACT = "sdpa"
+BACKENDS = ("favor+", "favor++", "favor#", EXACT)
+TOLERANCE = 1e-3
+GROWTH = 1.5
+# Before the first piece that is timed, so that every piece of an encoder frame gives one.
+START_SECONDS = 1.28
+# Between the minutes at which times are taken, pieces are longer.
+ADVANCE_SECONDS = 5.12
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.streaming",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--pieces_ms", type=int, nargs="+", default=[40, 80, 160, 320, 640], metavar="MS", help="lengths of pieces")
+    add("--minutes", type=float, nargs="+", default=[0, 0.5, 2, 5], metavar="M", help="after which pieces are timed")
+    add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT])
+    add("--preset", choices=tuple(PRESETS), default="small", help="size of a causal model with random weights")
+    add("--model_name_or_path", help="a trained causal ConformerForCTC in its place")
+    add("--num_features", type=int, default=128, help="of the FAVOR backends")
+    add("--repeats", type=int, default=40, help="pieces timed each time")
+    add("--check_seconds", type=float, default=5.0, help="of audio for the comparison with the whole")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--seed", type=int, default=0)
+    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    add("--name", default="streaming_cpu", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    for name in ("pieces_ms", "minutes", "backends"):
+        setattr(arguments, name, sorted(set(getattr(arguments, name)), key=getattr(arguments, name).index))
+    arguments.minutes.sort()
+    if min(*arguments.pieces_ms, arguments.repeats, arguments.threads, arguments.num_features) < 1:
+        parser.error("--pieces_ms, --repeats, --threads and --num_features must be at least 1")
+    if arguments.minutes[0] < 0 or arguments.check_seconds < START_SECONDS:
+        parser.error(f"--minutes must not be negative, --check_seconds at least {START_SECONDS:g}")
+    return arguments
+
+
+def noise(seconds: float, seed: int) -> np.ndarray:
+    """`[n]` float32 at 16 kHz."""
+    return 0.1 * np.random.default_rng(seed).standard_normal(round(seconds * RATE), dtype=np.float32)
+
+
+def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
+    """The checkpoint's, or a new one with mean and deviation of noise; raises ValueError if it cannot stream."""
+    if arguments.model_name_or_path is not None:
+        extractor = ConformerFeatureExtractor.from_pretrained(arguments.model_name_or_path)
+        if extractor.normalize != "none":
+            raise ValueError(
+                f'model_name_or_path must be a model for streaming, with features of normalize="none"; those of '
+                f"{arguments.model_name_or_path} have {extractor.normalize!r}."
+            )
+        return extractor
+    frames = ConformerFeatureExtractor().log_mel(torch.from_numpy(noise(10.0, arguments.seed + 1)))
+    constants = {"mean": frames.mean(0).tolist(), "std": frames.std(0).tolist()}
+    return ConformerFeatureExtractor(normalize="none", **constants)
+
+
+def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argparse.Namespace) -> ConformerForCTC:
+    """The causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise."""
+    torch.manual_seed(arguments.seed)
+    if arguments.model_name_or_path is not None:
+        model = ConformerForCTC.from_pretrained(
+            arguments.model_name_or_path, dtype=torch.float32, attn_implementation=backend
+        )
+    else:
+        model = ConformerForCTC(ConformerConfig.preset(arguments.preset, causal=True, attn_implementation=backend))
+    options = {"num_features": arguments.num_features, "exact_below": 0}
+    if arguments.model_name_or_path is None:
+        options["seed"] = arguments.seed  # a trained model keeps its own directions
+    calibrated = (model.config.favor or {}).get("statistics") == "calibrated"
+    if backend in ("favor#", "favor++") and not calibrated:
+        batch = extractor(noise(30.0, arguments.seed + 2), sampling_rate=RATE)
+        favor.calibrate(model, [dict(batch)], attn_implementation=backend, **options)
+    elif backend != EXACT:
+        favor.configure(model, **options)
+    return model.eval()
+
+
+def feed(stream: ConformerStream, audio: np.ndarray, samples: int) -> Tensor:
+    """Logits `[1, L, V]` of audio that comes in pieces of so many samples."""
+    return torch.cat([stream.feed(audio[start : start + samples]) for start in range(0, len(audio), samples)], dim=1)
+
+
+def difference(model: Any, extractor: ConformerFeatureExtractor, audio: np.ndarray, piece: int) -> float:
+    """Greatest difference between the logits of a stream and of the whole; inf if their numbers of frames differ."""
+    with torch.no_grad():
+        whole = model(**extractor(audio, sampling_rate=RATE)).logits
+    found = feed(model.stream(extractor), audio, piece)
+    if found.shape != whole.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    return (found - whole).abs().max().item()
+
+
+def branch(stream: ConformerStream) -> ConformerStream:
+    """A stream that goes on from where another one is, of the same model."""
+    shared = [stream.feature_extractor, *stream.model.modules()]
+    return copy.deepcopy(stream, {id(part): part for part in shared})
+
+
+def measure(
+    models: Mapping[str, Any], extractor: ConformerFeatureExtractor, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Times of pieces of every length after every so many minutes.
+
+    Returns:
+        a row for each length, mark and backend, see `measure_pieces`, with "minutes" and "seconds" of audio before.
+    """
+    starts = [max(60 * minutes, START_SECONDS) for minutes in arguments.minutes]
+    longest = max(arguments.pieces_ms) / 1000
+    audio = noise(starts[-1] + arguments.repeats * longest, arguments.seed)
+    streams = {name: model.stream(extractor) for name, model in models.items()}
+    rows, place = [], 0
+    for minutes, start in zip(arguments.minutes, starts, strict=True):
+        former, place = place, round(start * RATE)
+        if place > former:
+            for stream in streams.values():
+                feed(stream, audio[former:place], round(ADVANCE_SECONDS * RATE))
+        for piece_ms in arguments.pieces_ms:
+            branches = {name: branch(stream) for name, stream in streams.items()}
+            piece = round(RATE * piece_ms / 1000)
+            found = measure_pieces(branches, audio[place : place + arguments.repeats * piece], piece)
+            rows += [{"piece_ms": piece_ms, "minutes": minutes, "seconds": start, **row} for row in found]
+        done = ", ".join(f"{row['backend']} {row['cpu']:.1f}" for row in rows[-len(streams) :])
+        print(f"after {minutes:g} minutes, ms of the CPU for a piece of {piece_ms} ms: {done}", flush=True)
+    return rows
+
+
+def measure_pieces(streams: Mapping[str, ConformerStream], audio: np.ndarray, piece: int) -> list[dict[str, Any]]:
+    """Times of pieces of so many samples one after another, the backends in turns.
+
+    Returns:
+        a row for each: "backend", milliseconds "median" and "upper" (95 %) by the wall's clock and "cpu" (median),
+        computing over audio time as "factor" and "cpu_factor", "state_bytes" at the end.
+    """
+    walls: dict[str, list[float]] = {name: [] for name in streams}
+    own: dict[str, list[float]] = {name: [] for name in streams}
+    for start in range(0, len(audio), piece):
+        for name, stream in streams.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            stream.feed(audio[start : start + piece])
+            walls[name].append(1e3 * (time.perf_counter() - wall))
+            own[name].append(1e3 * (time.process_time() - cpu))
+    heard = 1e3 * len(audio) / RATE
+    return [
+        {
+            "backend": name,
+            "median": statistics.median(walls[name]),
+            "upper": float(np.percentile(walls[name], 95)),
+            "cpu": statistics.median(own[name]),
+            "factor": sum(walls[name]) / heard,
+            "cpu_factor": sum(own[name]) / heard,
+            "state_bytes": stream.state_bytes,
+        }
+        for name, stream in streams.items()
+    ]
+
+
+def checks(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
+    """A FAVOR stream's state does not grow, nor does its time, and it keeps up with the speaker."""
+    found = []
+    for name in dict.fromkeys(row["backend"] for row in rows if row["backend"] != EXACT):
+        own = [row for row in rows if row["backend"] == name]
+        last = own[-1]["minutes"]
+        by_piece = [
+            [row for row in own if row["piece_ms"] == piece] for piece in dict.fromkeys(r["piece_ms"] for r in own)
+        ]
+        growth = [max(r["state_bytes"] for r in part) / min(r["state_bytes"] for r in part) for part in by_piece]
+        slower = [part[-1]["cpu"] / part[0]["cpu"] for part in by_piece]
+        factors = [part[-1]["cpu_factor"] for part in by_piece]
+        found += [
+            report.Check(
+                f"{name}: the state is as large after {last:g} minutes as at the beginning, within 1 %",
+                f"{max(growth):.4f} times",
+                max(growth) <= 1.01,
+            ),
+            report.Check(
+                f"{name}: a piece takes at most {GROWTH} times the CPU time that it took at the beginning",
+                f"{min(slower):.2f} to {max(slower):.2f}",
+                max(slower) <= GROWTH,
+            ),
+            report.Check(
+                f"{name}: after {last:g} minutes the CPU time of a piece is below its length",
+                f"{min(factors):.2f} to {max(factors):.2f} of it",
+                max(factors) < 1,
+            ),
+        ]
+    return found
+
+
+def report_lines(
+    rows: Sequence[dict[str, Any]],
+    differences: Mapping[str, float],
+    latency: float,
+    arguments: argparse.Namespace,
+    load: Sequence[float],
+) -> list[str]:
+    """The Markdown report."""
+    names = list(differences)
+    known = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in rows}
+    places = sorted({(row["piece_ms"], row["minutes"]) for row in rows})
+
+    def table(show: Any, columns: str) -> list[str]:
+        header = ["piece, ms", "after minutes", *(f"{name}{columns}" for name in names)]
+        return report.table(
+            header,
+            [
+                [f"{piece:g}", f"{after:g}", *(show(known[piece, after, name]) for name in names)]
+                for piece, after in places
+            ],
+        )
+
+    model = f"preset {arguments.preset}, random weights" if arguments.model_name_or_path is None else "a trained model"
+    return [
+        "# Streaming",
+        "",
+        f"Causal ConformerForCTC, {model}; {arguments.num_features} features, float32, batch 1, noise. Parameters of "
+        f"favor++ and favor# are calibrated on noise. {arguments.repeats} pieces one after another, features and "
+        "greedy search included, the backends in turns. sdpa keeps all keys and values in one tensor a layer, made "
+        f"anew for each piece. The load average of the machine was {load[0]:.1f} before and {load[1]:.1f} after: where "
+        "it is above the number of cores, a piece waits, and only the time of the CPU is its own.",
+        "",
+        f"Latency of the model besides computing: {1e3 * latency:.0f} ms from the beginning of an encoder frame until "
+        "its last sample is there, and up to one piece more until that is passed on.",
+        "",
+        "Greatest difference between the logits of a stream and of the whole, over all lengths of pieces: "
+        + ", ".join(f"{name} {value:.1g}" for name, value in differences.items())
+        + ".",
+        "",
+        "Computing time of a piece in ms: median (95 %) by the wall's clock, then median of the CPU:",
+        "",
+        *table(lambda row: f"{row['median']:.1f} ({row['upper']:.1f}), {row['cpu']:.1f}", ""),
+        "",
+        "Computing time over the length of the audio (real-time factor), in brackets of the CPU:",
+        "",
+        *table(lambda row: f"{row['factor']:.3f} ({row['cpu_factor']:.3f})", ""),
+        "",
+        "State in MB (10^6 bytes) after those pieces:",
+        "",
+        *table(lambda row: f"{row['state_bytes'] / 1e6:.2f}", ""),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    torch.set_num_threads(arguments.threads)
+    load = [os.getloadavg()[0]]
+    extractor = make_extractor(arguments)
+    models = {name: build(name, extractor, arguments) for name in arguments.backends}
+    pieces = [round(RATE * ms / 1000) for ms in arguments.pieces_ms]
+    audio = noise(arguments.check_seconds, arguments.seed)
+    differences = {
+        name: max(difference(model, extractor, audio, piece) for piece in pieces) for name, model in models.items()
+    }
+    wrong = [f"{name} by {value:.2g}" for name, value in differences.items() if not value <= TOLERANCE]
+    if wrong:
+        print(f"streamed logits differ from those of the whole: {', '.join(wrong)}; so no times")
+        return 1
+    rows = measure(models, extractor, arguments)
+    load.append(os.getloadavg()[0])
+    latency = next(iter(models.values())).stream(extractor).latency
+    folders = []
+    if arguments.model_name_or_path is not None and Path(arguments.model_name_or_path).is_dir():
+        folders.append("--model_name_or_path")
+    found = checks(rows)
+    lines = report_lines(rows, differences, latency, arguments, load)
+    content = {
+        **report.context(
+            report.shown_command("favor.eval.streaming", words, folders, ["--output_dir"]), ("transformers", "numpy")
+        ),
+        "seed": arguments.seed,
+        "preset": None if arguments.model_name_or_path else arguments.preset,
+        "num_features": arguments.num_features,
+        "load": load,
+        "latency_seconds": latency,
+        "differences": differences,
+        "rows": rows,
+    }
+    report.write(arguments.output_dir, arguments.name, lines, content, found)
+    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
+    return int(not all(each.holds for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""Time and peak memory of the Transducer loss beside log_softmax with autograd through the recursion.
+
+    python -m favor.eval.transducer_loss
+
+Forward and backward pass, float32, sequences without padding. Two tables: from logits `[B, T, U + 1, V]` on, and from
+what a joint network makes them of. A method is only timed if its loss and its gradients for the first sequence agree
+with float64. Peak memory counts what a pass allocates at its highest point, without its inputs; on a CPU in a fresh
+process for each number (see `favor.eval.speed_measure`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from favor.eval import report
+from favor.eval import speed_measure as measure
+from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+
+TOLERANCE = 1e-3  # the naive recursion is in float32
+# What a path of probability 0 adds: finite, because the gradient of logaddexp(-inf, -inf) is NaN.
+NEVER = -1e30
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Sizes of one comparison: batch, frames, labels, vocabulary, and widths of the joint network."""
+
+    B: int
+    T: int
+    U: int
+    V: int
+    width: int = 128
+    device: str = "cpu"
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[int, int, int, int]:
+        """Reads `BxTxUxV`."""
+        numbers = tuple(int(part) for part in text.split("x"))
+        if len(numbers) != 4 or min(numbers) < 1 or numbers[3] < 2:
+            raise argparse.ArgumentTypeError(f"expected BxTxUxV like 4x200x50x128, V at least 2; got {text!r}")
+        return numbers
+
+    @property
+    def label(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.B}x{self.T}x{self.U}x{self.V}"
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of all logits in float32."""
+        return 4 * self.B * self.T * (self.U + 1) * self.V
+
+
+class Joint(nn.Module):
+    """tanh of the sum, then a linear layer: the part of a joint network that makes the logits."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.head = nn.Linear(cell.width, cell.V)
+
+    def forward(self, hidden: Tensor, prediction: Tensor) -> Tensor:
+        """Logits `[..., V]`."""
+        return self.head(torch.tanh(hidden + prediction))
+
+
+def naive(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of sequences without padding by plain autograd, diagonal by diagonal; the blank is 0."""
+    _, T, width, _ = logits.shape
+    log_p = logits.log_softmax(-1)
+    ids = torch.nn.functional.pad(targets, (0, 1))[:, None, :, None].expand(-1, T, -1, -1)
+    step = torch.arange(T + width - 1, device=logits.device)[:, None]
+    u = torch.arange(width, device=logits.device)
+    t = step - u
+    outside = (t < 0) | (t >= T)
+
+    def diagonals(values: Tensor, never: Tensor) -> tuple[Tensor, ...]:
+        return values[:, t.clamp(0, T - 1), u].masked_fill(never, NEVER).unbind(1)
+
+    blank = diagonals(log_p[..., 0], outside)
+    label = diagonals(log_p.gather(-1, ids).squeeze(-1), outside | (u == width - 1))
+    alpha = torch.where(u == 0, logits.new_zeros(len(logits), 1), NEVER)
+    for stay, move in zip(blank[:-1], label[:-1], strict=True):
+        moved = torch.nn.functional.pad((alpha + move)[:, :-1], (1, 0), value=NEVER)
+        alpha = torch.logaddexp(alpha + stay, moved)
+    return -(alpha[:, -1] + blank[-1][:, -1]).mean()
+
+
+@dataclass
+class Inputs:
+    """Tensors of a cell: logits, or the outputs of two networks; all sequences as long as they can be."""
+
+    wanted: list[Tensor]
+    joint: Joint | None
+    targets: Tensor
+
+    @classmethod
+    def of(cls, cell: Cell, networks: bool) -> Inputs:
+        """Standard normal ones."""
+        torch.manual_seed(cell.seed)
+        widths = [(cell.T, cell.width), (cell.U + 1, cell.width)] if networks else [(cell.T, cell.U + 1, cell.V)]
+        wanted = [torch.randn(cell.B, *shape).to(cell.device).requires_grad_() for shape in widths]
+        targets = torch.randint(1, cell.V, (cell.B, cell.U)).to(cell.device)
+        return cls(wanted, Joint(cell).to(cell.device) if networks else None, targets)
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Frames and labels of each sequence."""
+        batch, labels = self.targets.shape
+        return torch.full((batch,), self.wanted[0].shape[1]), torch.full((batch,), labels)
+
+    def logits(self) -> Tensor:
+        """All of them."""
+        if self.joint is None:
+            return self.wanted[0]
+        hidden, prediction = self.wanted
+        return self.joint(hidden[:, :, None], prediction[:, None])
+
+    def one(self, row: int) -> Inputs:
+        """A sequence alone, in float64."""
+        wanted = [x[row : row + 1].detach().double().requires_grad_() for x in self.wanted]
+        joint = None if self.joint is None else copy.deepcopy(self.joint).double()
+        return Inputs(wanted, joint, self.targets[row : row + 1])
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to the mean loss."""
+
+    name: str
+    kernel: str | None = None
+    max_cells: int | None = None
+
+    @property
+    def label(self) -> str:
+        """As it stands in tables."""
+        return self.name if self.kernel is None else f"{self.name} ({self.kernel})"
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """Mean over the batch."""
+        if self.kernel is None:
+            return naive(inputs.logits(), inputs.targets)
+        targets = (inputs.targets, *inputs.lengths)
+        if self.max_cells is None or inputs.joint is None:
+            return transducer_loss(inputs.logits(), *targets, kernel=self.kernel)
+        options: dict[str, Any] = {"kernel": self.kernel, "max_cells": self.max_cells}
+        return joint_transducer_loss(*inputs.wanted, inputs.joint, *targets, **options)
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss, and gradients with respect to the inputs and the parameters."""
+        loss = self.loss(inputs)
+        parameters = [] if inputs.joint is None else [*inputs.joint.parameters()]
+        return loss.detach(), torch.autograd.grad(loss, [*inputs.wanted, *parameters])
+
+
+def methods(networks: bool, kernels: Sequence[str], max_cells: int) -> list[Method]:
+    """Those of one table, the naive one first."""
+    found = [Method("naive"), *(Method("transducer_loss", kernel) for kernel in kernels)]
+    return found + [Method("joint_transducer_loss", kernel, max_cells) for kernel in kernels] if networks else found
+
+
+def truth(inputs: Inputs) -> tuple[float, list[Tensor]]:
+    """Loss, and gradients for the first sequence, in float64."""
+    losses = []
+    for row in range(len(inputs.targets)):
+        one = inputs.one(row)
+        loss = Method("naive").loss(one)
+        losses.append(loss.item())
+        if row == 0:
+            slopes = torch.autograd.grad(loss / len(inputs.targets), one.wanted)
+    return statistics.fmean(losses), list(slopes)
+
+
+def error(method: Method, inputs: Inputs, expected: tuple[float, list[Tensor]]) -> float:
+    """The largest of relative errors of the loss and of the gradients of the first sequence (by largest entries)."""
+    loss, slopes = method.run(inputs)
+    found = [abs(loss.item() / expected[0] - 1)]
+    for slope, exact in zip(slopes, expected[1], strict=False):
+        found.append(((slope[:1] - exact).abs().max() / exact.abs().max()).item())
+    return max(found)
+
+
+def isolated_peak(request: dict[str, Any]) -> int:
+    """Peak bytes of one pass in the process that calls this."""
+    method, cell = Method(**request["method"]), Cell(**request["cell"])
+    tiny = replace(cell, B=1, T=2, U=2)
+    method.run(Inputs.of(tiny, request["networks"]))
+    inputs = Inputs.of(cell, request["networks"])
+    measure.warm_libraries()
+    return measure.resident_peak(lambda: method.run(inputs))
+
+
+def isolated_peaks(requests: list[dict[str, Any]], threads: int) -> list[int]:
+    """Peak bytes of each, in a process of its own; raises RuntimeError with what went wrong in one."""
+    environment = {**os.environ, **measure._RELEASE_EARLY, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "favor.eval.transducer_loss", "--isolate", "--threads", str(threads)]
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run(command, input=lines, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if broken := [answer["error"] for answer in answers if "error" in answer]:
+        raise RuntimeError(broken[0])
+    return [answer["bytes"] for answer in answers]
+
+
+def compare(cell: Cell, networks: bool, arguments: argparse.Namespace) -> list[dict[str, Any]] | str:
+    """A row for each method, or what is wrong."""
+    inputs = Inputs.of(cell, networks)
+    chosen = methods(networks, arguments.kernels, arguments.max_cells)
+    expected, rows, watches = truth(inputs), [], {}
+    for method in chosen:
+        clock = time.perf_counter()
+        wrong = error(method, inputs, expected)
+        if not wrong < TOLERANCE:
+            return f"{cell.label}, {method.label}: relative error {wrong:.1e}, so no times"
+        call = partial(method.run, inputs)
+        watches[method.label] = measure.Stopwatch(call, lambda: None, time.perf_counter() - clock)
+        rows.append({"size": cell.label, "method": method.label, "logits_bytes": cell.logits_bytes, "error": wrong})
+    timings = measure.interleaved(watches, cell.device, arguments.repeats, arguments.seconds_per_cell)
+    if cell.device == "cuda":
+        peaks = [measure.cuda_peak(partial(method.run, inputs)) for method in chosen]
+    else:
+        del inputs, watches, call
+        wanted = [{"method": asdict(method), "cell": asdict(cell), "networks": networks} for method in chosen]
+        peaks = isolated_peaks(wanted, arguments.threads)
+    for row, peak in zip(rows, peaks, strict=True):
+        timing = timings[row["method"]]
+        if isinstance(timing, Exception):
+            raise timing
+        row |= {"seconds": asdict(timing), "peak_bytes": peak}
+    return rows
+
+
+def shown(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The cells of a table; times beside the naive method's."""
+    lines = []
+    for row in rows:
+        base = next(other for other in rows if other["size"] == row["size"])
+        median = row["seconds"]["median"]
+        cells = [row["size"], f"{row['logits_bytes'] / MB:.0f}", row["method"], f"{1e3 * median:.3g}"]
+        cells += [f"{base['seconds']['median'] / median:.2f}", f"{row['peak_bytes'] / MB:.0f}"]
+        lines.append([*cells, f"{row['peak_bytes'] / row['logits_bytes']:.2f}", f"{row['error']:.0e}"])
+    return lines
+
+
+def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list[report.Check]:
+    """What the tables should bear out."""
+    found = []
+    for name, rows in (("transducer_loss", logits), ("joint_transducer_loss", networks)):
+        ours = [row for row in rows if row["method"].split(" ")[0] == name]
+        bases = [next(other for other in rows if other["size"] == row["size"]) for row in ours]
+        shares = [row["peak_bytes"] / base["peak_bytes"] for base, row in zip(bases, ours, strict=True)]
+        statement = f"the peak of {name} is at most half that of the naive loss"
+        found.append(report.Check(statement, f"{min(shares):.2f} to {max(shares):.2f}", max(shares) <= 0.5))
+        gains = [a["seconds"]["median"] / b["seconds"]["median"] for a, b in zip(bases, ours, strict=True)]
+        statement = f"{name} takes no longer than the naive loss"
+        found.append(report.Check(statement, f"{min(gains):.2f} to {max(gains):.2f} times as fast", min(gains) >= 1))
+    return found
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.transducer_loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = ["4x200x50x128", "4x200x50x1024", "8x400x100x256"]
+    parser.add_argument("--sizes", type=Cell.parse, nargs="+", default=[*map(Cell.parse, sizes)], metavar="BxTxUxV")
+    parser.add_argument("--width", type=int, default=128, help="of the joint network")
+    parser.add_argument("--max_cells", type=int, default=4096, help="of joint_transducer_loss")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kernels", nargs="+", choices=("torch", "triton"), help="default: torch; on CUDA both")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds_per_cell", type=float, default=30.0, help="a slower method is repeated less often")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    parser.add_argument("--name", default="transducer_loss", help="file name of the results, without ending")
+    parser.add_argument("--isolate", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if min(arguments.repeats, arguments.threads, arguments.max_cells, arguments.width) < 1:
+        parser.error("--repeats, --threads, --max_cells and --width must be at least 1")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a CUDA device for --device cuda, got none")
+    if arguments.device == "cpu" and (problem := measure.MemoryServer.problem()):
+        parser.error(problem)
+    arguments.kernels = arguments.kernels or (["torch", "triton"] if arguments.device == "cuda" else ["torch"])
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a result is wrong."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    torch.set_num_threads(arguments.threads)
+    if arguments.isolate:
+        measure.serve(sys.stdin, sys.stdout, isolated_peak)
+        return 0
+    tables: list[list[dict[str, Any]]] = [[], []]
+    for B, T, U, V in arguments.sizes:
+        cell = Cell(B, T, U, V, width=arguments.width, device=arguments.device, seed=arguments.seed)
+        for networks, rows in enumerate(tables):
+            found = compare(cell, bool(networks), arguments)
+            if isinstance(found, str):
+                print(found)
+                return 1
+            rows += found
+            print("\n".join("  ".join(line) for line in shown(found)), flush=True)
+    header = ["B x T x U x V", "logits, MiB", "method", "ms", "times as fast", "peak, MiB", "peak / logits", "error"]
+    lines = [
+        "# The Transducer loss: time and peak memory",
+        "",
+        f"Forward and backward pass, float32, no padding, medians of at most {arguments.repeats} passes in turns. Peak "
+        "memory is without the inputs. Naive: log_softmax, then autograd through the recursion by diagonals. Error: "
+        "largest relative one of the loss and of the gradients of a sequence, against float64.",
+        "",
+        "## From logits",
+        "",
+        *report.table(header, shown(tables[0])),
+        "",
+        f"## From the outputs of two networks, by a joint network of width {arguments.width}",
+        "",
+        f"The first methods make all logits at once; joint_transducer_loss makes those of {arguments.max_cells} nodes "
+        "at a time, twice.",
+        "",
+        *report.table(header, shown(tables[1])),
+    ]
+    command = report.shown_command("favor.eval.transducer_loss", words, [], ["--output_dir"])
+    content = {**report.context(command, ()), "seed": arguments.seed, "logits": tables[0], "networks": tables[1]}
+    found_checks = checks(*tables)
+    report.write(arguments.output_dir, arguments.name, lines, content, found_checks)
+    print("\n".join(["", *lines, "", *(check.line() for check in found_checks)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

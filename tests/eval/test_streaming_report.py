@@ -1,0 +1,124 @@
+"""Streaming: streams against the whole, the size of the state by its formula, the rules of the report.
+
+No speed is asserted.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_speech import save_model
+
+from favor.eval import streaming
+from favor.models.conformer import ConformerStream
+
+TINY = ["--preset", "tiny", "--num_features", "16", "--repeats", "2", "--check_seconds", "1.3"]
+
+
+def arguments(*words):
+    return streaming.parse_arguments([*TINY, *words])
+
+
+def test_a_stream_that_is_wrong_is_found(monkeypatch):
+    given = arguments()
+    extractor = streaming.make_extractor(given)
+    audio = streaming.noise(1.5, 0)
+    model = streaming.build("favor+", extractor, given)
+    assert 0 <= streaming.difference(model, extractor, audio, 1280) < 1e-4
+    right = ConformerStream.feed
+    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: right(self, piece) + 0.01)
+    assert streaming.difference(model, extractor, audio, 1280) == pytest.approx(0.01, rel=1e-2)
+    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: torch.nan * right(self, piece))
+    assert streaming.difference(model, extractor, audio, 1280) == float("inf")
+    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: right(self, piece[: len(piece) // 2]))
+    assert streaming.difference(model, extractor, audio, 1280) == float("inf")
+
+
+@pytest.mark.parametrize("backend", ["favor+", "sdpa"])
+def test_a_branch_goes_on_by_itself(backend):
+    given = arguments()
+    extractor = streaming.make_extractor(given)
+    model = streaming.build(backend, extractor, given)
+    audio = streaming.noise(3.0, 0)
+    stream = model.stream(extractor)
+    streaming.feed(stream, audio[:16000], 1280)
+    branch = streaming.branch(stream)
+    assert branch.model is model
+    assert branch.encoder.layers[0] is model.encoder.layers[0]
+    found = streaming.feed(branch, audio[16000:], 1600)
+    assert branch.frames > stream.frames
+    torch.testing.assert_close(found, streaming.feed(stream, audio[16000:], 1600), rtol=0, atol=0)
+
+
+def test_no_times_without_the_check(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(streaming, "difference", lambda model, *_: 2e-3)
+    monkeypatch.setattr(streaming, "measure", lambda *_: pytest.fail("measured"))
+    assert streaming.main([*TINY, "--backends", "favor+", "--output_dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "streamed logits differ from those of the whole: favor+ by 0.002; so no times\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_features_of_noise_are_normalised():
+    extractor = streaming.make_extractor(arguments())
+    features = extractor(streaming.noise(5.0, 7), sampling_rate=16000).input_features[0]
+    np.testing.assert_allclose(features.mean(0), 0, atol=0.25)
+    np.testing.assert_allclose(features.std(0), 1, atol=0.25)
+
+
+def test_a_whole_run(tmp_path):
+    words = ["--pieces_ms", "80", "320", "--minutes", "0.05", "0", "--output_dir", str(tmp_path), "--name", "tiny"]
+    code = streaming.main([*TINY, *words])
+    content, text = json.loads((tmp_path / "tiny.json").read_text()), (tmp_path / "tiny.md").read_text()
+    assert max(content["differences"].values()) < 1e-4
+    rows = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in content["rows"]}
+    assert len(rows) == 2 * 2 * 3
+    for row in rows.values():
+        assert 0 < row["median"] <= row["upper"]
+        assert row["cpu_factor"] > 0
+        assert row["factor"] > 0
+    for piece in (80, 320):
+        early, late = (rows[piece, minutes, "sdpa"] for minutes in (0, 0.05))
+        assert early["seconds"] == pytest.approx(1.28)
+        assert late["seconds"] == pytest.approx(3.0)
+        # Keys and values of 4 layers, width 128, for every frame that is new.
+        frames = round((late["seconds"] - early["seconds"]) / 0.04)
+        assert late["state_bytes"] - early["state_bytes"] == pytest.approx(4 * 2 * 128 * 4 * frames, rel=0.03)
+        for name in ("favor+", "favor#"):
+            sizes = [rows[piece, minutes, name]["state_bytes"] for minutes in (0, 0.05)]
+            # 16 features a head with values of width 32 and a weight each; 14 frames for the convolution.
+            state = 4 * (4 * 16 * (32 + 1) + 14 * 128) * 4
+            assert sizes == pytest.approx([state, state], rel=0.15)
+    assert content["latency_seconds"] == pytest.approx(0.145)
+    assert "145 ms" in text
+    assert "random weights" in text
+    assert content["command"] in text
+    assert str(tmp_path) not in text + json.dumps(content)
+    assert code == int(not all(check["holds"] for check in content["checks"]))
+    assert [check["statement"].split(":")[0] for check in content["checks"]] == 3 * ["favor+"] + 3 * ["favor#"]
+
+
+def row(backend, minutes, state, cpu, factor):
+    numbers = {"state_bytes": state, "cpu": cpu, "cpu_factor": factor}
+    return {"backend": backend, "piece_ms": 40, "minutes": minutes, **numbers}
+
+
+def test_what_is_claimed():
+    sdpa = [row("sdpa", 0, 10, 1, 0.1), row("sdpa", 5, 1000, 9, 2.0)]
+    good = [row("favor+", 0, 1000, 10, 0.4), row("favor+", 5, 1010, 15, 0.9)]
+    assert [check.holds for check in streaming.checks([*good, *sdpa])] == [True, True, True]
+    bad = [row("favor+", 0, 1000, 10, 0.4), row("favor+", 5, 1011, 15.1, 1.0)]
+    assert [check.holds for check in streaming.checks([*bad, *sdpa])] == [False, False, False]
+
+
+def test_bad_arguments(tmp_path, capsys):
+    for words, message in [
+        (["--backends", "eager"], "invalid choice"),
+        (["--pieces_ms", "0"], "must be at least 1"),
+        (["--minutes", "-1"], "must not be negative"),
+    ]:
+        with pytest.raises(SystemExit):
+            arguments(*words)
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a model for streaming"):
+        streaming.make_extractor(arguments("--model_name_or_path", str(save_model(tmp_path, causal=True))))
