@@ -31,7 +31,7 @@ from favor.train.arguments import BackendArguments, check_positive, option
 from favor.train.asr import HUB
 from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
 from favor.train.speech_batches import DurationBatchSampler, SpeechDataset, collate
-from favor.train.speech_data import Skipped, Utterance
+from favor.train.speech_data import Utterance, long_enough
 from favor.train.speech_model import MODELS, make_model, make_processor
 from favor.train.speech_sources import load_speech
 from favor.train.transcribe import transcribe
@@ -104,19 +104,6 @@ def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple
     if seed is None:
         seed = (ConformerConfig.from_pretrained(path).favor or {}).get("seed", 0)
     return make_model(arguments, processor, seed), processor
-
-
-def long_enough(utterances: Sequence[Utterance], model: Any, processor: Any, skipped: Skipped) -> list[Utterance]:
-    """Utterances that give the encoder a frame at least; the others go to `skipped`, which may raise."""
-    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
-    for utterance in utterances:
-        frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
-        if int(model.subsampled_lengths(torch.tensor(frames))):
-            kept.append(utterance)
-        else:
-            skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")
-    skipped.check(total)
-    return kept
 
 
 def recognise(
@@ -256,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options["sampling_rate"] = processor.feature_extractor.sampling_rate
     for split in arguments.splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
-        utterances = long_enough(utterances[: arguments.max_samples], model, processor, skipped)
+        utterances = long_enough(utterances[: arguments.max_samples], processor, skipped)
         result, rows = evaluate_split(model, processor, utterances, arguments)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -26,7 +26,7 @@ from favor.train import checkpoint, loop, report
 from favor.train.asr_arguments import Arguments, SpeechTrainArguments, parse
 from favor.train.average import weight_average
 from favor.train.optimizers import adamw_groups
-from favor.train.speech_data import Skipped, Utterance, check_lengths
+from favor.train.speech_data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech_loaders import make_loaders
 from favor.train.speech_model import make_model, make_processor
 from favor.train.speech_sources import load_speech
@@ -94,6 +94,7 @@ def train_model(
     ctc = getattr(model, "ctc_head", None) is not None
     fastest, skipped = max(arguments.data.speeds), reports[arguments.data.train_split]
     utterances = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=fastest)
+    evaluation = {split: long_enough(part, processor, reports[split]) for split, part in evaluation.items()}
     for name, skipped in reports.items():
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")

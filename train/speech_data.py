@@ -222,3 +222,19 @@ def check_lengths(
             )
     skipped.check(total)
     return kept
+
+
+def long_enough(utterances: Sequence[Utterance], processor: Any, skipped: Skipped) -> list[Utterance]:
+    """Utterances that give the encoder a frame at least; the others go to `skipped`, which may raise.
+
+    Transcripts do not matter: an evaluation must not leave out what is hard.
+    """
+    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
+    for utterance in utterances:
+        frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
+        if subsampled_frames(frames):
+            kept.append(utterance)
+        else:
+            skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")
+    skipped.check(total)
+    return kept

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import soundfile
 import torch
@@ -139,6 +140,12 @@ def test_what_cannot_be_used_is_named_and_counted(train, tmp_path):
         assert len(own) == 1, bad
         assert any(part in own[0] for part in reason.split("|")), own
     assert results["utterances"]["train"] == 2
+    # An evaluation leaves out what is too short for the encoder, whatever its transcript.
+    other = root / "LibriSpeech" / "dev" / "2" / "7"
+    soundfile.write(other / "2-7-0000.flac", np.zeros(1600, dtype=np.float32), 16000)
+    again = train("short", data_dir=root, max_bad=4, max_train_steps=1)
+    assert "too few for the encoder" in again["skipped"]["dev"][f"2-7-0000 ({other / '2-7-0000.flac'})"]
+    assert again["utterances"]["dev"] == 1
     with pytest.raises(ValueError, match="1-7-000"):
         train("strict", data_dir=root, max_bad=3, max_train_steps=1)
 
