@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 
 from favor.train import checkpoint, loop, report
 from favor.train.asr_arguments import Arguments, SpeechTrainArguments, parse
@@ -67,6 +67,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Error rates of greedy search on each split, of the weights of `model`."""
     model.eval()
+    # Each process has its own statistics of batch normalisation; those of the first are saved.
+    for buffer in model.buffers():
+        buffer.copy_(broadcast(buffer))
     scores: dict[str, float] = {}
     for split, loader in loaders.items():
         found: list[tuple[int, str]] = []
@@ -191,6 +194,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
+    # What comes next in these processes may read the folder.
+    accelerator.wait_for_everyone()
     accelerator.print(f"{report.describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
     return results
 

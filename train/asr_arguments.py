@@ -53,7 +53,9 @@ class SpeechDataArguments:
         None, "LibriSpeech's folder, or one with manifests. Default: openslr/librispeech_asr on the hub."
     )
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
-    train_split: str = option("train", "Split to train on: a folder of LibriSpeech, a manifest, a hub split.")
+    train_split: str = option(
+        "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."
+    )
     eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to evaluate on."})
     extra_manifests: list[str] = field(
         default_factory=list, metadata={"help": "Manifests whose utterances are trained on as well."}

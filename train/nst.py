@@ -110,6 +110,10 @@ def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments
         )
     if nst.unlabelled_dir is None and nst.unlabelled_split is None:
         raise ValueError("unlabelled_split must say which split of data_dir to label, or give unlabelled_dir")
+    used = (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path)
+    inside = [path for path in used if path and Path(nst.output_dir).resolve() in Path(path).resolve().parents]
+    if student.train.overwrite_output_dir and inside:
+        raise ValueError(f"overwrite_output_dir would delete {inside[0]}: choose another output_dir")
     if student.train.resume and student.train.overwrite_output_dir:
         raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
     return nst, student, rest

@@ -35,10 +35,12 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
     Raises:
         ValueError: for options of a new model beside a checkpoint, or a vocabulary the transcripts do not allow.
     """
-    path = _check_new(arguments)
+    path, data = _check_new(arguments), arguments.data
     if path is not None:
-        return ConformerProcessor.from_pretrained(path)
-    data = arguments.data
+        processor = ConformerProcessor.from_pretrained(path)
+        _check_causal(arguments.model, processor.feature_extractor.normalize)
+        return processor
+    _check_causal(arguments.model, data.normalize)
     extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
     if data.normalize == "none":
         parts = [torch.from_numpy(read_audio(u, resample=data.resample)) for u in utterances[:MEASURED]]
@@ -107,9 +109,15 @@ def _check_new(arguments: Arguments) -> str | None:
     if model.processor_name_or_path is not None:
         _refuse(data, "--processor_name_or_path", OF_NEW_PROCESSORS)
         return model.processor_name_or_path
-    if model.causal and data.normalize != "none":
-        raise ValueError("a causal model cannot wait for the whole utterance: add --normalize none")
     return None
+
+
+def _check_causal(model: SpeechModelArguments, normalize: str) -> None:
+    if model.causal and normalize != "none":
+        raise ValueError(
+            f"a causal model cannot wait for the whole utterance, and its features have normalize {normalize!r}: add "
+            "--normalize none, or name a processor that has it"
+        )
 
 
 def _refuse(part: Any, given: str, names: Sequence[str]) -> None:

@@ -58,6 +58,8 @@ def load_speech(
     Raises:
         ValueError: if the source cannot be read, or more than `max_bad` utterances are bad; the message names them.
     """
+    if split is not None and Path(split).is_absolute():
+        raise ValueError(f"split must be a name in {source}, got the path {split}: give that as the source.")
     skipped = Skipped(max_bad)
     utterances: list[Utterance] = []
     path = Path(source)

@@ -26,12 +26,21 @@ class PaddedBatchNorm(nn.BatchNorm1d):
 
     def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
         """Normalises `[B, C, T]`; real `[B, T]`, boolean, are the frames that count in training."""
-        if real is None or not self.training:
+        if not self.training:
             return super().forward(input)
         frames = input.transpose(1, 2)
-        return (
-            torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), super().forward(frames[real])).transpose(1, 2)
-        )
+        rows = frames.flatten(0, 1) if real is None else frames[real]
+        momentum = 0.0 if self.momentum is None else self.momentum
+        # Activation checkpointing comes here a second time, inside the backward pass.
+        if torch._C._current_graph_task_id() != -1:
+            momentum = 0.0
+        # One frame has no variance: it takes that of the frames so far.
+        own = len(rows) > 1
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
+        normed = functional.batch_norm(rows, *statistics)
+        if real is None:
+            return normed.view_as(frames).transpose(1, 2)
+        return torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), normed).transpose(1, 2)
 
 
 class ConformerConvolution(LasrEncoderConvolutionModule):
@@ -117,7 +126,10 @@ class ConformerAttention(LasrEncoderAttention):
             key, value = state.append(key, value)
             new, total = query.shape[2], key.shape[2]
             seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
-            out = functional.scaled_dot_product_attention(query, key, value, seen, scale=self.scaling).transpose(1, 2)
+            grouped = query.shape[1] != key.shape[1]
+            out = functional.scaled_dot_product_attention(
+                query, key, value, seen, scale=self.scaling, enable_gqa=grouped
+            ).transpose(1, 2)
         return self.o_proj(out.flatten(2))
 
 

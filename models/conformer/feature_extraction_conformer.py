@@ -173,7 +173,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         self._check(sampling_rate, return_attention_mask)
         normalize = None if do_normalize is None else NORMALIZE[0 if do_normalize else 1]
         frames = []
-        for waveform in _waveforms(raw_speech, self.win_length):
+        for waveform in waveforms(raw_speech, self.win_length):
             if dither:
                 waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
             frames.append(self.scale(self.log_mel(waveform, device), normalize).cpu())
@@ -203,7 +203,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
             raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")
 
 
-def _waveforms(raw: Any, least: int) -> list[Tensor]:
+def waveforms(raw: Any, least: int) -> list[Tensor]:
     """One or several waveforms of at least so many samples, as float32 tensors `[n]`."""
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]

@@ -120,9 +120,9 @@ class ConformerModel(ConformerPreTrainedModel):
         bins = self.config.num_mel_bins
         if input_features.ndim != 3 or input_features.shape[-1] != bins:
             raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
-        length = torch.tensor(input_features.shape[1])
-        if self.subsampled_lengths(length) < 1:
-            raise ValueError(f"{int(length)} feature frames are too few for one frame of the encoder; pad the audio.")
+        width, length = self.config.subsampling_conv_kernel_size, input_features.shape[1]
+        if length < width + self.config.subsampling_conv_stride * (width - 1):
+            raise ValueError(f"{length} feature frames are too few for one frame of the encoder; pad the audio.")
         return self.subsampler(input_features)
 
     def _real_frames(self, input_features: Tensor, attention_mask: Tensor | None, length: int) -> Tensor | None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor, waveforms
 from favor.models.conformer.transducer_decoding import transducer_greedy
 
 if TYPE_CHECKING:
-    from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
     from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
     from favor.models.conformer.modeling_transducer import ConformerForTransducer
 
@@ -73,15 +73,23 @@ class ConformerStream:
         return sum(part.nbytes for part in (*self._states, *kept, *self._context))
 
     def feed(self, audio: Any) -> Tensor:
-        """Takes the next samples of one recording, `[n]` at the extractor's rate.
+        """Takes the next samples of one recording: floats in [-1, 1], `[n]` at the extractor's rate.
 
         Returns:
             What `feed_features` returns for the features that are complete.
+
+        Raises:
+            TypeError: for integers. ValueError: for several channels, or samples that are not finite.
         """
         extractor = self.feature_extractor
         if extractor is None or self.batch_size != 1:
             raise ValueError("feed needs a feature_extractor and batch_size 1; use feed_features for features.")
-        new = torch.as_tensor(audio, dtype=torch.float32).reshape(-1)
+        pieces = waveforms(audio, 0)
+        if len(pieces) != 1:
+            raise ValueError(
+                f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first."
+            )
+        new = pieces[0]
         samples = new if self._samples is None else torch.cat((self._samples, new))
         count = extractor.num_frames(len(samples))
         self._samples = samples[count * extractor.hop_length :].clone()
@@ -98,6 +106,7 @@ class ConformerStream:
             may be 0.
         """
         encoder, stride = self.encoder, self.encoder.config.subsampling_conv_stride**2
+        features = features.to(encoder.device, encoder.dtype)
         features = features if self._features is None else torch.cat((self._features, features), dim=1)
         count = int(encoder.subsampled_lengths(torch.tensor(features.shape[1])))
         self._features = features[:, count * stride :].clone()

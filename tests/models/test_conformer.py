@@ -105,6 +105,39 @@ def test_batch_norm_of_real_frames():
     assert not found[1, :, 4:].any()
 
 
+def test_a_batch_of_one_frame_trains():
+    model, inputs = build(ConformerForCTC).train(), batch((13,))
+    model(**inputs, labels=torch.tensor([[3]])).loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_activation_checkpointing_counts_statistics_once():
+    results = []
+    for checkpointing in (False, True):
+        model, inputs = (
+            build(ConformerForCTC, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0).train(),
+            batch(),
+        )
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**inputs, labels=torch.tensor([[3], [4], [5]])).loss.backward()
+        results.append(
+            [*(p.grad for p in model.parameters()), *(b for n, b in model.named_buffers() if "running" in n)]
+        )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_encoder_compiles_without_graph_breaks():
+    model, inputs = build(ConformerForCTC), batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "favor+", "favor+ window"])
 def test_a_causal_encoder_sees_no_later_features(backend):
     model, features = build(ConformerModel, backend, causal=True), batch((90,))["input_features"]

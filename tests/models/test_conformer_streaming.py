@@ -94,6 +94,31 @@ def test_a_transducer_finds_the_tokens_of_the_whole():
     assert 3 < len(expected[0]) < 400
 
 
+@pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
+def test_half_precision_streams(kind):
+    """As in the whole recording, to the accuracy of the type."""
+    model, extractor = build(kind, "favor+").to(torch.bfloat16), ConformerFeatureExtractor(feature_size=10, **FIXED)
+    audio = np.random.default_rng(0).normal(size=16000).astype(np.float32)
+    stream, features = model.stream(extractor), extractor(audio, sampling_rate=16000)["input_features"]
+    found = torch.cat([stream.feed(piece) for piece in np.split(audio, [100, 9000])], dim=1)
+    with torch.no_grad():
+        out = model(features.to(torch.bfloat16))
+    whole = out.logits if kind is ConformerForCTC else out.last_hidden_state
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, whole, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "favor+"])
+def test_grouped_heads_stream(backend):
+    torch.manual_seed(0)
+    config = ConformerConfig(**TINY, attn_implementation=backend, favor={"num_features": 16, "exact_below": 0})
+    config.num_key_value_heads = 1
+    model, inputs = ConformerModel(config).eval(), features(100)
+    with torch.no_grad():
+        whole = model(inputs).last_hidden_state
+    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, [40, 60]), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_the_state_does_not_grow_with_linear_attention():
     sizes = {}
     for backend in ("favor+", "sdpa"):
@@ -112,6 +137,11 @@ def test_what_cannot_stream_is_refused():
     model.eval()
     with pytest.raises(ValueError, match='normalize="none"'):
         model.stream(ConformerFeatureExtractor(feature_size=10))
+    stream = model.stream(ConformerFeatureExtractor(feature_size=10, **FIXED))
+    with pytest.raises(TypeError, match="divide 16-bit samples by 32768"):
+        stream.feed(np.zeros(1000, dtype=np.int16))
+    with pytest.raises(ValueError, match="one mono waveform"):
+        stream.feed(np.zeros((1000, 2), dtype=np.float32))
     with pytest.raises(ValueError, match="needs a feature_extractor"):
         model.stream().feed(np.zeros(1000))
     with pytest.raises(ValueError, match="set exact_below=0"):

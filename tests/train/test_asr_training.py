@@ -166,6 +166,8 @@ def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
     assert ConformerConfig.from_pretrained(tmp_path / "second").vocab_size == 14
     with pytest.raises(ValueError, match="vocab_size is for what --processor_name_or_path brings along"):
         train("third", vocab_size=14, **path)
+    with pytest.raises(ValueError, match="features have normalize 'utterance'"):
+        train("causal", flags=("causal",), **path)
 
 
 def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path):
