@@ -179,12 +179,15 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
     for label in dict.fromkeys(cell["backend"] for cell in done):
         own = [cell for cell in done if cell["backend"] == label]
-        minutes = [cell["minutes"] for cell in own]
+        minutes = [cell["seconds"] / 60 for cell in own]
         style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
         left.plot(minutes, [cell["pass"]["seconds"] for cell in own], label=label, **style)
         right.plot(minutes, [cell["bytes"]["pass"] / 1e6 for cell in own], label=label, **style)
     for axes, name in ((left, "time of a pass, s"), (right, "peak memory of a pass, MB")):
         axes.set(xscale="log", yscale="log", xlabel="minutes of audio", ylabel=name)
+        ticks = sorted({cell["minutes"] for cell in done})
+        axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
     figure.tight_layout()
