@@ -16,12 +16,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import HfArgumentParser
 
 import favor
@@ -30,9 +28,9 @@ from favor.models.conformer import ConformerConfig, ConformerProcessor
 from favor.train.arguments import BackendArguments, check_positive, option
 from favor.train.asr import HUB
 from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
-from favor.train.speech_batches import DurationBatchSampler, SpeechDataset, collate
 from favor.train.speech_data import Utterance, long_enough
-from favor.train.speech_model import MODELS, make_model, make_processor
+from favor.train.speech_loaders import evaluation_loader
+from favor.train.speech_model import MODELS, make_model, make_processor, saved_architecture
 from favor.train.speech_sources import load_speech
 from favor.train.transcribe import transcribe
 from favor.train.word_errors import ErrorCounts, character_errors, word_errors
@@ -64,12 +62,8 @@ class EvaluationArguments:
             raise ValueError(f"splits must be different names, at least one, got {self.splits}")
 
 
-def model_arguments(path: str, **changes: Any) -> SpeechModelArguments:
-    """Arguments of `favor.train.asr` that load a saved model as what it is.
-
-    Args:
-        path: folder or hub name.
-        **changes: of the backend, see `BackendArguments`.
+def speech_config(path: str) -> ConformerConfig:
+    """Configuration of a saved speech model, a folder or a hub name.
 
     Raises:
         ValueError: if there is no saved ConformerForCTC or ConformerForTransducer.
@@ -78,12 +72,10 @@ def model_arguments(path: str, **changes: Any) -> SpeechModelArguments:
         config = ConformerConfig.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"model_name_or_path must be a saved speech model, got {path!r}: {error}") from error
-    kinds = {model.__name__: name for name, model in MODELS.items()}
-    found = [kinds[name] for name in config.architectures or () if name in kinds]
-    if not found:
-        raise ValueError(f"{path} must hold a {' or a '.join(kinds)}, got {config.architectures or 'no architecture'}")
-    weight = config.ctc_weight if found[0] == "transducer" else 0.0
-    return SpeechModelArguments(model_name_or_path=path, architecture=found[0], ctc_weight=weight, **changes)
+    if saved_architecture(config) is None:
+        kinds = " or a ".join(kind.__name__ for kind in MODELS.values())
+        raise ValueError(f"{path} must hold a {kinds}, got {config.architectures or 'no architecture'}")
+    return config
 
 
 def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple[Any, ConformerProcessor]:
@@ -95,15 +87,13 @@ def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple
         seed: of the random features. Default None: the saved one.
 
     Raises:
-        ValueError: as `model_arguments`, and for options without a FAVOR backend.
+        ValueError: as `speech_config`, and for options without a FAVOR backend.
     """
-    arguments = Arguments(
-        model_arguments(path, **asdict(backend)), SpeechDataArguments(), SpeechTrainArguments(output_dir="")
-    )
+    config = speech_config(path)
+    given = SpeechModelArguments(model_name_or_path=path, **asdict(backend))
+    arguments = Arguments(given, SpeechDataArguments(), SpeechTrainArguments(output_dir=""))
     processor = make_processor(arguments, ())
-    if seed is None:
-        seed = (ConformerConfig.from_pretrained(path).favor or {}).get("seed", 0)
-    return make_model(arguments, processor, seed), processor
+    return make_model(arguments, processor, (config.favor or {}).get("seed", 0) if seed is None else seed), processor
 
 
 def recognise(
@@ -129,9 +119,7 @@ def recognise(
         One text an utterance, in order, and the seconds that reading and decoding the files, features, model and search
         took together.
     """
-    dataset = SpeechDataset(utterances, processor, resample=resample)
-    sampler = DurationBatchSampler(dataset.durations, batch_seconds, shuffle=False, allow_long=True)
-    loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=partial(collate, with_index=True))
+    loader = evaluation_loader(utterances, processor, batch_seconds, resample=resample)
     texts = [""] * len(utterances)
     model.eval()
     start = time.perf_counter()
@@ -210,7 +198,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
     ]
 
 
-def shown_command(program: str, argv: Sequence[str], dropped: Sequence[str]) -> str:
+def shown_command(program: str, argv: Sequence[str], dropped: Sequence[str] = ()) -> str:
     """The command line for a result: the data folder as DATA, a local model by the name of its folder."""
     words = [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
     return report.shown_command(program, words, ("--data_dir",), dropped)

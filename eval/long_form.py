@@ -34,8 +34,8 @@ from favor.eval.long_form_cell import (
     transcripts,
 )
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
-from favor.models.conformer.configuration_conformer import PRESETS
-from favor.train.speech_data import Utterance, subsampled_frames
+from favor.models.conformer.configuration_conformer import PRESETS, subsampled_frames
+from favor.train.speech_data import Utterance
 from favor.train.speech_sources import load_speech
 from favor.train.word_errors import word_errors
 

@@ -91,9 +91,7 @@ def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
                 f"{arguments.model_name_or_path} have {extractor.normalize!r}."
             )
         return extractor
-    frames = ConformerFeatureExtractor().log_mel(torch.from_numpy(noise(10.0, arguments.seed + 1)))
-    constants = {"mean": frames.mean(0).tolist(), "std": frames.std(0).tolist()}
-    return ConformerFeatureExtractor(normalize="none", **constants)
+    return ConformerFeatureExtractor.measured([noise(10.0, arguments.seed + 1)])
 
 
 def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argparse.Namespace) -> ConformerForCTC:

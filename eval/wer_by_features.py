@@ -45,6 +45,7 @@ from favor.integrations.masks import favor_mask, key_padding
 from favor.integrations.observe import Observation
 from favor.integrations.refusals import causal_of, refuse
 from favor.train import asr, asr_arguments, checkpoint
+from favor.train.speech_data import long_enough
 from favor.train.speech_model import make_model, make_processor
 from favor.train.speech_sources import load_speech
 
@@ -53,6 +54,7 @@ OWN = (
     *("attn_implementation", "num_features", "features", "factorization", "window", "statistics", "exact_below"),
     *("redraw_interval", "seed", "resume", "overwrite_output_dir"),
 )
+# A model is evaluated as converted: it must be what it was saved as.
 OF_THE_MODEL = ("architecture", "ctc_weight")
 
 
@@ -182,15 +184,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     return arguments, rest
 
 
-def model_words(path: str | None) -> list[str]:
-    """Arguments of `favor.train.asr` for the model that all arms start from; none for new weights."""
-    if path is None:
-        return []
-    found = evaluation.model_arguments(path)
-    weight = ["--ctc_weight", str(found.ctc_weight)] if found.ctc_weight else []
-    return ["--model_name_or_path", path, "--architecture", found.architecture, *weight]
-
-
 def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
     """Error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
     arguments = asr_arguments.parse(list(words))
@@ -199,7 +192,7 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
     model = make_model(arguments, processor, seed).to(PartialState().device)
     scores = {}
     for split in data.eval_splits:
-        utterances, _ = load_speech(
+        utterances, skipped = load_speech(
             data.data_dir or asr.HUB,
             split,
             prepared=folder / "prepared" / split,
@@ -207,7 +200,7 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
             max_bad=data.limit,
             resample=data.resample,
         )
-        utterances = utterances[: data.max_eval_samples]
+        utterances = long_enough(utterances[: data.max_eval_samples], processor, skipped)
         texts, _ = evaluation.recognise(
             model, processor, utterances, batch_seconds=arguments.train.max_batch_seconds, resample=data.resample
         )
@@ -271,7 +264,10 @@ def run_arm(arm: Arm, seed: int, arguments: argparse.Namespace, common: Sequence
 def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Runs the arms that are not finished, one seed after the other, with a report after each; returns failures."""
     register_uniform_mean()
-    common = [*model_words(arguments.model_name_or_path), *rest]
+    common = list(rest)
+    if arguments.model_name_or_path is not None:
+        evaluation.speech_config(arguments.model_name_or_path)
+        common = ["--model_name_or_path", arguments.model_name_or_path, *rest]
     report.records(arguments.output_dir, common)
     for arm in arguments.arms:
         asr_arguments.parse([*common, *arm.words(), "--output_dir", str(arguments.output_dir)])

@@ -241,11 +241,9 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
     arms = [row["arm"] for row in rows]
     seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
     words = [*common, "--arms", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
-    # The program reads these from the model.
-    dropped = ("--architecture", "--ctc_weight") if "--model_name_or_path" in common else ()
     lines, found = report_lines(rows, runs, common), checks(rows, splits)
     content = {
-        "command": shown_command("favor.eval.wer_by_features", words, dropped),
+        "command": shown_command("favor.eval.wer_by_features", words),
         "machine": "; ".join(sorted({run["machine"] for run in runs})),
         "versions": runs[0]["versions"],
         "splits": splits,

@@ -59,7 +59,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for match, path in sorted(((m, p) for m, p in numbered if m), key=lambda pair: int(pair[0][1]))]
 
 
-def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
+def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bool, there: bool | None = None) -> None:
     """Makes sure that a run may write to its folder; writes nothing itself.
 
     Args:
@@ -67,6 +67,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
         settings: everything the result depends on.
         resume: continue what is there.
         overwrite: start again where something is.
+        there: whether the folder holds a run. Default None: it does with a checkpoint or results.
 
     Raises:
         ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, both are, or the run to
@@ -74,7 +75,8 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
     """
     if resume and overwrite:
         raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
-    there = checkpoints(folder) or (folder / RESULTS).exists()
+    if there is None:
+        there = bool(checkpoints(folder)) or (folder / RESULTS).exists()
     if there and not (resume or overwrite):
         raise ValueError(
             f"{folder} holds a run already: continue it with --resume, start it again with --overwrite_output_dir, or "

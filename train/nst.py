@@ -29,12 +29,12 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import HfArgumentParser
 
-from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerProcessor
+from favor.models.conformer import ConformerConfig, ConformerProcessor
 from favor.train import asr, asr_arguments, checkpoint, report
 from favor.train.arguments import check_positive, option
 from favor.train.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
 from favor.train.speech_data import Utterance
-from favor.train.speech_model import OF_NEW_PROCESSORS, architecture_of
+from favor.train.speech_model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
 from favor.train.speech_sources import load_speech
 
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
@@ -114,8 +114,6 @@ def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments
     inside = [path for path in used if path and Path(nst.output_dir).resolve() in Path(path).resolve().parents]
     if student.train.overwrite_output_dir and inside:
         raise ValueError(f"overwrite_output_dir would delete {inside[0]}: choose another output_dir")
-    if student.train.resume and student.train.overwrite_output_dir:
-        raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
     return nst, student, rest
 
 
@@ -123,25 +121,15 @@ def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator
     """Makes sure that the run may write to its folder, and records its settings there.
 
     Raises:
-        ValueError: if the folder holds a run and is neither to be resumed nor overwritten, or had other settings. More
-            generations than before are allowed.
+        ValueError: as `checkpoint.open_run`. More generations than before are allowed.
     """
     folder, free = Path(nst.output_dir), ("output_dir", "generations")
     settings = {name: value for name, value in asdict(nst).items() if name not in free}
     settings |= student.settings(accelerator.num_processes)
     path, train = folder / checkpoint.SETTINGS, student.train
-    before = json.loads(path.read_text()) if path.exists() else None
+    checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir, there=path.exists())
+    # Nobody writes before all have looked.
     accelerator.wait_for_everyone()
-    if before is not None and not (train.resume or train.overwrite_output_dir):
-        raise ValueError(
-            f"{folder} holds a run already: continue it with --resume, start it again with --overwrite_output_dir, or "
-            "choose another --output_dir"
-        )
-    if before is not None and train.resume:
-        names = sorted(name for name in {*before, *settings} if before.get(name) != settings.get(name))
-        changed = "; ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in names)
-        if changed:
-            raise ValueError(f"cannot resume {folder} with other settings: {changed}")
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         if train.overwrite_output_dir:
@@ -176,11 +164,12 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
     Raises:
         ValueError: if it is no Conformer for CTC or Transducer.
     """
-    kinds = {kind.__name__: kind for kind in (ConformerForCTC, ConformerForTransducer)}
-    names = ConformerConfig.from_pretrained(folder).architectures or ["none"]
-    if names[0] not in kinds:
-        raise ValueError(f"teacher must be one of {', '.join(kinds)}, got {names[0]} in {folder}")
-    model: Any = kinds[names[0]].from_pretrained(folder)
+    config = ConformerConfig.from_pretrained(folder)
+    found = saved_architecture(config)
+    if found is None:
+        kinds, name = ", ".join(kind.__name__ for kind in MODELS.values()), (config.architectures or ["none"])[0]
+        raise ValueError(f"teacher must be one of {kinds}, got {name} in {folder}")
+    model: Any = MODELS[found].from_pretrained(folder)
     return model.to(accelerator.device).eval(), ConformerProcessor.from_pretrained(folder)
 
 

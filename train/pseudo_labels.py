@@ -11,17 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from favor.models.conformer import ConformerProcessor, normalize_transcript
-from favor.train.speech_batches import DurationBatchSampler, SpeechDataset, collate
-from favor.train.speech_data import Skipped, Utterance, check_lengths, subsampled_frames
+from favor.train.speech_batches import Key
+from favor.train.speech_data import Skipped, Utterance, check_lengths, long_enough
+from favor.train.speech_loaders import evaluation_loader
 from favor.train.transcribe import search
 
 FINAL, PART = "labels.jsonl", "labels.part-{}.jsonl"
@@ -116,32 +115,29 @@ def label(
     settings = {"teacher": teacher, "beam_size": beam_size, "resample": resample}
     _, known = _known(folder, settings)
     todo = {u.id for u in utterances if u.id not in known or known[u.id].audio != os.path.abspath(u.place)}
-    long, batches, short = _batches(utterances, processor, max_batch_seconds)
-    mine = [batch for batch in batches[process::processes] if any(long[index].id in todo for _, index in batch)]
+    long, short = _by_length(utterances, processor)
     records: Iterator[list[PseudoLabel]] = iter([[_record(u, "", 0.0, 0) for u in short]] if process == 0 else [])
-    if mine:
-        dataset, numbered = SpeechDataset(long, processor, resample=resample), partial(collate, with_index=True)
-        loader: DataLoader = DataLoader(dataset, batch_sampler=mine, collate_fn=numbered, num_workers=num_workers)
+
+    def mine(batches: list[list[Key]]) -> list[list[Key]]:
+        return [batch for batch in batches[process::processes] if any(long[index].id in todo for _, index in batch)]
+
+    if long:
+        loader = evaluation_loader(
+            long, processor, max_batch_seconds, resample=resample, num_workers=num_workers, choose=mine
+        )
         records = itertools.chain(records, _transcribed(model, processor, long, loader, beam_size, process == 0))
     new = ([one for one in batch if one.id in todo] for batch in records)
     _append(folder / PART.format(process), settings, new)
 
 
-def _batches(
-    utterances: Sequence[Utterance], processor: ConformerProcessor, max_batch_seconds: float
-) -> tuple[list[Utterance], list[list[tuple[int, int]]], list[Utterance]]:
-    """Utterances without their texts, batches of them, and those too short for one frame of the encoder."""
-    extractor = processor.feature_extractor
-    long: list[Utterance] = []
-    short: list[Utterance] = []
-    for utterance in utterances:
-        samples = round((utterance.seconds or 0) * extractor.sampling_rate)
-        audible = subsampled_frames(extractor.num_frames(samples)) >= 1
-        (long if audible else short).append(dataclasses.replace(utterance, text=""))
-    if not long:
-        return [], [], short
-    durations = [utterance.seconds or 0.0 for utterance in long]
-    return long, list(DurationBatchSampler(durations, max_batch_seconds, shuffle=False, allow_long=True)), short
+def _by_length(
+    utterances: Sequence[Utterance], processor: ConformerProcessor
+) -> tuple[list[Utterance], list[Utterance]]:
+    """Utterances without their texts: those that give a frame of the encoder, and those too short for one."""
+    untold = [dataclasses.replace(utterance, text="") for utterance in utterances]
+    long = long_enough(untold, processor, Skipped(1.0))
+    known = {utterance.id for utterance in long}
+    return long, [utterance for utterance in untold if utterance.id not in known]
 
 
 def _transcribed(
@@ -149,7 +145,7 @@ def _transcribed(
 ) -> Iterator[list[PseudoLabel]]:
     """Labels of batch after batch."""
     model.eval()
-    for batch in tqdm(loader, desc="labelling", disable=not show):
+    for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
         indices = batch.pop("index").tolist()
         best = [beam[0] for beam in search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size)]
         texts = [processor.tokenizer.decode(list(one.tokens), group_tokens=False) for one in best]

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
+from favor.models.conformer.configuration_conformer import IGNORED
 from favor.train.batches import mix
 from favor.train.speech_augment import SpecAugment, change_speed
 from favor.train.speech_data import Utterance, read_audio
 
-IGNORED = -100
 Key = tuple[int, int]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import soundfile
 
+from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.train.speech_augment import resample as change_rate
 
 # Decoding goes in blocks, because a header may not know how much there is.
@@ -159,13 +160,6 @@ def _decode(stream: soundfile.SoundFile) -> np.ndarray:
         blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(1, dtype=np.float32))
         if len(block) < BLOCK_SAMPLES:
             return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
-
-
-def subsampled_frames(frames: int) -> int:
-    """Outputs of the encoder for so many feature frames: twice a convolution of kernel 5 and stride 2, unpadded."""
-    for _ in range(2):
-        frames = max(0, (frames - 5) // 2 + 1)
-    return frames
 
 
 def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:

@@ -41,35 +41,38 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
         _check_causal(arguments.model, processor.feature_extractor.normalize)
         return processor
     _check_causal(arguments.model, data.normalize)
-    extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
     if data.normalize == "none":
-        parts = [torch.from_numpy(read_audio(u, resample=data.resample)) for u in utterances[:MEASURED]]
-        frames = torch.cat([extractor.log_mel(part) for part in parts]).double()
-        constants = {"mean": frames.mean(0).tolist(), "std": frames.std(0).tolist()}
-        extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize="none", **constants)
+        waveforms = (read_audio(utterance, resample=data.resample) for utterance in utterances[:MEASURED])
+        extractor = ConformerFeatureExtractor.measured(waveforms, feature_size=data.num_mel_bins)
+    else:
+        extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
     tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
     return ConformerProcessor(extractor, tokenizer)
+
+
+def saved_architecture(config: ConformerConfig) -> str | None:
+    """Whether a saved model is "ctc" or "transducer", by its configuration; None if it is neither."""
+    return next((name for name, kind in MODELS.items() if kind.__name__ in (config.architectures or ())), None)
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
     """Whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
-    names = ConformerConfig.from_pretrained(arguments.model_name_or_path).architectures or []
-    found = [name for name, kind in MODELS.items() if kind.__name__ in names]
-    if not found:
+    config = ConformerConfig.from_pretrained(arguments.model_name_or_path)
+    found = saved_architecture(config)
+    if found is None:
         raise ValueError(
-            f"{arguments.model_name_or_path} is {' '.join(names) or 'nothing named'}: say what to train on its "
-            f"encoder, --architecture {' or '.join(MODELS)}"
+            f"{arguments.model_name_or_path} is {' '.join(config.architectures or ['nothing named'])}: say what to "
+            f"train on its encoder, --architecture {' or '.join(MODELS)}"
         )
-    return found[0]
+    return found
 
 
 def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
     """A new model of the preset, or the checkpoint's, its attention switched; the seed draws weights and features."""
     given, options = arguments.model, arguments.model.favor_options()
-    architecture = architecture_of(given)
-    model_class = MODELS[architecture]
+    model_class = MODELS[architecture_of(given)]
     set_seed(seed)
     if given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}

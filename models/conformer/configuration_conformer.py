@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.dataclasses import strict
+from torch import Tensor
 from transformers import LasrEncoderConfig
 
 from favor.models.stored_backend import StoredBackend
 
+# Padding of labels, which no loss counts.
+IGNORED = -100
 PREDICTION_NETWORKS = ("lstm", "stateless")
+Count = TypeVar("Count", int, Tensor)
 
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.
@@ -46,6 +50,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "joint_hidden_size": 640,
     },
 }
+
+
+def subsampled_frames(frames: Count, width: int = 5, stride: int = 2) -> Count:
+    """Encoder frames of so many feature frames, after two unpadded convolutions of that kernel and stride."""
+    for _ in range(2):
+        frames = (frames - width) // stride + 1
+    return frames.clamp_min(0) if isinstance(frames, Tensor) else max(0, frames)
 
 
 @strict

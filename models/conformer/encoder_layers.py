@@ -56,28 +56,27 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         )
         self.norm = PaddedBatchNorm(config.hidden_size, momentum=config.batch_norm_momentum)
 
-    def forward(self, hidden_states: Tensor, real: Tensor | None = None, past: Tensor | None = None) -> Any:
+    def forward(self, hidden_states: Tensor, real: Tensor | None = None, state: BlockState | None = None) -> Tensor:
         """Convolves over time.
 
         Args:
             hidden_states: `[B, T, C]`.
             real: `[B, T]`, boolean, False for padding; None if there is none.
-            past: `[B, C, kernel - 1]`, what came before, for streaming.
+            state: what came before, for streaming; changed.
 
         Returns:
-            `[B, T, C]`; with `past`, also the next `past`.
+            `[B, T, C]`.
         """
         hidden_states = functional.glu(self.pointwise_conv1(hidden_states.transpose(1, 2)), dim=1)
         if real is not None:
             hidden_states = hidden_states.masked_fill(~real.unsqueeze(1), 0.0)
-        if past is None:
+        if state is None:
             hidden_states = functional.pad(hidden_states, (self.left, self.right))
         else:
-            hidden_states = torch.cat((past, hidden_states), dim=-1)
-            past = hidden_states[..., hidden_states.shape[-1] - self.left :].clone()
+            hidden_states = torch.cat((state.convolution, hidden_states), dim=-1)
+            state.convolution = hidden_states[..., hidden_states.shape[-1] - self.left :].clone()
         hidden_states = self.activation(self.norm(self.depthwise_conv(hidden_states), real))
-        out = self.pointwise_conv2(hidden_states).transpose(1, 2)
-        return out if past is None else (out, past)
+        return self.pointwise_conv2(hidden_states).transpose(1, 2)
 
 
 @dataclass
@@ -162,8 +161,9 @@ class ConformerBlock(LasrEncoderBlock):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         real: Tensor | None = None,
+        state: BlockState | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """One layer.
@@ -173,14 +173,19 @@ class ConformerBlock(LasrEncoderBlock):
             attention_mask: for the attention backend.
             position_embeddings: cosines and sines `[1, T, head_dim]`.
             real: `[B, T]`, False for padding; None if there is none.
+            state: of a causal model that streams, all of whose frames are real; changed. Default None: no stream.
             **kwargs: for the attention backend.
         """
         hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
-        attended = self.self_attn(
-            self.norm_self_att(hidden_states), position_embeddings, attention_mask=attention_mask, **kwargs
-        )[0]
+        normed = self.norm_self_att(hidden_states)
+        if state is None:
+            attended = self.self_attn(normed, position_embeddings, attention_mask=attention_mask, **kwargs)[0]
+        else:
+            attended = self.self_attn.stream(normed, position_embeddings, state.attention)
         hidden_states = hidden_states + self.dropout(attended)
-        hidden_states = self.add_convolution(hidden_states, self.conv(self.norm_conv(hidden_states), real))
+        kept, new = self.conv_residual_weights
+        convolved = self.conv(self.norm_conv(hidden_states), real, state)
+        hidden_states = kept * hidden_states + new * self.dropout(convolved)
         return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
 
     def empty_state(self, batch_size: int) -> BlockState:
@@ -188,21 +193,7 @@ class ConformerBlock(LasrEncoderBlock):
         weight: Tensor = self.conv.depthwise_conv.weight
         return BlockState(weight.new_zeros(batch_size, weight.shape[0], self.conv.left), self.self_attn.empty_state())
 
-    def stream(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], state: BlockState) -> Tensor:
-        """The layer for the next frames `[B, T, C]`, as `forward` of a causal model; changes the state."""
-        hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
-        normed = self.norm_self_att(hidden_states)
-        hidden_states = hidden_states + self.self_attn.stream(normed, position_embeddings, state.attention)
-        convolved, state.convolution = self.conv(self.norm_conv(hidden_states), past=state.convolution)
-        hidden_states = self.add_convolution(hidden_states, convolved)
-        return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
-
     def half_step(self, hidden_states: Tensor, norm: nn.Module, feed_forward: nn.Module) -> Tensor:
         """The residual feed-forward layer."""
         kept, new = self.feed_forward_residual_weights
         return kept * hidden_states + new * self.dropout(feed_forward(norm(hidden_states)))
-
-    def add_convolution(self, hidden_states: Tensor, convolved: Tensor) -> Tensor:
-        """The residual of the convolution."""
-        kept, new = self.conv_residual_weights
-        return kept * hidden_states + new * self.dropout(convolved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,18 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
                 )
         if min(self.std) <= 0:
             raise ValueError(f"std must be positive, got {min(self.std)}.")
+
+    @classmethod
+    def measured(cls, waveforms: Iterable[Any], **settings: Any) -> ConformerFeatureExtractor:
+        """An extractor with fixed constants: mean and standard deviation of each bin over all frames of waveforms.
+
+        Args:
+            waveforms: float samples `[n]` in [-1, 1] each.
+            **settings: of the class, without `normalize`, `mean` and `std`.
+        """
+        extractor = cls(**settings)
+        frames = torch.cat([extractor.log_mel(waveform) for waveform in waveforms]).double()
+        return cls(normalize="none", mean=frames.mean(0).tolist(), std=frames.std(0).tolist(), **settings)
 
     def num_frames(self, samples: int) -> int:
         """Frames of a waveform of so many samples: windows that lie inside it."""

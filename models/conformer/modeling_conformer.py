@@ -20,11 +20,9 @@ from transformers.models.lasr.modeling_lasr import (
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.configuration_conformer import IGNORED, ConformerConfig, Count, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
 from favor.models.conformer.streaming import ConformerStream
-
-IGNORED = -100
 
 
 class ConformerPreTrainedModel(LasrPreTrainedModel):
@@ -43,12 +41,9 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
             # By the width, as torch does: a fixed deviation of 0.02 is too small for narrow models.
             init.kaiming_uniform_(module.weight, a=5**0.5)
 
-    def subsampled_lengths(self, lengths: Tensor) -> Tensor:
-        """Encoder frames of utterances of so many feature frames; both `[B]`."""
-        width, stride = self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride
-        for _ in range(2):
-            lengths = ((lengths - width) // stride + 1).clamp_min(0)
-        return lengths
+    def subsampled_lengths(self, lengths: Count) -> Count:
+        """Encoder frames of so many feature frames: of an utterance, or `[B]`."""
+        return subsampled_frames(lengths, self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride)
 
     def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
         """A recording that comes in pieces; see `favor.models.conformer.streaming.ConformerStream`."""
@@ -120,8 +115,8 @@ class ConformerModel(ConformerPreTrainedModel):
         bins = self.config.num_mel_bins
         if input_features.ndim != 3 or input_features.shape[-1] != bins:
             raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
-        width, length = self.config.subsampling_conv_kernel_size, input_features.shape[1]
-        if length < width + self.config.subsampling_conv_stride * (width - 1):
+        length = input_features.shape[1]
+        if self.subsampled_lengths(length) == 0:
             raise ValueError(f"{length} feature frames are too few for one frame of the encoder; pad the audio.")
         return self.subsampler(input_features)
 

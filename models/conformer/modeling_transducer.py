@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.configuration_conformer import IGNORED, ConformerConfig
 from favor.models.conformer.modeling_conformer import (
-    IGNORED,
     ConformerModel,
     ConformerPreTrainedModel,
     ctc_loss,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, LasrProcessor
 
-IGNORED = -100
+from favor.models.conformer.configuration_conformer import IGNORED
 
 
 class ConformerProcessor(LasrProcessor):

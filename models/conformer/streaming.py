@@ -108,7 +108,7 @@ class ConformerStream:
         encoder, stride = self.encoder, self.encoder.config.subsampling_conv_stride**2
         features = features.to(encoder.device, encoder.dtype)
         features = features if self._features is None else torch.cat((self._features, features), dim=1)
-        count = int(encoder.subsampled_lengths(torch.tensor(features.shape[1])))
+        count = encoder.subsampled_lengths(features.shape[1])
         self._features = features[:, count * stride :].clone()
         if count == 0:
             return self._nothing()
@@ -116,7 +116,7 @@ class ConformerStream:
         positions = torch.arange(self.frames, self.frames + count, device=hidden_states.device).unsqueeze(0)
         embeddings = encoder.rotary_emb(hidden_states, positions)
         for layer, state in zip(encoder.layers, self._states, strict=True):
-            hidden_states = layer.stream(hidden_states, embeddings, state)
+            hidden_states = layer(hidden_states, position_embeddings=embeddings, state=state)
         self.frames += count
         return self._decode(encoder.out_norm(hidden_states))
 

@@ -13,6 +13,7 @@ from tiny_speech import SPLITS, save_model, write_corpus
 import favor
 from favor.eval import asr
 from favor.models.conformer import ConformerForCTC, ConformerForTransducer, ConformerProcessor, transducer_beam
+from favor.train.speech_batches import SpeechDataset
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +113,13 @@ def test_another_backend(ctc, corpus, tmp_path):
 
 
 def test_seconds_include_what_comes_before_the_model(ctc, corpus, tmp_path, monkeypatch):
-    original = asr.SpeechDataset.__getitem__
+    original = SpeechDataset.__getitem__
 
     def slow(self, key):
         time.sleep(0.1)
         return original(self, key)
 
-    monkeypatch.setattr(asr.SpeechDataset, "__getitem__", slow)
+    monkeypatch.setattr(SpeechDataset, "__getitem__", slow)
     content, _ = call(ctc, corpus, tmp_path)
     assert content["splits"]["dev"]["searches"]["greedy"]["seconds"] > 0.3
 

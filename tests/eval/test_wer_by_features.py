@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from PIL import Image
@@ -141,7 +142,7 @@ def write_arm(folder, label, seed, **changes):
     stages = {
         stage: dict(zip(("dev_wer", "dev_cer"), values[seed], strict=True)) for stage, values in SCORES[label].items()
     }
-    arguments = ["--model_name_or_path", "folder/base", "--architecture", "ctc", "--data_dir", "secret/place"]
+    arguments = ["--model_name_or_path", "folder/base", "--data_dir", "secret/place"]
     record = {
         "arm": label,
         "backend": arm.backend.label,
@@ -211,7 +212,6 @@ def test_numbers_of_the_table(tmp_path):
     assert sections["Cost of the training"]["mean over time", "-"] == ["7", "1.000", "100", "301", "1234"]
     assert content["command"].startswith("python -m favor.eval.wer_by_features --model_name_or_path")
     assert "--data_dir DATA" in content["command"]
-    assert "--architecture" not in content["command"]
     assert content["versions"] == {"torch": "2"}
     assert content["machine"] == "a machine"
 
@@ -277,6 +277,19 @@ def command(base, corpus, folder, *flags):
     ]  # fmt: skip
 
 
+def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(base, tmp_path):
+    corpus = write_corpus(tmp_path)
+    words = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--eval_splits", "dev", "--output_dir"]
+    whole = program.evaluate_converted([*words, str(tmp_path / "whole")], 0)
+    soundfile.write(corpus / "short.wav", np.zeros(2000), 16000)
+    with (corpus / "dev.jsonl").open("a") as rows:
+        rows.write(json.dumps({"id": "short", "audio": "short.wav", "text": "GO FIN"}) + "\n")
+    words.append(str(tmp_path / "more"))
+    with pytest.raises(ValueError, match=r"short .*11 feature frames, too few"):
+        program.evaluate_converted(words, 0)
+    assert program.evaluate_converted([*words, "--max_bad", "1"], 0) == whole
+
+
 @pytest.mark.slow
 def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "in_own_process", in_this_process)
@@ -285,6 +298,8 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("seed 3: finished") == 3
     content = json.loads((tmp_path / "runs" / "results" / "wer_by_features_x.json").read_text())
     assert [row["arm"] for row in content["rows"]] == ["sdpa", "uniform_mean", "favor++:4"]
+    # Which would be refused.
+    assert "--architecture" not in content["command"]
     finished = {}
     for row in content["rows"]:
         (arm,) = Arm.parse(row["arm"], [])

@@ -1,11 +1,10 @@
 """Distillation: what is learned helps on other text, and the folder is all that is needed afterwards."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from launching import LAUNCH, TWO, run
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import favor
@@ -121,10 +120,7 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
 def test_two_processes_learn_both_stages(bert_folder, text, tmp_path):
     """The pooler has no part in the loss, which distributed training must be told."""
     words = arguments(bert_folder, text, tmp_path, "--attention_steps", "3", "--model_steps", "3")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    done = subprocess.run([*launch, "-m", "favor.train.distill", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(*LAUNCH, *TWO, "-m", "favor.train.distill", *words)
     results = json.loads((tmp_path / "distillation.json").read_text())
     assert (len(results["attention_loss"]), len(results["model_loss"])) == (3, 3)
     assert AutoModel.from_pretrained(tmp_path).config.favor["statistics"] == "corrected"

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from launching import LAUNCH, TWO, run
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -131,12 +130,8 @@ def test_two_processes_are_one_with_twice_the_batch(still_folder, glue_folder, t
     settings = {"model_name_or_path": still_folder, "task_name": "sst2", "data_dir": glue_folder, "max_train_steps": 6}
     settings |= {"learning_rate": 1e-4, **BOUND}
     common = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
-    for count, batch, flags in ((1, 4, ()), (2, 2, ("--multi_gpu", "--main_process_port", "0"))):
-        words = ["--output_dir", str(tmp_path / str(count)), "--per_device_train_batch_size", str(batch)]
-        command = [*launch, "--num_processes", str(count), *flags, "-m", "favor.train.glue", *common, *words]
-        done = subprocess.run([*command, "--pad_to_max_length"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for count, batch, processes in ((1, 4, ("--num_processes", 1)), (2, 2, TWO)):
+        words = ["--output_dir", tmp_path / str(count), "--per_device_train_batch_size", batch, "--pad_to_max_length"]
+        run(*LAUNCH, *processes, "-m", "favor.train.glue", *common, *words)
         assert json.loads((tmp_path / str(count) / "all_results.json").read_text())["num_processes"] == count
     close(tmp_path / "1", tmp_path / "2", atol=1e-5)

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import soundfile
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from launching import LAUNCH, TWO, run
 from safetensors.torch import load_file
 
 from favor.models.conformer.configuration_conformer import PRESETS
@@ -333,22 +332,14 @@ def test_from_nothing(corpus, preset, tmp_path):
     assert results["generations"][1]["metrics"]["dev_cer"] < 50
 
 
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
-LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
-
-
 @pytest.mark.slow
 def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
     student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3, "max_batch_seconds": 8}
     noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
-    # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
-    two = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-    command = [*LAUNCH, *two, "-m", "favor.train.nst", *words(corpus, tmp_path, **student | noise)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "default"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = run(*LAUNCH, *TWO, "-m", "favor.train.nst", *words(corpus, tmp_path, **student | noise))
     results = json.loads((tmp_path / "nst.json").read_text())
     assert results["num_processes"] == 2
-    assert done.stdout.count("labelled") == 1
+    assert printed.count("labelled") == 1
     texts = [{one.id: one.text for one in labels_in(folder / "gen_1")[1]} for folder in (tmp_path, whole[0])]
     assert texts[0] == texts[1]
     for one in results["generations"][1:]:

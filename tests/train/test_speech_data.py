@@ -10,18 +10,12 @@ import pytest
 import soundfile
 from speech_corpus import RATE, librispeech, rows, sound, transcript, write_manifest, write_sound
 
+from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.tokenization_conformer import train_tokenizer
 from favor.train import speech_sources
-from favor.train.speech_data import (
-    Skipped,
-    Utterance,
-    check_lengths,
-    needed_frames,
-    read_audio,
-    subsampled_frames,
-)
+from favor.train.speech_data import Skipped, Utterance, check_lengths, needed_frames, read_audio
 from favor.train.speech_prepare import prepare
 from favor.train.speech_sources import from_dataset, load_speech, read_hub, read_librispeech, read_manifest
 
