@@ -13,7 +13,7 @@ from favor.kernels import KERNELS
 CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
 SHARP_FEATURES = ("wderf", "cderf", "sderf", "saderf", "aderf")
 STATISTICS = ("batch", "calibrated", "corrected")
-_FACTORED = ("wderf", "cderf", "sderf")
+_FACTORED = ("wderf", "cderf", "sderf", "aderf")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class FavorConfig:
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf". Other backends
             have one family each and do not read it.
-        factorization: how "wderf", "cderf" and "sderf" factor their matrices: "eigh" (default, the optimum) or
-            "cholesky" (no eigendecomposition; within 0.0071 of the optimal objective per direction).
+        factorization: how the families of favor# factor their matrices: "eigh" (default, the optimum); "newton_schulz"
+            for "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf"
+            (no eigendecomposition; within 0.0071 of the optimal objective per direction).
         window: tokens are cut into blocks of this many, and attention inside a block is exact, under one normaliser
             with the estimate of the rest. 0 (default) is the papers' method; 64 to 256 is far closer to softmax. Cross
             attention has no such blocks and does without.
@@ -74,7 +75,7 @@ class FavorConfig:
             self._check_integer("exact_below", minimum=0)
         for name, allowed in (
             ("features", (None, *SHARP_FEATURES)),
-            ("factorization", ("eigh", "cholesky")),
+            ("factorization", ("eigh", "newton_schulz", "cholesky")),
             ("statistics", STATISTICS),
             ("kernel", KERNELS),
         ):

@@ -119,7 +119,7 @@ class PositiveFeatures(RandomFeatures):
             to_query, to_key = u @ params.transform, u @ params.inverse.transpose(-1, -2)
         if params.shift is not None:
             offset = offset - (to_key @ params.shift.unsqueeze(-1)).squeeze(-1) / root
-        return to_query, to_key, offset
+        return to_query, to_key, self._weighted(offset, params)
 
     def key_bias(self, y: Tensor, params: Parameters) -> Tensor:
         """Quadratic term of the keys, -|G^-T (y - b)|^2/2 + alpha |y|^2, `[..., S]`."""
@@ -128,7 +128,8 @@ class PositiveFeatures(RandomFeatures):
     def log_phi(self, x: Tensor, omega: Tensor, params: Parameters, side: Side = "query") -> Tensor:
         """Log f_1 (side "query") or log f_2 (side "key"), equation (13) of FAVOR#.
 
-        mean over m of exp(log_phi(x, side="query") + log_phi(y, side="key")) is an unbiased estimate of K(x, y).
+        mean over m of exp(log_phi(x, side="query") + log_phi(y, side="key")) is an unbiased estimate of K(x, y), unless
+        the parameters hold weights, which belong to log f_2.
 
         Args:
             x: `[..., L, d]`.
@@ -145,6 +146,8 @@ class PositiveFeatures(RandomFeatures):
         mapped = params.map_queries(x) if side == "query" else params.map_keys(x)
         quadratic = self._quadratic(x, mapped) + (params.log_tilt(x) if side == "query" else 0.0)
         weight = (omega.square().sum(-1) - u.square().sum(-1)) / 4 + params.log_det_sigma[..., None] / 4
+        if side == "key":
+            weight = self._weighted(weight, params)
         return mapped @ u.transpose(-1, -2) + weight.unsqueeze(-2) + quadratic.unsqueeze(-1)
 
     def kernel(self, x: Tensor, y: Tensor, omega: Tensor, params: Parameters) -> Tensor:
@@ -173,6 +176,19 @@ class PositiveFeatures(RandomFeatures):
     def objective(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
         """Shifted log-variance, equation (14): mean over all pairs of log E[(f_1 f_2)^2], `[...]`."""
         return self.log_second_moment(x, y, params).mean((-1, -2))
+
+    @staticmethod
+    def _weighted(logs: Tensor, params: Parameters) -> Tensor:
+        """Logarithms `[..., M]` of features, times their weights."""
+        weights = params.log_weights
+        if weights is None:
+            return logs
+        if weights.shape[-1] != logs.shape[-1]:
+            raise ValueError(
+                f"the parameters hold weights of {weights.shape[-1]} features, and there are {logs.shape[-1]}; weights "
+                "are learned for given directions and cannot be used with others."
+            )
+        return logs + weights
 
     def _log_kernel(self, x: Tensor, y: Tensor) -> Tensor:
         squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)

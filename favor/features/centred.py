@@ -13,7 +13,8 @@ from torch import Tensor
 
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
-from favor.features.positive import Factorization, Regularised, eigh, finite, from_spectrum, optimal_sigma
+from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
+from favor.features.roots import eigh, finite, from_spectrum, newton_schulz
 
 
 class CDERF(Regularised):
@@ -46,8 +47,7 @@ class CDERF(Regularised):
         floor: float = 1e-4,
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        if factorization not in ("eigh", "cholesky"):
-            raise ValueError(f'factorization must be "eigh" or "cholesky", got {factorization!r}.')
+        check_factorization(factorization, ("eigh", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -66,7 +66,10 @@ class CDERF(Regularised):
             # In the basis of the eigenvectors, so that neither their signs nor their order matter.
             factor = from_spectrum(optimal_sigma(2 * spread).sqrt(), vectors)
         else:
-            upper = torch.linalg.cholesky_ex(newton_schulz_root(product))[0].transpose(-1, -2)
+            # 1e-5 of the trace is kept as the least eigenvalue, so that a Cholesky factor exists.
+            least = 1e-5 * trace(product).clamp(min=torch.finfo(product.dtype).tiny).sqrt()
+            middle = newton_schulz(product, iterations=14)[0] + least[..., None, None] * eye
+            upper = torch.linalg.cholesky_ex(middle)[0].transpose(-1, -2)
             transform = upper @ inverse_root
             inverse = torch.linalg.solve_triangular(upper, root, upper=True, left=False)
             second = transform @ moments.cov_x @ transform.transpose(-1, -2)
@@ -160,19 +163,3 @@ def attention_received(
         later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
         logits = logits.masked_fill(later, -torch.inf)
     return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)
-
-
-def newton_schulz_root(matrix: Tensor, iterations: int = 14) -> Tensor:
-    """Approximate square root of symmetric positive matrices by matrix products alone, symmetric and positive.
-
-    Coupled Newton-Schulz iteration on the matrix divided by its trace. Small eigenvalues converge last and from below;
-    1e-5 of the trace is kept as the least, so that a Cholesky factor exists.
-    """
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    size = trace(matrix)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
-    root, inverse = matrix / size, eye
-    for _ in range(iterations):
-        step = 1.5 * eye - 0.5 * inverse @ root
-        root, inverse = root @ step, step @ inverse
-    root = (root + root.transpose(-1, -2)) / 2
-    return size.sqrt() * (root + 1e-5 * eye)

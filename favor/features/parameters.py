@@ -11,12 +11,15 @@ Any invertible G and L give an unbiased estimate of exp(x . y); the variance is 
 
 A shift b moves the keys, exp(x . y) = exp(x . (y - b)) exp(x . b): y is replaced by y - b and log f_1 gains x . b. In
 normalised attention that factor of the query cancels, so shifted keys cost nothing.
+
+Weights w_m of single features, learned for given directions (`favor.calibrate`), enter as log w_m in log f_2. With them
+the estimate is closer to the kernel on data like those they were learned from, and no longer unbiased.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ class Parameters:
         factor: L, `[..., d, d]`.
         maps: False where G = I, which then need not be applied.
         shift: b, `[..., d]`; None for no shift.
+        log_weights: log w, `[..., M]`, of the M directions they were learned for; None for weights of 1.
     """
 
     transform: Tensor
@@ -41,6 +45,7 @@ class Parameters:
     factor: Tensor
     maps: bool = True
     shift: Tensor | None = None
+    log_weights: Tensor | None = None
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
@@ -90,8 +95,7 @@ class Parameters:
 
     def to(self, like: Tensor) -> Parameters:
         """The same in the type and on the device of another tensor."""
-        shift = None if self.shift is None else self.shift.to(like)
-        return Parameters(self.transform.to(like), self.inverse.to(like), self.factor.to(like), self.maps, shift)
+        return self._each(lambda part: part.to(like))
 
     def corrected(self, correction: Parameters) -> Parameters:
         """These parameters moved by learned ones: G C, D L and b + c for a correction (C, D, c).
@@ -101,18 +105,27 @@ class Parameters:
         shift = self.shift
         if correction.shift is not None:
             shift = correction.shift if shift is None else shift + correction.shift
-        return Parameters(
-            self.transform @ correction.transform,
-            correction.inverse @ self.inverse,
-            correction.factor @ self.factor,
+        return replace(
+            self,
+            transform=self.transform @ correction.transform,
+            inverse=correction.inverse @ self.inverse,
+            factor=correction.factor @ self.factor,
+            maps=True,
             shift=shift,
         )
 
     def heads(self, heads: Sequence[int]) -> Parameters:
         """Parameters of some heads, given those of all `[Hk, d, d]`."""
-        shift = None if self.shift is None else self.shift[list(heads)]
-        transform, inverse, factor = (matrix[list(heads)] for matrix in (self.transform, self.inverse, self.factor))
-        return Parameters(transform, inverse, factor, self.maps, shift)
+        return self._each(lambda part: part[list(heads)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
+        """The same function of every tensor."""
+
+        def optional(part: Tensor | None) -> Tensor | None:
+            return None if part is None else change(part)
+
+        transform, inverse, factor = (change(matrix) for matrix in (self.transform, self.inverse, self.factor))
+        return Parameters(transform, inverse, factor, self.maps, optional(self.shift), optional(self.log_weights))
 
     def split(self) -> list[Parameters]:
         """Parameters of each entry of the first of four dimensions `[n, Hk, d, d]`, as n parameters `[1, Hk, d, d]`."""
@@ -123,7 +136,11 @@ class Parameters:
 
         matrices = zip(parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), strict=True)
         shifts = parts(self.shift, 3)
-        return [Parameters(*own, self.maps, shift) for own, shift in zip(matrices, shifts, strict=True)]  # type: ignore[arg-type]
+        # Weights belong to directions, which all sequences share.
+        return [
+            Parameters(*own, self.maps, shift, self.log_weights)  # type: ignore[arg-type]
+            for own, shift in zip(matrices, shifts, strict=True)
+        ]
 
     @property
     def sigma(self) -> Tensor:

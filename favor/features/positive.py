@@ -6,6 +6,7 @@ minimiser of the shifted log-variance (14) in that family.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from favor.features.base import PositiveFeatures
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
+from favor.features.roots import eigh, finite, from_spectrum, newton_schulz
 
-Factorization = Literal["eigh", "cholesky"]
+Factorization = Literal["eigh", "cholesky", "newton_schulz"]
 
 
 def optimal_a(phi: Tensor) -> Tensor:
@@ -45,8 +47,8 @@ class PosRF(PositiveFeatures):
     needs_statistics = False
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Omega itself, and no offset; otherwise as in `PositiveFeatures.directions`."""
-        return omega, omega, omega.new_zeros(omega.shape[:-1])
+        """Omega itself, and no offset but the weights; otherwise as in `PositiveFeatures.directions`."""
+        return omega, omega, self._weighted(omega.new_zeros(omega.shape[:-1]), params)
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""
@@ -113,28 +115,40 @@ class ADERF(Regularised):
 
     G'G is the geometric mean of M_1^-1 and M_2, the only symmetric positive F with F M_1 F = M_2; this is Theorem 4.2
     up to a rotation of w.
+
+    Args:
+        alpha, regularization, floor: see `Regularised`.
+        factorization: how roots of matrices are taken, "eigh" (default) or "newton_schulz", by matrix products alone.
+
+    Raises:
+        ValueError: for an unknown factorization or a negative regularization.
     """
 
     name = "aderf"
 
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.0,
+        regularization: float = 1e-2,
+        floor: float = 1e-4,
+        factorization: Factorization = "eigh",
+    ) -> None:
+        super().__init__(alpha=alpha, regularization=regularization, floor=floor)
+        check_factorization(factorization, ("eigh", "newton_schulz"))
+        self.factorization = factorization
+
     def fit_moments(self, moments: Moments) -> Parameters:
-        """G by three symmetric eigendecompositions, then A as in GERF on the transformed data."""
+        """G by the roots of three matrices, then A as in GERF on the transformed data."""
         moments = moments.regularised(self.regularization, self.floor)
-        values, vectors = eigh(moments.second_x)
-        root = from_spectrum(values.sqrt(), vectors)
-        inverse_root = from_spectrum(values.rsqrt(), vectors)
-        values, vectors = eigh(root @ moments.second_y @ root)
-        mean = inverse_root @ from_spectrum(values.sqrt(), vectors) @ inverse_root
-        values, vectors = eigh(mean)
+        roots = newton_schulz if self.factorization == "newton_schulz" else _roots
+        root, inverse_root = roots(moments.second_x)
+        mean = inverse_root @ roots(root @ moments.second_y @ root)[0] @ inverse_root
         # tr(G M_1 G') = tr(G^-T M_2 G^-1) = tr(F M_1) is the sum of the singular values in Theorem 4.2.
         nuclear = trace(mean @ moments.second_x)
         sigma = optimal_sigma((2 * nuclear + 2 * moments.cross) / moments.head_dim)
         eye = torch.eye(moments.head_dim, dtype=mean.dtype, device=mean.device)
-        return Parameters(
-            from_spectrum(values.pow(0.5), vectors),
-            from_spectrum(values.pow(-0.5), vectors),
-            sigma.sqrt()[..., None, None] * eye,
-        )
+        return Parameters(*roots(mean), sigma.sqrt()[..., None, None] * eye)
 
 
 class SDERF(PositiveFeatures):
@@ -145,29 +159,57 @@ class SDERF(PositiveFeatures):
 
     Args:
         alpha: see `RandomFeatures`.
-        factorization: "eigh" (default) is the optimum of the theorem. "cholesky" takes Sigma = I + N, which needs no
-            eigendecomposition and exceeds the optimal objective by at most 0.0071 per direction.
+        factorization: "eigh" (default) is the optimum of the theorem. "newton_schulz" is the same without an
+            eigendecomposition, by matrix products alone. "cholesky" takes Sigma = I + N, which exceeds the optimal
+            objective by at most 0.0071 per direction.
+
+    Raises:
+        ValueError: for an unknown factorization.
     """
 
     name = "sderf"
 
     def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "eigh") -> None:
         super().__init__(alpha=alpha)
-        if factorization not in ("eigh", "cholesky"):
-            raise ValueError(f'factorization must be "eigh" or "cholesky", got {factorization!r}.')
+        check_factorization(factorization, ("eigh", "newton_schulz", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Sigma = g(N) by eigendecomposition, or I + N by Cholesky."""
+        """Sigma = g(N) as a function of the matrix, or I + N."""
         second = moments.pair_second_moment
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         if self.factorization == "cholesky":
             factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
+        elif self.factorization == "newton_schulz":
+            factor = _sigma_root(finite(second), eye)
         else:
             values, vectors = eigh(second)
             # The symmetric root does not depend on signs or order of eigenvectors, which differ between devices.
             factor = from_spectrum(optimal_sigma(values).sqrt(), vectors)
         return Parameters(eye, eye, factor, maps=False)
+
+
+def check_factorization(given: str, allowed: Sequence[str]) -> None:
+    """Raises ValueError unless a factorization is one of those a family has."""
+    if given not in allowed:
+        raise ValueError(f"factorization must be one of {', '.join(map(repr, allowed))}; got {given!r}.")
+
+
+def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Root and inverse root of a symmetric positive matrix."""
+    values, vectors = eigh(matrix)
+    return from_spectrum(values.sqrt(), vectors), from_spectrum(values.rsqrt(), vectors)
+
+
+def _sigma_root(second: Tensor, eye: Tensor) -> Tensor:
+    """Root of `optimal_sigma` as a function of a matrix N, without its eigenvectors.
+
+    It takes R = (4 N^2 + 12 N + I)^(1/2), the product of the commuting roots of 2 N + (3 - 8^(1/2)) I and
+    2 N + (3 + 8^(1/2)) I: each of these matrices has the condition of N and not of its square.
+    """
+    low, high = (newton_schulz(2 * second + (3 + sign * 8**0.5) * eye)[0] for sign in (-1, 1))
+    root = (low @ high + high @ low) / 2
+    return newton_schulz(3 * eye / 4 + second / 2 + root / 4)[0]
 
 
 class DERF(PositiveFeatures):
@@ -192,36 +234,3 @@ class DERF(PositiveFeatures):
         """The given parameters, in the type and on the device of the data."""
         like = moments.mean_x
         return self.parameters.to(like)
-
-
-def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite.
-
-    Eigenvalues smaller than the rounding of the largest may be noise of any sign, whose inverse root would be of any
-    size.
-
-    Args:
-        matrix: `[..., d, d]`.
-        least: a lower bound of the eigenvalues that is known, `[...]`; default: the rounding of the largest.
-    """
-    values, vectors = torch.linalg.eigh(finite(matrix))
-    info = torch.finfo(values.dtype)
-    if least is None:
-        bound = info.eps * values[..., -1:]
-    else:
-        # The square of the rounding keeps the root of what is noise below the root of the largest.
-        bound = torch.maximum(least.unsqueeze(-1), info.eps**2 * values[..., -1:])
-    return torch.maximum(values, bound.clamp(min=info.tiny)), vectors
-
-
-def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
-    """The symmetric matrix with these eigenvalues and eigenvectors."""
-    return vectors * values.unsqueeze(-2) @ vectors.transpose(-1, -2)
-
-
-def finite(matrix: Tensor) -> Tensor:
-    """Matrices, the identity in place of those that are not finite."""
-    # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    return torch.where(broken, eye, matrix)

@@ -38,6 +38,8 @@ POSITIVE = [
     Family("aderf", features.ADERF),
     Family("sderf", features.SDERF),
     Family("sderf-cholesky", lambda **options: features.SDERF(factorization="cholesky", **options)),
+    Family("sderf-newton_schulz", lambda **options: features.SDERF(factorization="newton_schulz", **options)),
+    Family("aderf-newton_schulz", lambda **options: features.ADERF(factorization="newton_schulz", **options)),
     Family("derf", general_derf),
     Family("cderf", features.CDERF),
     Family("cderf-cholesky", lambda **options: features.CDERF(factorization="cholesky", **options)),

@@ -1,0 +1,61 @@
+"""Square roots of symmetric positive matrices: by eigendecomposition, or by matrix products alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite.
+
+    Eigenvalues smaller than the rounding of the largest may be noise of any sign, whose inverse root would be of any
+    size.
+
+    Args:
+        matrix: `[..., d, d]`.
+        least: a lower bound of the eigenvalues that is known, `[...]`; default: the rounding of the largest.
+    """
+    values, vectors = torch.linalg.eigh(finite(matrix))
+    info = torch.finfo(values.dtype)
+    if least is None:
+        bound = info.eps * values[..., -1:]
+    else:
+        # The square of the rounding keeps the root of what is noise below the root of the largest.
+        bound = torch.maximum(least.unsqueeze(-1), info.eps**2 * values[..., -1:])
+    return torch.maximum(values, bound.clamp(min=info.tiny)), vectors
+
+
+def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
+    """The symmetric matrix with these eigenvalues and eigenvectors."""
+    return vectors * values.unsqueeze(-2) @ vectors.transpose(-1, -2)
+
+
+def finite(matrix: Tensor) -> Tensor:
+    """Matrices, the identity in place of those that are not finite."""
+    # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.where(broken, eye, matrix)
+
+
+def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]:
+    """Root and inverse root by the coupled Newton-Schulz iteration.
+
+    Small eigenvalues converge last, their roots from below by a factor of 1.5 an iteration: 24 serve matrices of
+    condition 1e6. Unlike eigenvectors, the result is differentiable whatever the eigenvalues.
+
+    Args:
+        matrix: `[..., d, d]`; not finite gives NaN.
+        iterations: three products of [d, d] matrices each.
+
+    Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
+    """
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    size = matrix.abs().sum(-1).amax(-1)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
+    root, inverse = matrix / size, eye
+    for _ in range(iterations):
+        step = 1.5 * eye - 0.5 * inverse @ root
+        root, inverse = root @ step, step @ inverse
+    root, inverse = ((part + part.transpose(-1, -2)) / 2 for part in (root, inverse))
+    return size.sqrt() * root, inverse / size.sqrt()
