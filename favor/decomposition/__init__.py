@@ -1,0 +1,28 @@
+"""Scale-invariant power methods: robust decompositions, mixture weights, stochastic principal components."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Imported when asked for: the estimators need scikit-learn, which takes a second to import.
+_HOMES = {
+    "KLNMF": "kl_nmf",
+    "L1KernelPCA": "l1_estimator",
+    "LpKernelPCA": "lp_kernel_pca",
+    "StochasticSCIPI": "stochastic",
+    "VRHeavyBallPower": "variance_reduced",
+    "VRPower": "variance_reduced",
+    "block_power": "power",
+    "l1_kernel_pca": "l1_components",
+    "mixture_proportions": "mixture",
+    "scale_invariant_power": "power",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"favor.decomposition.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,229 @@
+"""KL-NMF as an estimator: scikit-learn's checks, transform, kinds, when it stops and what it refuses."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from counts import divergence, factors, ours, planted, small, start
+from scipy import sparse
+from sklearn.base import clone
+from sklearn.decomposition import NMF
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from favor.decomposition import KLNMF, mixture_proportions
+
+
+# Some checks allow a few sweeps only, and some data of the checks take more than max_iter.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+# One needs scipy's array API, which is set before scipy is imported.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks([KLNMF(), KLNMF(2, shift=0.25), KLNMF(2, shift=0, guard=False)])
+def test_scikit_learn_checks_of_kl_nmf(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("shift", [0, 0.05])
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array])
+def test_transform_is_the_optimum_of_every_row(shift, kind):
+    V, new = small(60), small(9, seed=1)
+    model = KLNMF(3, shift=shift, tol=0, max_iter=400, random_state=0).fit(V)
+    H = model.components_
+    found = model.transform(kind(new))
+    rows = mixture_proportions(np.broadcast_to((H / H.sum(1, keepdims=True)).T, (9, 20, 3)), new, tol=1e-12)
+    expected = rows.proportions * new.sum(1, keepdims=True) / H.sum(1)
+    np.testing.assert_allclose(found, expected, atol=1e-6 * expected.max())
+    one_by_one = np.vstack([model.transform(row[None]) for row in new[:4]])
+    np.testing.assert_allclose(found[:4], one_by_one, atol=1e-6 * expected.max())
+
+
+def test_transform_of_disjoint_components_without_shift():
+    """Where the plain iteration swings, at any tol and number of sweeps, the rows are right."""
+    H = np.kron(np.eye(3), [[1.0, 2.0]])
+    model = KLNMF(3, shift=0, guard=False, init="custom", max_iter=50, random_state=0)
+    model.fit(np.eye(3) @ H, W=np.eye(3), H=H)
+    W = np.array([[1.0, 2.0, 3.0], [0.0, 5.0, 1.0]])
+    np.testing.assert_allclose(model.transform(W @ model.components_), W, atol=1e-12)
+    np.testing.assert_allclose(model.set_params(max_iter=7, tol=0).transform(W @ model.components_), W, atol=1e-12)
+
+
+def test_fit_transform_is_transform():
+    V = small(80)
+    model = KLNMF(3, random_state=0, max_iter=1000, tol=1e-6)
+    W = model.fit_transform(V)
+    np.testing.assert_allclose(model.transform(V), W, atol=1e-2 * W.max())
+    assert divergence(V, model.transform(V), model.components_) == pytest.approx(
+        divergence(V, W, model.components_), rel=1e-4
+    )
+
+
+def test_reconstruction_err_is_that_of_scikit_learn():
+    V = small()
+    model = KLNMF(4, random_state=0)
+    W = model.fit_transform(V)
+    assert model.reconstruction_err_ == pytest.approx(np.sqrt(2 * divergence(V, W, model.components_)), rel=1e-10)
+    # Theirs, of the same factors, after one sweep that changes little as our factors are nearly a fixed point of it.
+    model = KLNMF(4, tol=0, max_iter=5000, random_state=0)
+    W = model.fit_transform(V)
+    theirs = NMF(4, init="custom", solver="mu", beta_loss="kullback-leibler", max_iter=1, tol=0)
+    theirs.fit_transform(V, W=W.copy(), H=model.components_.copy())
+    assert model.reconstruction_err_ == pytest.approx(theirs.reconstruction_err_, rel=1e-7)
+
+
+def test_inverse_transform():
+    V = small()
+    model = KLNMF(4, random_state=0)
+    W = model.fit_transform(V)
+    np.testing.assert_allclose(model.inverse_transform(W), W @ model.components_, rtol=1e-14)
+    tensor = model.inverse_transform(torch.tensor(W, requires_grad=True))
+    assert isinstance(tensor, torch.Tensor)
+    np.testing.assert_allclose(tensor, W @ model.components_, rtol=1e-12)
+    whole = model.inverse_transform(torch.ones(2, 4, dtype=torch.int64))
+    np.testing.assert_allclose(whole, np.ones((2, 4)) @ model.components_, rtol=1e-12)
+    for wrong in (np.ones((2, 3)), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"X must be \[n, 4\].*got \[2, 3\]"):
+            model.inverse_transform(wrong)
+
+
+def test_tensors():
+    V = small()
+    arrays, tensors = (KLNMF(4, random_state=0, tol=0, max_iter=30) for _ in range(2))
+    W, left = arrays.fit_transform(V), tensors.fit_transform(torch.tensor(V))
+    assert isinstance(W, np.ndarray)
+    assert isinstance(arrays.components_, np.ndarray)
+    assert left.dtype == tensors.components_.dtype == torch.float64
+    np.testing.assert_allclose(left, W, rtol=1e-12)
+    np.testing.assert_allclose(tensors.components_, arrays.components_, rtol=1e-12)
+    # Fitted on one kind, used on the other.
+    np.testing.assert_allclose(tensors.transform(V), arrays.transform(torch.tensor(V)).numpy(), rtol=1e-12)
+    assert isinstance(tensors.transform(V), np.ndarray)
+    integers = KLNMF(4, random_state=0, tol=0, max_iter=30).fit_transform(torch.tensor(V).long())
+    np.testing.assert_array_equal(integers, left)
+
+
+def test_float32():
+    V = small()
+    exact, single = (KLNMF(4, random_state=0, tol=0, max_iter=100) for _ in range(2))
+    W, H = factors(V, 4)
+    exact.set_params(init="custom").fit(V, W=W, H=H)
+    left = single.set_params(init="custom").fit_transform(torch.tensor(V).float(), W=W, H=H)
+    assert left.dtype == single.components_.dtype == torch.float32
+    assert single.reconstruction_err_ == pytest.approx(exact.reconstruction_err_, rel=1e-3)
+    assert single.transform(torch.tensor(V).float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array])
+def test_features_that_no_component_has_do_not_count(kind):
+    """Words of new texts that were in none of the old ones."""
+    V = small()
+    V[:, 5] = 0
+    model = KLNMF(3, random_state=0, tol=0, max_iter=500).fit(V)
+    new = small(8, seed=2)
+    new[:, 5] = 7
+    without = new * (np.arange(20) != 5)
+    np.testing.assert_allclose(model.transform(kind(new)), model.transform(kind(without)), rtol=1e-9, atol=1e-12)
+    assert (new > without).any()
+
+
+def test_tol_is_that_of_the_error():
+    V = planted()[:60, :40]
+    model = KLNMF(5, random_state=0, max_iter=2000).fit(V)
+    assert 9 < model.n_iter_ < 2000
+    assert model.n_iter_ % 9 == 0
+    W, H = start(V, 5, 0)
+    at = {n: np.sqrt(2 * divergence(V, *ours(V, 5, n, W, H))) for n in range(9, 150, 9)}
+    at[0] = np.sqrt(2 * divergence(V, W, H))
+    model = KLNMF(5, init="custom", tol=1e-3, max_iter=2000).fit(V, W=W, H=H)
+    stops = [n for n in sorted(at) if n and at[n - 9] - at[n] <= 1e-3 * at[0]]
+    assert model.n_iter_ == stops[0]
+
+
+def test_warns_if_max_iter_ends_the_iteration():
+    V = small()
+    with pytest.warns(ConvergenceWarning, match="max_iter=20 sweeps did not meet tol=1e-09"):
+        model = KLNMF(3, max_iter=20, tol=1e-9, random_state=0).fit(V)
+    assert model.n_iter_ == 20
+    with pytest.warns(ConvergenceWarning, match="max_iter=20"):
+        model.transform(V)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KLNMF(3, max_iter=20, tol=0, random_state=0).fit(V).n_iter_ == 20
+
+
+def test_starts():
+    V = small()
+    one, two, three = (KLNMF(3, random_state=seed).fit(V) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one.components_, two.components_)
+    assert not np.allclose(one.components_, three.components_)
+    W, H = factors(V, 3)
+    kept = W.copy(), H.copy(), V.copy()
+    KLNMF(3, init="custom", max_iter=30, tol=0).fit(torch.from_numpy(V), W=torch.from_numpy(W), H=torch.from_numpy(H))
+    for part, before in zip((W, H, V), kept, strict=True):
+        np.testing.assert_array_equal(part, before)
+    assert KLNMF(random_state=0).fit(V[:, :4]).components_.shape == (4, 4)
+
+
+def test_in_a_pipeline():
+    V = small()
+    model = KLNMF(3, random_state=0)
+    assert make_pipeline(clone(model)).fit_transform(V).shape == (30, 3)
+    model.fit(V)
+    assert model.get_feature_names_out().tolist() == ["klnmf0", "klnmf1", "klnmf2"]
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.transform(V), model.transform(V))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"n_components": 0}, "n_components must be a positive integer or None, got 0"),
+        ({"n_components": 2.5}, "n_components must be a positive integer or None, got 2.5"),
+        ({"shift": -0.1}, "shift must be a number that is not negative, got -0.1"),
+        ({"shift": float("inf")}, "shift must be a number that is not negative, got inf"),
+        ({"shift": "auto"}, "shift must be a number that is not negative, got 'auto'"),
+        ({"tol": float("nan")}, "tol must be a number that is not negative, got nan"),
+        ({"max_iter": 0}, "max_iter must be a positive integer, got 0"),
+        ({"max_iter": 1.5}, "max_iter must be a positive integer, got 1.5"),
+        ({"init": "nndsvd"}, 'init must be "random" or "custom", got \'nndsvd\''),
+    ],
+)
+def test_errors_of_parameters(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        KLNMF(**parameters).fit(small())
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array, torch.tensor])
+def test_negative_data(kind):
+    V = small()
+    V[1, 2] = -1
+    with pytest.raises(ValueError, match="Negative values in data passed to KLNMF"):
+        KLNMF(2).fit(kind(V))
+    model = KLNMF(2, random_state=0).fit(np.abs(V))
+    with pytest.raises(ValueError, match="Negative values in data passed to KLNMF"):
+        model.transform(kind(V))
+
+
+def test_errors_of_data():
+    V = small()
+    W, H = factors(V, 3)
+    with pytest.raises(TypeError, match=r"a dense tensor, an array or a SciPy sparse matrix, got a torch.sparse_coo"):
+        KLNMF(2).fit(torch.tensor(V).to_sparse())
+    with pytest.raises(ValueError, match="NaN"):
+        KLNMF(2).fit(torch.full((4, 3), float("nan")))
+    with pytest.raises(NotFittedError):
+        KLNMF(2).transform(V)
+    with pytest.raises(NotFittedError):
+        KLNMF(2).inverse_transform(V)
+    with pytest.raises(ValueError, match="20 features"):
+        KLNMF(2, random_state=0).fit(V).transform(torch.tensor(V[:, :4]))
+    with pytest.raises(ValueError, match='W and H are a start for init="custom"'):
+        KLNMF(3).fit(V, W=W)
+    with pytest.raises(ValueError, match=r'init="custom" needs H, of shape \[3, 20\]'):
+        KLNMF(3, init="custom").fit(V, W=W)
+    with pytest.raises(ValueError, match=r"W must be \[30, 3\], finite and nonnegative, got \[29, 3\]"):
+        KLNMF(3, init="custom").fit(V, W=W[1:], H=H)
+    with pytest.raises(ValueError, match=r"H must be \[3, 20\], finite and nonnegative"):
+        KLNMF(3, init="custom").fit(V, W=W, H=-H)

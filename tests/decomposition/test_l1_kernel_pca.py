@@ -1,0 +1,373 @@
+"""L1 kernel components against exhaustive search and identities; the estimator; outlier scores on cancer data."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_iris
+from sklearn.decomposition import PCA
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import auc, precision_recall_curve
+from sklearn.metrics.pairwise import laplacian_kernel, rbf_kernel
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import KernelCenterer, StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from favor.decomposition import L1KernelPCA
+from favor.decomposition.l1_components import l1_kernel_pca
+
+
+def data(n: int = 40, d: int = 5, seed: int = 0) -> np.ndarray:
+    """Rows with a few outliers, and means that are not zero."""
+    source = np.random.default_rng(seed)
+    x = source.normal(size=(n, d)) * np.linspace(2, 0.5, d) + 1
+    x[: n // 20] *= 6
+    return x
+
+
+def random_kernel(seed: int) -> np.ndarray:
+    """Linear or centred Gaussian, of 20 to 100 rows."""
+    source = np.random.default_rng(seed)
+    x = data(int(source.integers(20, 100)), int(source.integers(2, 20)), seed)
+    if seed % 2:
+        return KernelCenterer().fit_transform(rbf_kernel(x, gamma=1 / (2 * x.shape[1])))
+    return x @ x.T
+
+
+@pytest.mark.filterwarnings("ignore:component 0 still moved")
+def test_t1_dispersion_never_falls_and_ends_where_signs_agree():
+    for seed in range(100):
+        kernel = random_kernel(seed)
+        found = l1_kernel_pca(kernel, 1)
+        values = []
+        for steps in range(1, found.n_iter[0] + 1):
+            c = l1_kernel_pca(kernel, 1, max_iter=steps).signs[0]
+            values.append(c @ kernel @ c)
+        c = found.signs[0]
+        assert set(c) <= {-1.0, 1.0}
+        assert found.n_iter[0] <= 100
+        assert (np.diff(values) >= -1e-9 * values[-1]).all()
+        assert (c * (kernel @ c) >= -1e-9 * values[-1]).all()
+        # No row of the data is a better direction: the start was the best of them.
+        best = (np.abs(kernel).sum(0) / np.sqrt(kernel.diagonal())).max()
+        assert np.sqrt(values[0]) >= best * (1 - 1e-12)
+
+
+def test_t1_ties_keep_observations():
+    found = l1_kernel_pca(np.diag([2.0, 1.0, 1.0, 1.0]), 1)
+    c = found.signs[0]
+    assert c @ np.diag([2.0, 1.0, 1.0, 1.0]) @ c == 5
+
+
+def test_t1_dispersion_is_the_norm_of_the_signed_sum():
+    x = data()
+    found = l1_kernel_pca(x @ x.T, 1)
+    direction = x.T @ found.signs[0]
+    direction /= np.linalg.norm(direction)
+    np.testing.assert_allclose(found.scores[:, 0], x @ direction, rtol=1e-12, atol=1e-12)
+    value = found.signs[0] @ x @ x.T @ found.signs[0]
+    assert np.abs(found.scores).sum() == pytest.approx(np.sqrt(value), rel=1e-12)
+
+
+@pytest.mark.parametrize("bit_flips", [False, True])
+@pytest.mark.parametrize("rank", [1, 3, 9])
+def test_t2_deflation_uses_up_the_kernel(rank, bit_flips):
+    source = np.random.default_rng(rank)
+    x = source.normal(size=(50, rank)) @ source.normal(size=(rank, 20))
+    kernel = x @ x.T
+    scores, signs, alphas, n_iter = l1_kernel_pca(kernel, bit_flips=bit_flips)
+    assert scores.shape == alphas.shape == (50, rank)
+    assert signs.shape == (rank, 50)
+    assert len(n_iter) == rank
+    size = np.linalg.norm(kernel)
+    assert np.linalg.norm(scores @ scores.T - kernel) <= 1e-9 * size
+    np.testing.assert_allclose(alphas.T @ kernel @ alphas, np.eye(rank), atol=1e-9)
+    np.testing.assert_allclose(scores, kernel @ alphas, atol=1e-9 * size**0.5)
+
+
+def test_t2_components_are_those_of_deflated_kernels():
+    kernel = random_kernel(1)
+    together = l1_kernel_pca(kernel, 3)
+    for j in range(3):
+        one = l1_kernel_pca(kernel, 1)
+        np.testing.assert_array_equal(one.signs[0], together.signs[j])
+        np.testing.assert_allclose(one.scores[:, 0], together.scores[:, j], atol=1e-12)
+        kernel = kernel - one.scores @ one.scores.T
+
+
+def small_kernels():
+    """400 kernels of 12 rows in 2 to 4 dimensions, half of them centred: with more dimensions all get harder."""
+    source = np.random.default_rng(0)
+    for number in range(400):
+        x = source.normal(size=(12, 2 + number % 3))
+        if number % 4 == 0:
+            x[0] *= 5
+        yield KernelCenterer().fit_transform(x @ x.T) if number % 2 else x @ x.T
+
+
+def test_t3_against_all_signs_of_twelve_rows():
+    every = np.array(list(itertools.product([-1.0, 1.0], repeat=11)))
+    every = np.column_stack((np.ones(len(every)), every))
+    ratios = {False: [], True: []}
+    for kernel in small_kernels():
+        best = np.sqrt(((every @ kernel) * every).sum(1).max())
+        for flips, found in ratios.items():
+            found.append(np.abs(l1_kernel_pca(kernel, 1, bit_flips=flips).scores).sum() / best)
+    plain, flipped = np.array(ratios[False]), np.array(ratios[True])
+    assert max(plain.max(), flipped.max()) <= 1 + 1e-9
+    assert plain.mean() >= 0.985
+    assert (plain >= 1 - 1e-9).mean() >= 0.55
+    assert (flipped >= 1 - 1e-9).mean() >= 0.85
+    assert flipped.mean() > plain.mean()
+
+
+def test_after_bit_flips_no_single_sign_gains():
+    for seed in range(10):
+        kernel = random_kernel(seed)
+        c = l1_kernel_pca(kernel, 1, bit_flips=True).signs[0]
+        gains = kernel.diagonal() - c * (kernel @ c)
+        assert gains.max() <= 1e-9 * (c @ kernel @ c)
+
+
+def test_results_do_not_depend_on_the_scale_of_the_kernel():
+    kernel = random_kernel(3)
+    found = l1_kernel_pca(kernel, bit_flips=True)
+    for size in (1e-30, 1e30):
+        scaled = l1_kernel_pca(size * kernel, bit_flips=True)
+        assert scaled.scores.shape == found.scores.shape
+        np.testing.assert_array_equal(scaled.signs[:5], found.signs[:5])
+
+
+def test_tensors_give_tensors_of_their_type():
+    x = data()
+    arrays = l1_kernel_pca(x @ x.T)
+    tensors = l1_kernel_pca(torch.tensor(x @ x.T))
+    single = l1_kernel_pca(torch.tensor(x @ x.T).float())
+    for name in ("scores", "signs", "alphas"):
+        assert isinstance(getattr(arrays, name), np.ndarray)
+        assert getattr(tensors, name).dtype == torch.float64
+        assert getattr(single, name).dtype == torch.float32
+        np.testing.assert_array_equal(getattr(tensors, name), getattr(arrays, name))
+    np.testing.assert_allclose(single.scores, arrays.scores, atol=1e-3)
+    assert l1_kernel_pca(np.eye(3, dtype=int)).scores.dtype == np.float64
+
+
+def test_a_kernel_of_zeros_has_no_components():
+    found = l1_kernel_pca(np.zeros((3, 3)))
+    assert found.scores.shape == (3, 0)
+    assert found.signs.shape == (0, 3)
+    assert found.n_iter == ()
+
+
+def test_the_kernel_is_not_changed():
+    kernel = random_kernel(2)
+    before = kernel.copy()
+    l1_kernel_pca(kernel, bit_flips=True)
+    np.testing.assert_array_equal(kernel, before)
+
+
+def test_too_few_updates_warn():
+    kernel = next(k for k in map(random_kernel, range(100)) if l1_kernel_pca(k, 1).n_iter[0] > 3)
+    with pytest.warns(ConvergenceWarning, match="component 0 still moved after max_iter=1 sign updates"):
+        l1_kernel_pca(kernel, 1, max_iter=1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "message"),
+    [
+        (np.ones((2, 3)), {}, r"K must be a square matrix \[n, n\] of real numbers, got shape \(2, 3\)"),
+        (np.array([[1.0, 2.0], [0.0, 1.0]]), {}, "K must be symmetric, got entries that differ by 2"),
+        (np.diag([1.0, -1.0]), {}, "K must be positive semidefinite, got -1 on its diagonal"),
+        (np.diag([1.0, np.nan]), {}, "K must be finite"),
+        (np.eye(2), {"n_components": 0}, "n_components must be a positive integer or None, got 0"),
+        (np.eye(2), {"max_iter": 0.5}, "max_iter must be a positive integer, got 0.5"),
+    ],
+)
+def test_what_is_refused(kernel, options, message):
+    with pytest.raises(ValueError, match=message):
+        l1_kernel_pca(kernel, **options)
+
+
+# Some checks allow 5 updates only.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+# One needs scipy's array API, which is set before scipy is imported.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks(
+    [
+        L1KernelPCA(),
+        L1KernelPCA(kernel="rbf", bit_flips=True),
+        L1KernelPCA(kernel="precomputed"),
+        L1KernelPCA(kernel="rbf", gamma=0.1, center=False),
+    ]
+)
+def test_scikit_learn_checks_of_l1_kernel_pca(estimator, check):
+    check(estimator)
+
+
+def laplacian(x, y):
+    return torch.exp(-torch.cdist(x, y, p=1) / 4)
+
+
+KERNELS = {
+    "linear": ({"kernel": "linear"}, lambda x, y: x @ y.T),
+    "rbf": ({"kernel": "rbf", "gamma": 0.05}, lambda x, y: rbf_kernel(x, y, gamma=0.05)),
+    "rbf by default": ({"kernel": "rbf"}, lambda x, y: rbf_kernel(x, y, gamma=0.2)),
+    "a function": ({"kernel": laplacian}, lambda x, y: laplacian_kernel(x, y, gamma=0.25)),
+}
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_scores_are_those_of_the_kernel_matrix(name, center):
+    """Training rows and new ones, against the function on a matrix and scikit-learn's kernels and centring."""
+    x, new = data(), data(7, seed=1)
+    options, kernel = KERNELS[name]
+    pca = L1KernelPCA(4, center=center, **options).fit(x)
+    training, later = kernel(x, x), kernel(new, x)
+    if center:
+        centerer = KernelCenterer().fit(training)
+        training, later = centerer.transform(training), centerer.transform(later)
+    expected = l1_kernel_pca(training, 4)
+    np.testing.assert_array_equal(pca.signs_, expected.signs)
+    np.testing.assert_allclose(pca.scores_, expected.scores, atol=1e-10)
+    np.testing.assert_allclose(pca.transform(x), pca.scores_, atol=1e-10)
+    np.testing.assert_allclose(pca.transform(new), later @ expected.alphas, atol=1e-10)
+    np.testing.assert_array_equal(pca.fit_transform(x), pca.scores_)
+    assert pca.n_iter_ == max(expected.n_iter)
+
+    kernels = kernel(x, x), kernel(new, x)
+    given = L1KernelPCA(4, kernel="precomputed", center=center).fit(kernels[0])
+    np.testing.assert_allclose(given.transform(kernels[1]), pca.transform(new), atol=1e-10)
+
+
+def test_loadings_of_the_linear_kernel():
+    x = data()
+    pca = L1KernelPCA().fit(x)
+    assert pca.components_.shape == (5, 5)
+    np.testing.assert_allclose(pca.components_ @ pca.components_.T, np.eye(5), atol=1e-10)
+    np.testing.assert_allclose(pca.mean_, x.mean(0))
+    np.testing.assert_allclose(pca.components_, pca.alphas_.T @ (x - x.mean(0)), atol=1e-10)
+    # Nothing of the data is lost by all components.
+    np.testing.assert_allclose(pca.transform(x) @ pca.components_ + pca.mean_, x, atol=1e-9)
+    assert not L1KernelPCA(center=False).fit(x).mean_.any()
+
+
+def test_the_mean_absolute_score_is_above_that_of_pca():
+    x = data(200, 8)
+    ours = np.abs(L1KernelPCA(1, bit_flips=True).fit_transform(x)).mean()
+    theirs = np.abs(PCA(1).fit_transform(x)).mean()
+    assert ours > 1.001 * theirs
+
+
+def test_a_large_mean_costs_no_digits():
+    x = data()
+    near, far = L1KernelPCA(3).fit_transform(x), L1KernelPCA(3).fit_transform(x + 1e7)
+    np.testing.assert_allclose(far, near, atol=1e-6)
+
+
+def wbc() -> tuple[np.ndarray, np.ndarray]:
+    """Benign rows and the first 21 malignant ones, standardised, and which are malignant."""
+    rows = load_breast_cancer()
+    kept = np.concatenate((np.flatnonzero(rows.target == 1), np.flatnonzero(rows.target == 0)[:21]))
+    return StandardScaler().fit_transform(rows.data[kept]), rows.target[kept] == 0
+
+
+def area(outliers: np.ndarray, score: np.ndarray) -> float:
+    """Under the curve of precision over recall."""
+    precision, recall, _ = precision_recall_curve(outliers, score)
+    return auc(recall, precision)
+
+
+def test_t4_outlier_scores_on_wbc():
+    x, outliers = wbc()
+    assert x.shape == (378, 30)
+    pca = L1KernelPCA().fit(x)
+    score = pca.outlier_score(x)
+    assert area(outliers, score) == pytest.approx(0.527, abs=0.03)
+
+    held = pca.scores_.var(0)
+    chosen = pca.outlier_components_
+    assert held[chosen].sum() >= 0.8 * held.sum()
+    assert held[chosen].sum() - held[chosen].min() < 0.8 * held.sum()
+    np.testing.assert_allclose(pca.outlier_variances_, held[chosen])
+    by_hand = ((pca.scores_ - pca.scores_.mean(0)) ** 2 / held)[:, chosen].sum(1)
+    np.testing.assert_allclose(score, by_hand, rtol=1e-9)
+
+    scores = PCA().fit_transform(x)
+    variances = scores.var(0)
+    enough = int((variances.cumsum() < 0.8 * variances.sum()).sum()) + 1
+    reference = (scores[:, :enough] ** 2 / variances[:enough]).sum(1)
+    assert area(outliers, reference) == pytest.approx(0.497, abs=0.03)
+
+
+def test_outlier_scores_of_new_rows():
+    x, _ = wbc()
+    pca = L1KernelPCA(kernel="rbf", gamma=1 / (2 * 30**2)).fit(x[:300])
+    whole = pca.outlier_score(x)
+    np.testing.assert_allclose(pca.outlier_score(x[300:]), whole[300:], rtol=1e-10)
+    linear = L1KernelPCA().fit(x[:300])
+    assert linear.outlier_score(x[:1] + 10)[0] > 2 * linear.outlier_score(x[:300]).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "rbf"}, {"kernel": laplacian}])
+def test_estimator_on_tensors(options):
+    x, new = torch.tensor(data()), torch.tensor(data(7, seed=1))
+    arrays, tensors = L1KernelPCA(3, **options).fit(x.numpy()), L1KernelPCA(3, **options).fit(x)
+    single = L1KernelPCA(3, **options).fit(x.float())
+    for name in ("scores_", "signs_", "alphas_", "outlier_variances_", "outlier_components_"):
+        assert isinstance(getattr(tensors, name), torch.Tensor)
+        np.testing.assert_array_equal(getattr(tensors, name), getattr(arrays, name))
+    np.testing.assert_array_equal(tensors.transform(new), arrays.transform(new.numpy()))
+    np.testing.assert_array_equal(tensors.outlier_score(new), arrays.outlier_score(new.numpy()))
+    assert single.transform(new.float()).dtype == torch.float32
+    assert single.outlier_score(new.float()).dtype == torch.float32
+    np.testing.assert_allclose(single.transform(new.float()), arrays.transform(new.numpy()), atol=1e-4)
+    np.testing.assert_allclose(single.transform(x.float()), single.scores_, atol=1e-4)
+    # What was fitted on one kind takes the other.
+    assert isinstance(tensors.transform(new.numpy()), np.ndarray)
+    assert isinstance(arrays.transform(new), torch.Tensor)
+
+
+def test_names_clones_pickles_and_pipelines():
+    iris = load_iris(as_frame=True)
+    pca = L1KernelPCA(2, kernel="rbf", gamma=0.1).set_output(transform="pandas")
+    frame = pca.fit_transform(iris.data)
+    assert list(frame.columns) == ["l1kernelpca0", "l1kernelpca1"]
+    np.testing.assert_allclose(pca.outlier_score(iris.data).shape, (150,))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(pca)).transform(iris.data), pca.transform(iris.data))
+    np.testing.assert_array_equal(clone(pca).fit_transform(iris.data), frame)
+    model = make_pipeline(StandardScaler(), L1KernelPCA(3), LogisticRegression()).fit(iris.data, iris.target)
+    assert model.score(iris.data, iris.target) > 0.9
+
+
+def test_fewer_components_where_the_rank_is_lower():
+    x = data(20, 2) @ np.ones((2, 6))
+    pca = L1KernelPCA(4).fit(x)
+    assert pca.n_components_ == 1
+    assert pca.transform(x).shape == (20, 1)
+    assert list(pca.get_feature_names_out()) == ["l1kernelpca0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "x", "message"),
+    [
+        ({"n_components": 0}, data(), "n_components must be a positive integer or None, got 0"),
+        ({"max_iter": -1}, data(), "max_iter must be a positive integer, got -1"),
+        ({"kernel": "poly"}, data(), "kernel must be one of linear, rbf, precomputed or a function; got 'poly'"),
+        ({"gamma": 0}, data(), "gamma must be None or a positive number, got 0"),
+        ({"kernel": "precomputed"}, data(), "X must be a square matrix"),
+        ({"kernel": "precomputed"}, np.triu(np.ones((3, 3))), "X must be symmetric"),
+        ({"kernel": lambda x, y: x @ y.T / 0}, data(), "kernel gave NaN or infinity"),
+        ({"kernel": lambda x, y: x[:, 0]}, data(), r"kernel must give \[40, 40\], got \[40\]"),
+        ({}, np.full((5, 3), 0.1), "X must have rows that differ"),
+        ({"kernel": "rbf"}, np.full((5, 3), 0.1), "X must have rows that differ"),
+        ({}, data()[:1], "minimum of 2 is required"),
+    ],
+)
+def test_what_the_estimator_refuses(options, x, message):
+    with pytest.raises(ValueError, match=message):
+        L1KernelPCA(**options).fit(x)

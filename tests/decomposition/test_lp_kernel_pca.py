@@ -1,0 +1,205 @@
+"""L_p kernel components: the problem they solve, scikit-learn's KernelPCA at p = 2, sign updates at p = 1, kinds."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_iris
+from sklearn.decomposition import PCA, FastICA, KernelPCA
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics.pairwise import rbf_kernel
+from sklearn.preprocessing import KernelCenterer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from favor.decomposition import L1KernelPCA, LpKernelPCA
+
+RBF = {"kernel": "rbf", "gamma": 0.05}
+
+
+def data(n: int = 60, d: int = 5, seed: int = 0) -> np.ndarray:
+    source = np.random.default_rng(seed)
+    return source.standard_t(5, size=(n, d)) * np.linspace(3, 0.5, d) + 1
+
+
+def cubic(x, y):
+    return (x @ y.T / 10 + 1) ** 3
+
+
+def centred(kernel: np.ndarray) -> np.ndarray:
+    return KernelCenterer().fit_transform(kernel)
+
+
+# Some checks allow 5 steps only.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+# One needs scipy's array API, which is set before scipy is imported.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks(
+    [LpKernelPCA(), LpKernelPCA(p=1, kernel="rbf"), LpKernelPCA(p=1.5, kernel="precomputed", shift=0.2)]
+)
+def test_scikit_learn_checks_of_lp_kernel_pca(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("options", [{"kernel": "linear"}, RBF])
+def test_p_2_is_kernel_pca(options, center):
+    x, new = data(), data(9, seed=1)
+    pca = LpKernelPCA(3, p=2, tol=1e-26, max_iter=50000, center=center, random_state=0, **options).fit(x)
+    if center:
+        reference = KernelPCA(3, eigen_solver="dense", **options).fit(x)
+        training, later = reference.transform(x), reference.transform(new)
+    else:
+        kernel = (lambda a, b: a @ b.T) if options["kernel"] == "linear" else lambda a, b: rbf_kernel(a, b, gamma=0.05)
+        values, vectors = np.linalg.eigh(kernel(x, x))
+        alphas = vectors[:, :-4:-1] / np.sqrt(values[:-4:-1])
+        training, later = kernel(x, x) @ alphas, kernel(new, x) @ alphas
+    signs = np.sign((pca.scores_ * training).sum(0))
+    np.testing.assert_allclose(pca.scores_, training * signs, atol=1e-8)
+    np.testing.assert_allclose(pca.transform(new), later * signs, atol=1e-8)
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 3.0, 4.0])
+@pytest.mark.parametrize("name", ["linear", "rbf", "function", "precomputed"])
+def test_components_are_orthonormal_and_stationary(name, p):
+    """Of mean |score|^p among directions orthogonal to the earlier ones, in the dual coordinates of the kernel."""
+    x = data()
+    kernel = {"rbf": rbf_kernel(x, gamma=0.05), "function": cubic(x, x)}.get(name, x @ x.T)
+    options = {"rbf": RBF, "function": {"kernel": cubic}}.get(name, {"kernel": name})
+    given = kernel if name == "precomputed" else x
+    pca = LpKernelPCA(3, p=p, tol=1e-26, max_iter=20000, random_state=0, **options).fit(given)
+    kernel, scores = centred(kernel), pca.scores_
+    np.testing.assert_allclose(pca.transform(given), scores, atol=1e-9)
+    np.testing.assert_allclose(pca.fit_transform(given), scores, atol=1e-9)
+    # Coordinates of the components, from their scores: K alpha = scores.
+    alphas = np.linalg.pinv(kernel, rcond=1e-11, hermitian=True) @ scores
+    np.testing.assert_allclose(alphas.T @ kernel @ alphas, np.eye(3), atol=1e-6)
+    for j in range(3):
+        slope = np.sign(scores[:, j]) * np.abs(scores[:, j]) ** (p - 1)
+        # The gradient is K slope in dual coordinates; what of it is orthogonal to all components so far must vanish.
+        inner = scores[:, : j + 1].T @ slope
+        rest = slope - alphas[:, : j + 1] @ inner
+        assert rest @ kernel @ rest <= 1e-12 * (slope @ kernel @ slope)
+    assert scores[np.abs(scores).argmax(0), range(3)].min() > 0
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 3, 6])
+def test_dispersion_is_above_that_of_pca(p):
+    """The first component of PCA is beaten at every p but 2, with the best of a few starts."""
+    x = data(200, 6)
+    ours = max((np.abs(LpKernelPCA(p=p, random_state=seed).fit_transform(x)) ** p).mean() for seed in range(5))
+    assert ours > (np.abs(PCA(1).fit_transform(x)) ** p).mean()
+
+
+def test_p_1_ends_where_sign_updates_end():
+    """A fixed point of one is a fixed point of the other, and the best of several starts the same."""
+    x = data()
+    by_signs = np.abs(L1KernelPCA(1, bit_flips=True, **RBF).fit_transform(x)).sum()
+    found = [LpKernelPCA(p=1, random_state=seed, **RBF).fit(x) for seed in range(20)]
+    best = max(np.abs(pca.scores_).sum() for pca in found)
+    assert best == pytest.approx(by_signs, rel=0.01)
+    kernel = centred(rbf_kernel(x, gamma=0.05))
+    for pca in found:
+        c = np.sign(pca.scores_[:, 0])
+        np.testing.assert_array_equal(np.sign(kernel @ c), c)
+        np.testing.assert_allclose(kernel @ c / np.sqrt(c @ kernel @ c), pca.scores_[:, 0], atol=1e-9)
+
+
+def test_p_1_keeps_rows_whose_score_is_zero():
+    """The start, the first row, is orthogonal to all others; they join in all the same."""
+    pca = LpKernelPCA(p=1, kernel="precomputed", center=False, random_state=0).fit(np.diag([2.0, 1.0, 1.0, 1.0]))
+    assert np.abs(pca.scores_).sum() == pytest.approx(5**0.5, rel=1e-12)
+
+
+def test_a_large_power_seeks_the_largest_score():
+    x = data(200, 6)
+    x[0] = 60 * np.eye(6)[5] + 1
+    pca = LpKernelPCA(p=200, random_state=1).fit(x)
+    assert np.isfinite(pca.components_).all()
+    row = x[pca.scores_[:, 0].argmax()] - pca.mean_
+    assert row @ pca.components_[0] == pytest.approx(np.linalg.norm(row), rel=1e-3)
+
+
+def test_p_4_on_white_data_agrees_with_kurtosis():
+    """On white data the fourth power alone finds a component with heavy tails, as FastICA does."""
+    source = np.random.default_rng(0)
+    white = PCA(whiten=True).fit_transform(source.laplace(size=(4000, 4)) @ source.normal(size=(4, 4)))
+    ours = LpKernelPCA(p=4, random_state=0).fit(white).components_[0]
+    theirs = FastICA(whiten=False, fun="cube", random_state=0, max_iter=1000, tol=1e-8).fit(white).components_
+    assert np.abs(theirs @ ours).max() > 0.99
+
+
+def test_a_shift_changes_the_way_but_not_the_end():
+    x = data(100, 4)
+    plain, shifted = (
+        LpKernelPCA(p=4, shift=shift, tol=1e-26, max_iter=5000, random_state=0).fit(x) for shift in (0.0, 1.0)
+    )
+    assert shifted.n_iter_ > 1.3 * plain.n_iter_
+    np.testing.assert_allclose(shifted.components_, plain.components_, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, RBF, {"kernel": cubic}])
+def test_estimator_on_tensors(options):
+    x, new = torch.tensor(data()), torch.tensor(data(9, seed=1))
+    arrays, tensors, single = (
+        LpKernelPCA(2, p=4, random_state=0, tol=1e-12, max_iter=5000, **options).fit(rows)
+        for rows in (x.numpy(), x, x.float())
+    )
+    assert isinstance(tensors.scores_, torch.Tensor)
+    np.testing.assert_allclose(tensors.transform(new), arrays.transform(new.numpy()), atol=1e-12)
+    assert single.transform(new.float()).dtype == torch.float32
+    scale = np.abs(arrays.scores_).max()
+    np.testing.assert_allclose(single.transform(new.float()), arrays.transform(new.numpy()), atol=2e-4 * scale)
+    np.testing.assert_allclose(single.transform(x.float()), single.scores_, atol=1e-4 * scale)
+    assert isinstance(tensors.transform(new.numpy()), np.ndarray)
+    assert isinstance(arrays.transform(new), torch.Tensor)
+
+
+def test_random_state():
+    x = data(400, 60)
+    found = [LpKernelPCA(p=1, random_state=seed).fit_transform(x) for seed in (0, 0, 1, 2, 3)]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert max(np.abs(found[0] - other).max() for other in found[2:]) > 0.1
+
+
+def test_names_and_pickles():
+    iris = load_iris(as_frame=True).data
+    pca = LpKernelPCA(2, random_state=0, **RBF).set_output(transform="pandas")
+    frame = pca.fit_transform(iris)
+    assert list(frame.columns) == ["lpkernelpca0", "lpkernelpca1"]
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(pca)).transform(iris), pca.transform(iris))
+
+
+def test_fewer_components_where_the_rank_is_lower():
+    x = data(20, 2) @ np.ones((2, 6))
+    for options in ({}, {"kernel": lambda a, b: a @ b.T}):
+        pca = LpKernelPCA(4, random_state=0, **options).fit(x)
+        assert pca.n_components_ == 1
+        assert pca.transform(x).shape == (20, 1)
+
+
+def test_too_few_steps_warn():
+    with pytest.warns(ConvergenceWarning, match="component 0 still moved after max_iter=2 steps"):
+        LpKernelPCA(max_iter=2, random_state=0).fit(data())
+
+
+@pytest.mark.parametrize(
+    ("options", "x", "message"),
+    [
+        ({"p": 0.5}, data(), "p must be a finite number of at least 1.*got 0.5"),
+        ({"p": float("inf")}, data(), "p must be a finite number of at least 1"),
+        ({"p": "3"}, data(), "p must be a finite number of at least 1"),
+        ({"n_components": None}, data(), "n_components must be a positive integer, got None"),
+        ({"shift": -1.5}, data(), "shift must be above -1"),
+        ({"tol": -1.0}, data(), "tol must be a number of at least 0"),
+        ({"max_iter": 0}, data(), "max_iter must be a positive integer, got 0"),
+        ({"kernel": "poly"}, data(), "kernel must be one of"),
+        ({"kernel": "precomputed"}, data(), "X must be a square matrix"),
+        ({"kernel": "precomputed", "center": False}, -np.eye(3), "X must be positive semidefinite, got -1"),
+        ({}, np.full((5, 3), 0.1), "X must have rows that differ"),
+        ({"kernel": "rbf"}, np.full((5, 3), 0.1), "X must have rows that differ"),
+    ],
+)
+def test_what_lp_kernel_pca_refuses(options, x, message):
+    with pytest.raises(ValueError, match=message):
+        LpKernelPCA(**options).fit(x)

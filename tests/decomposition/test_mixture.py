@@ -1,0 +1,331 @@
+"""Mixture proportions: the optimum by other solvers, rates by theory, the guard, scales and batches."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse, stats
+from scipy.optimize import minimize
+
+from favor.decomposition import mixture_proportions
+from favor.decomposition.mixture import fit_proportions
+
+# The counterexample to monotonicity: from here one step without shift lowers the objective by 0.0127.
+FALLING = np.array([[0.93, 0.01], [0.01, 0.99]]), np.array([5 / 17, 12 / 17]), np.array([0.0649, 0.9351])
+
+
+def poisson_case() -> tuple[np.ndarray, np.ndarray]:
+    """Components that hardly differ: slow for all methods."""
+    source = np.random.default_rng(0)
+    L = source.uniform(size=(500, 20))
+    return L, source.poisson(20 * L @ source.dirichlet(np.ones(20))).astype(float)
+
+
+def separated_case() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(3, 200)) + np.array([[-6], [0], [6]])
+    return stats.norm.pdf(x.reshape(-1, 1), [-6, 0, 6], 1), np.ones(600)
+
+
+def random_case(n: int = 60, k: int = 5, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    source = np.random.default_rng(seed)
+    return source.gamma(0.5, size=(n, k)) + 1e-3, source.poisson(4.0, size=n).astype(float)
+
+
+def gradient(L: np.ndarray, v: np.ndarray, pi: np.ndarray) -> np.ndarray:
+    return L.T @ (v / (L @ pi)) / v.sum()
+
+
+def objective(L: np.ndarray, v: np.ndarray, pi: np.ndarray) -> float:
+    return float(v @ np.log(L @ pi) / v.sum())
+
+
+def em(L: np.ndarray, v: np.ndarray, iterations: int, pi: np.ndarray | None = None) -> np.ndarray:
+    pi = np.full(L.shape[1], 1 / L.shape[1]) if pi is None else pi
+    for _ in range(iterations):
+        pi = pi * gradient(L, v, pi)
+    return pi
+
+
+def slsqp(L: np.ndarray, v: np.ndarray) -> np.ndarray:
+    k = L.shape[1]
+    found = minimize(
+        lambda pi: -objective(L, v, pi),
+        np.full(k, 1 / k),
+        jac=lambda pi: -gradient(L, v, pi),
+        bounds=[(0, 1)] * k,
+        constraints={"type": "eq", "fun": lambda pi: pi.sum() - 1, "jac": lambda pi: np.ones((1, k))},
+        method="SLSQP",
+        options={"ftol": 1e-15, "maxiter": 500},
+    )
+    return found.x
+
+
+def path(L, v, shift, iterations, **options):
+    """The proportions after every iteration, from one call an iteration."""
+    pi, steps = options.pop("start", None), []
+    for _ in range(iterations):
+        pi = mixture_proportions(L, v, shift=shift, tol=0, max_iter=1, start=pi, **options).proportions
+        steps.append(pi)
+    return steps
+
+
+def iterations_to_optimum(step, L: np.ndarray, v: np.ndarray, best: float) -> int:
+    """Until the objective is within 1e-6 of its optimum."""
+    pi = np.full(L.shape[1], 1 / L.shape[1])
+    for number in itertools.count():
+        if best - objective(L, v, pi) <= 1e-6 * abs(best):
+            return number
+        pi = step(pi)
+        assert number < 5000
+    return -1
+
+
+def shifted(L, v, shift):
+    def step(pi):
+        options = {"tol": 0, "max_iter": 1, "guard": False}
+        return mixture_proportions(L, v, shift=shift, start=pi, **options).proportions
+
+    return step
+
+
+def test_t6_iterations_of_shifts_beside_em():
+    """Shift 1 is as fast as EM, to 2%, and no shift needs at most 55% of its iterations."""
+    L, v = poisson_case()
+    best = mixture_proportions(L, v, tol=1e-12, max_iter=50_000).objective
+    reference = iterations_to_optimum(lambda pi: pi * gradient(L, v, pi), L, v, best)
+    assert reference > 200
+    counts = {shift: iterations_to_optimum(shifted(L, v, shift), L, v, best) for shift in (0, 0.05, 1)}
+    assert abs(counts[1] - reference) <= 0.02 * reference
+    assert counts[0] <= 0.55 * reference
+    assert counts[0] <= counts[0.05] <= 0.57 * reference
+
+
+@pytest.mark.parametrize("case", [poisson_case, separated_case, random_case])
+@pytest.mark.parametrize("shift", [0, 0.05, 0.25, 1])
+def test_t6_conditions_of_optimality(case, shift):
+    L, v = case()
+    result = mixture_proportions(L, v, shift=shift)
+    assert result.converged
+    pi, g = result.proportions, gradient(L, v, result.proportions)
+    assert pi.min() >= 0
+    assert pi.sum() == pytest.approx(1, abs=1e-14)
+    assert g.max() - 1 <= 1e-8 + 1e-13
+    assert np.abs(pi * (g - 1)).max() <= 1e-8 + 1e-13
+    assert result.gap == pytest.approx(max(g.max() - 1, np.abs(pi * (g - 1)).max()), abs=1e-13)
+    assert result.objective == pytest.approx(objective(L, v, pi), abs=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_optimum_of_other_solvers(seed):
+    L, v = random_case(seed=seed)
+    pi = mixture_proportions(L, v, tol=1e-11).proportions
+    np.testing.assert_allclose(pi, em(L, v, 20_000), atol=1e-7)
+    np.testing.assert_allclose(pi, slsqp(L, v), atol=1e-5)
+    # The gap bounds what is missing to the optimum.
+    assert objective(L, v, pi) >= objective(L, v, slsqp(L, v)) - 1.1e-11
+
+
+def test_weights_of_known_normal_components():
+    """The M-step alone of a Gaussian mixture: data of known weights, to their standard error."""
+    source, truth = np.random.default_rng(1), np.array([0.5, 0.3, 0.2])
+    x = source.normal(np.array([-2.0, 0.0, 2.0])[source.choice(3, 20_000, p=truth)], 1)
+    pi = mixture_proportions(stats.norm.pdf(x[:, None], [-2, 0, 2], 1)).proportions
+    np.testing.assert_allclose(pi, truth, atol=0.03)
+
+
+@pytest.mark.parametrize("shift", [None, 0, 0.05, 0.25, 1, 3])
+def test_local_rates_equal_theory(shift):
+    """EM: max |1 - w|; shifts: max |1 - 2 w / (1 + shift)|, w the eigenvalues of the Hessian in scaled coordinates."""
+    source = np.random.default_rng(3)
+    L = source.gamma(1.0, size=(200, 4))
+    v = source.poisson(100 * L @ np.array([0.4, 0.3, 0.2, 0.1])).astype(float)
+    best = mixture_proportions(L, v, tol=1e-15, max_iter=20_000).proportions
+    assert best.min() > 0.01  # all components are on the support
+    root = np.sqrt(best)
+    A = L.T @ (L * (v / (L @ best) ** 2)[:, None]) / v.sum()
+    w = np.linalg.eigvalsh(root[:, None] * A * root)
+    assert w[-1] == pytest.approx(1, abs=1e-10)
+    w = w[:-1]
+    expected = np.abs(1 - w).max() if shift is None else np.abs(1 - 2 * w / (1 + shift)).max()
+    pi, errors = best + 1e-3 * np.array([1, -1, 0.5, -0.5]), []
+    step = (lambda pi: em(L, v, 1, pi)) if shift is None else shifted(L, v, shift)
+    while not errors or errors[-1] > 1e-9:
+        pi = step(pi)
+        errors.append(np.linalg.norm(pi - best))
+    assert (errors[-1] / errors[-6]) ** 0.2 == pytest.approx(expected, abs=1e-4)
+
+
+def test_shift_of_one_is_em_to_first_order_only():
+    """The same rate, but another path: (1 + g)^2 / 4 is g + (g - 1)^2 / 4."""
+    L, v = random_case()
+    start = mixture_proportions(L, v, tol=1e-4).proportions
+    g = gradient(L, v, start)
+    new = start * (1 + g) ** 2
+    np.testing.assert_allclose(path(L, v, 1, 1, start=start, guard=False)[0], new / new.sum(), rtol=1e-13)
+    assert np.abs(new / new.sum() - start * g).max() < 1e-6 < np.abs(g - 1).max()
+
+
+def test_t6_the_guard_makes_the_counterexample_monotone():
+    L, v, start = FALLING
+    before = objective(L, v, start)
+    wrong = path(L, v, 0, 1, start=start, guard=False)[0]
+    np.testing.assert_allclose(wrong, [0.6284, 0.3716], atol=1e-4)
+    assert objective(L, v, wrong) - before == pytest.approx(-0.0127, abs=1e-4)
+    # The guard takes the step of EM.
+    np.testing.assert_allclose(path(L, v, 0, 1, start=start)[0], em(L, v, 1, start), rtol=1e-13)
+    values = [before] + [objective(L, v, pi) for pi in path(L, v, 0, 30, start=start)]
+    assert np.diff(values).min() >= -1e-15
+
+
+@pytest.mark.parametrize("shift", [0, 0.25, 1])
+def test_the_guard_is_monotone_on_extreme_problems(shift):
+    """20,000 small problems at once, some of which fall without the guard."""
+    source = torch.Generator().manual_seed(0)
+    L = torch.rand(20_000, 4, 3, generator=source, dtype=torch.float64) ** 12
+    v = torch.rand(20_000, 4, generator=source, dtype=torch.float64) ** 6
+    start = torch.rand(20_000, 3, generator=source, dtype=torch.float64) ** 6
+
+    def falls(guard):
+        pi, worst, last = start, 0.0, None
+        for _ in range(5):
+            result = mixture_proportions(L, v, shift=shift, start=pi, guard=guard, tol=0, max_iter=1)
+            pi, share = result.proportions, v / v.sum(-1, keepdim=True)
+            value = (share * (L @ pi.unsqueeze(-1)).squeeze(-1).log()).sum(-1)
+            torch.testing.assert_close(result.objective, value)
+            worst = worst if last is None else max(worst, float((last - value).max()))
+            last = value
+        return worst
+
+    assert falls(False) > 1e-4
+    assert falls(True) <= 1e-13
+
+
+def test_t6_separated_components_with_small_shifts():
+    """Where w is 1 the plain iteration without shift swings for ever; guarded, or with a shift, it converges."""
+    L, v = np.eye(3), np.array([5.0, 3.0, 2.0])
+    options = {"start": [0.2, 0.2, 0.6], "tol": 1e-10}
+    swinging = mixture_proportions(L, v, shift=0, guard=False, max_iter=1000, **options)
+    assert not swinging.converged
+    assert swinging.n_iter == 1000
+    assert swinging.gap > 0.1
+    for shift, guard in ((0, True), (0.05, True), (0.05, False)):
+        result = mixture_proportions(L, v, shift=shift, guard=guard, max_iter=300, **options)
+        assert result.converged
+        np.testing.assert_allclose(result.proportions, [0.5, 0.3, 0.2], atol=1e-9)
+
+
+def test_invariance_to_the_scale_of_rows_and_counts():
+    L, v = random_case()
+    scale = 10.0 ** np.random.default_rng(0).uniform(-250, 250, size=len(v))
+    one, two = mixture_proportions(L, v), mixture_proportions(L * scale[:, None], 1e-3 * v)
+    assert one.n_iter == two.n_iter
+    np.testing.assert_allclose(two.proportions, one.proportions, rtol=1e-10)
+    assert two.objective == pytest.approx(one.objective + v @ np.log(scale) / v.sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e-310])
+def test_tiny_likelihoods(factor):
+    L, v = random_case()
+    # Subnormal numbers have few digits.
+    scaled = factor * L
+    expected = mixture_proportions(np.ldexp(scaled, 1000), v).proportions
+    np.testing.assert_allclose(mixture_proportions(scaled, v).proportions, expected, rtol=1e-9)
+    np.testing.assert_allclose(expected, mixture_proportions(L, v).proportions, rtol=1e-3 if factor < 1e-300 else 1e-9)
+
+
+def test_a_start_near_zero_comes_back():
+    L, v = random_case()
+    best = mixture_proportions(L, v).proportions
+    start = np.full(5, 1e-280)
+    start[1] = 1
+    np.testing.assert_allclose(mixture_proportions(L, v, start=start, shift=0).proportions, best, atol=1e-6)
+    small = torch.tensor([1e-30, 1, 1e-30, 1e-30, 1e-30])
+    for guard in (True, False):
+        found = mixture_proportions(torch.tensor(L).float(), v, start=small, guard=guard)
+        np.testing.assert_allclose(found.proportions, best, atol=1e-3)
+        # Here g is 5e29, whose square float32 does not hold.
+        found = mixture_proportions(torch.eye(2), start=torch.tensor([1, 1e-30]), guard=guard)
+        np.testing.assert_allclose(found.proportions, [0.5, 0.5], atol=1e-4)
+
+
+def test_what_is_zero_at_the_start_is_not_part_of_the_problem():
+    L, v = random_case()
+    start = np.array([0, 1.0, 2, 0, 1])
+    expected = mixture_proportions(L[:, [1, 2, 4]], v, start=[1.0, 2, 1])
+    for given in (L, sparse.csr_array(L), L * np.array([1e200, 1, 1, 1e250, 1])):
+        result = mixture_proportions(given, v, start=start)
+        assert result.converged
+        np.testing.assert_allclose(result.proportions[[1, 2, 4]], expected.proportions, rtol=1e-9)
+        np.testing.assert_array_equal(result.proportions[[0, 3]], 0)
+
+
+def test_batches_are_single_problems():
+    cases = [random_case(seed=seed) for seed in range(6)]
+    L, v = (np.stack(parts).reshape(2, 3, *parts[0].shape) for parts in zip(*cases, strict=True))
+    result = mixture_proportions(L, v, tol=1e-11)
+    assert result.proportions.shape == (2, 3, 5)
+    assert result.objective.shape == result.gap.shape == (2, 3)
+    singles = [mixture_proportions(*case, tol=1e-11) for case in cases]
+    assert result.n_iter == max(single.n_iter for single in singles)
+    for number, single in enumerate(singles):
+        place = divmod(number, 3)
+        np.testing.assert_allclose(result.proportions[place], single.proportions, atol=1e-8)
+        assert result.objective[place] == pytest.approx(single.objective, abs=1.1e-11)
+    # With as many iterations and no early end they are the same numbers.
+    fixed = mixture_proportions(L, v, tol=0, max_iter=7)
+    single = mixture_proportions(L[1, 2], v[1, 2], tol=0, max_iter=7)
+    np.testing.assert_allclose(fixed.proportions[1, 2], single.proportions, rtol=1e-12)
+    # One vector of counts, and one start, for all.
+    shared = mixture_proportions(L, v[0, 0], start=[1, 2, 3, 4, 5.0], tol=0, max_iter=7)
+    single = mixture_proportions(L[1, 2], v[0, 0], start=[1, 2, 3, 4, 5.0], tol=0, max_iter=7)
+    np.testing.assert_allclose(shared.proportions[1, 2], single.proportions, rtol=1e-12)
+
+
+def test_rows_without_count_and_without_likelihood():
+    L, v = random_case()
+    L[0], v[0] = 0, 0
+    keep = v > 0
+    expected = mixture_proportions(L[keep], v[keep])
+    result = mixture_proportions(L, v)
+    np.testing.assert_allclose(result.proportions, expected.proportions, rtol=1e-10)
+    assert result.objective == pytest.approx(expected.objective, abs=1e-13)
+    np.testing.assert_allclose(mixture_proportions(sparse.csr_array(L), v).proportions, expected.proportions, rtol=1e-9)
+
+
+def test_counts_are_repeated_rows():
+    L, _ = random_case(20)
+    v = np.arange(20) % 4
+    one = mixture_proportions(L, v, tol=1e-12)
+    two = mixture_proportions(np.repeat(L, v, axis=0), tol=1e-12)
+    np.testing.assert_allclose(one.proportions, two.proportions, atol=1e-9)
+    assert one.objective == pytest.approx(two.objective, abs=1e-13)
+
+
+def test_edges():
+    one = mixture_proportions(np.array([[2.0], [3.0]]))
+    assert one.proportions.tolist() == [1.0]
+    assert one.n_iter == 0
+    assert one.objective == pytest.approx(np.log(6) / 2)
+    # A component that never explains anything vanishes; equal ones keep their shares of the start.
+    result = mixture_proportions(np.array([[0.5, 0.5, 0.0], [0.2, 0.2, 0.0]]), start=[1, 3, 4], tol=1e-13)
+    np.testing.assert_allclose(result.proportions, [0.25, 0.75, 0], atol=1e-12)
+
+
+def test_max_iter_ends_the_iteration():
+    L, v = poisson_case()
+    result = mixture_proportions(L, v, max_iter=3)
+    assert result.n_iter == 3
+    assert not result.converged
+    assert result.gap > 1e-8
+    np.testing.assert_allclose(result.proportions, path(L, v, 0.05, 3)[-1], rtol=1e-12)
+    again = mixture_proportions(L, v, max_iter=3, start=mixture_proportions(L, v).proportions)
+    assert again.n_iter == 0
+    assert again.converged
+
+
+def test_products_alone_are_enough():
+    L, v = (torch.tensor(part) for part in random_case())
+    start = torch.ones(5, dtype=torch.float64)
+    found = fit_proportions(lambda pi: L @ pi, lambda r: L.T @ r, v, start, 0.05, guard=True, tol=1e-8, max_iter=10_000)
+    torch.testing.assert_close(found.proportions, mixture_proportions(L, v).proportions, rtol=1e-8, atol=0)

@@ -1,0 +1,340 @@
+"""Stochastic scale-invariant power iteration against exact optima, EM and finite differences."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from spectra import Lazy, rows_with, tensor
+
+from favor.decomposition import StochasticSCIPI, VRPower
+from favor.decomposition.epochs import Objective, Quadratic, anchor_weight, reduced_gradient
+from favor.decomposition.stochastic import FromGradient, MixtureLikelihood, PowerOfProducts
+
+OBJECTIVES = [PowerOfProducts(1.5), PowerOfProducts(2.0), PowerOfProducts(3.0), PowerOfProducts(4.0)]
+
+
+def mixture(n, seed=0, weights=None, apart=1.5, K=10):
+    """Likelihoods `[n, K]` of draws from normal distributions with means `apart` from each other."""
+    source = np.random.default_rng(seed)
+    means = np.arange(K) * apart
+    weights = source.dirichlet(np.full(K, 2.0)) if weights is None else np.asarray(weights)
+    data = source.normal(means[source.choice(K, n, p=weights)])
+    return np.exp(-((data[:, None] - means) ** 2) / 2)
+
+
+def likelihood(L, proportions):
+    return np.log(L @ proportions).mean()
+
+
+def em(L, steps):
+    """Proportions after steps of EM, which never fall and cannot pass the optimum."""
+    proportions = np.full(L.shape[1], 1 / L.shape[1])
+    for _ in range(steps):
+        proportions *= (L / (L @ proportions)[:, None]).mean(0)
+    return proportions
+
+
+def peaks(n=4000, d=8, seed=0):
+    """Rows with heavy tails and one direction that has most of them."""
+    source = np.random.default_rng(seed)
+    turn = np.linalg.qr(source.normal(size=(d, d)))[0]
+    return (source.laplace(size=(n, d)) * np.r_[1.6, np.linspace(1, 0.5, d - 1)]) @ turn
+
+
+# scikit-learn says so of a check that it skips.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks([StochasticSCIPI(), StochasticSCIPI(degree=2, n_components=1, eta=0.5)])
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+def test_t12_degree_2_has_the_gradient_of_vr_power():
+    source = np.random.default_rng(0)
+    rows, x, anchor, whole = (tensor(source.normal(size=shape)) for shape in ((20, 6), 6, 6, 6))
+    one = reduced_gradient(PowerOfProducts(2.0), rows, x, anchor, whole)
+    other = reduced_gradient(Quadratic(), rows, x, anchor, whole)
+    assert (one - other).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.3])
+def test_t12_degree_2_is_vr_power(eta):
+    X, _ = rows_with(np.r_[1.0, 0.8, 0.6, np.linspace(0.4, 0.1, 7)], 3000)
+    one = StochasticSCIPI(n_components=2, degree=2, eta=eta, random_state=0).fit(X)
+    other = VRPower(2, eta=eta, random_state=0).fit(X)
+    np.testing.assert_allclose(one.components_, other.components_, atol=1e-10)
+    np.testing.assert_allclose(2 * one.values_, other.explained_variance_, rtol=1e-12)
+    assert one.passes_ == other.passes_
+    assert one.n_iter_ == other.n_iter_
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, MixtureLikelihood()], ids=lambda o: f"{o.degree:g}")
+def test_gradients_by_finite_differences_and_their_degree(objective):
+    source = np.random.default_rng(0)
+    rows, x = tensor(source.normal(size=(30, 5))).abs(), tensor(source.normal(size=5))
+    p = objective.degree
+
+    def value(x):
+        return (rows @ x).abs().pow(p).mean() / p if p else objective.value(rows, x)
+
+    steps = 1e-6 * torch.eye(5, dtype=torch.float64)
+    numeric = torch.stack([(value(x + step) - value(x - step)) / 2e-6 for step in steps])
+    torch.testing.assert_close(objective.gradient(rows, x), numeric, rtol=1e-6, atol=1e-7)
+    doubled = objective.gradient(rows, -2 * x)
+    torch.testing.assert_close(doubled, -(2 ** (p - 1)) * objective.gradient(rows, x), rtol=1e-12, atol=1e-12)
+    # Euler's identity: p times the value, or the base of the logarithm, here e^(1/2).
+    assert torch.dot(x, objective.gradient(rows, x)).item() == pytest.approx(p * value(x).item() if p else 2)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("objective", [*OBJECTIVES, MixtureLikelihood()], ids=lambda o: f"{o.degree:g}")
+def test_the_estimate_is_unbiased_and_exact_along_the_anchor_on_both_sides(objective, side):
+    source = np.random.default_rng(0)
+    rows, x = tensor(source.normal(size=(100, 5))).abs(), tensor(source.normal(size=5))
+    anchor = tensor(source.normal(size=5))
+    x = x * torch.dot(x, anchor).sign() * side
+    whole = objective.gradient(rows, anchor)
+    every = torch.stack([reduced_gradient(objective, row[None], x, anchor, whole) for row in rows])
+    torch.testing.assert_close(every.mean(0), objective.gradient(rows, x), rtol=1e-10, atol=1e-12)
+    far = 0.7 * side * anchor
+    along = torch.stack([reduced_gradient(objective, row[None], far, anchor, whole) for row in rows])
+    expected = objective.gradient(rows, far).expand_as(along)
+    torch.testing.assert_close(along, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_of_the_anchor():
+    x, anchor = torch.tensor([-3.0, 1.0]), torch.tensor([2.0, 0.0])
+    for degree, weight in ((0.0, -2 / 3), (1.0, -1.0), (2.0, -1.5), (3.0, -2.25)):
+        assert anchor_weight(x, anchor, degree).item() == pytest.approx(weight)
+
+
+def gradients(line, n, batch, m):
+    """Gradients of one row taken until an epoch ended, in units of n: a batch takes two of each of its rows."""
+    return 1 + line * (1 + 2 * (m - 1) * batch / n)
+
+
+def test_t12_mixture_to_1e9_in_40_passes_where_the_full_iteration_takes_200():
+    L = mixture(20000, apart=1.4)
+    best = em(L, 4000)
+    slopes = (L / (L @ best)[:, None]).mean(0)
+    assert slopes.max() - 1 < 1e-9
+    top = likelihood(L, best)
+    estimator = StochasticSCIPI("mixture", tol=1e-7, random_state=0).fit(L)
+    close = next(i for i, line in enumerate(estimator.history_) if top - line.value <= 1e-9 * abs(top))
+    assert gradients(close, 20000, 200, 25) <= 40
+    np.testing.assert_allclose(estimator.proportions_, best, atol=1e-5)
+    assert estimator.proportions_.sum() == pytest.approx(1, abs=1e-12)
+    assert estimator.values_[0] == pytest.approx(top, rel=1e-12)
+    proportions = np.full(10, 0.1)
+    for _ in range(200):
+        proportions *= (L / (L @ proportions)[:, None]).mean(0) ** 2
+        proportions /= proportions.sum()
+    assert top - likelihood(L, proportions) > 1e-9 * abs(top)
+
+
+def test_the_gap_falls_by_a_factor_an_epoch():
+    L = mixture(20000)
+    estimator = StochasticSCIPI("mixture", tol=1e-7, random_state=0).fit(L)
+    gaps = np.array([estimator.values_[0] - line.value for line in estimator.history_ if line.accepted])
+    kept = gaps[gaps > 1e-12]
+    assert len(kept) >= 6
+    slope = np.polyfit(np.arange(len(kept)), np.log(kept), 1)[0]
+    assert slope < np.log(0.4)
+    assert (np.diff(gaps) <= 1e-13).all()
+
+
+def test_components_without_data_get_no_proportion():
+    weights = np.array([0.3, 0.0, 0.2, 0.0, 0.0, 0.5])
+    L = mixture(5000, 1, weights, apart=3.0, K=6)
+    estimator = StochasticSCIPI("mixture", random_state=0).fit(L)
+    best = em(L, 5000)
+    np.testing.assert_allclose(estimator.proportions_, best, atol=1e-4)
+    assert (estimator.proportions_ >= 0).all()
+    assert likelihood(L, estimator.proportions_) >= likelihood(L, best) - 1e-9
+    shares = estimator.transform(L)
+    np.testing.assert_allclose(shares.sum(1), 1)
+    np.testing.assert_allclose(shares.mean(0), estimator.proportions_, atol=1e-5)
+    direct = L * estimator.proportions_
+    np.testing.assert_allclose(shares, direct / direct.sum(1, keepdims=True), atol=1e-15)
+    assert len(estimator.get_feature_names_out()) == 6
+
+
+def test_negative_entries_of_a_step_on_proportions_stay():
+    x, after = torch.tensor([0.6, 0.8]), torch.tensor([-0.1, 0.9])
+    assert MixtureLikelihood().admitted(x, after).tolist() == pytest.approx([0.6, 0.9])
+    assert Objective().admitted(x, after) is after
+
+
+@pytest.mark.parametrize("degree", [1, 1.5, 3, 4])
+def test_the_end_is_a_local_maximum_of_the_p_norm(degree):
+    X = peaks()
+
+    def value(x):
+        return (np.abs(X @ x.T) ** degree).mean(0) / degree
+
+    estimator = StochasticSCIPI(degree=degree, random_state=0).fit(X)
+    x = estimator.components_[0]
+    assert value(x[None])[0] == pytest.approx(estimator.values_[0], rel=1e-12)
+    source = np.random.default_rng(0)
+    near = x + 0.02 * source.normal(size=(200, 8))
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    assert (value(near) <= estimator.values_[0] * (1 + 1e-12)).all()
+    gradient = X.T @ (np.sign(X @ x) * np.abs(X @ x) ** (degree - 1)) / len(X)
+    assert np.linalg.norm(gradient - (x @ gradient) * x) <= 1e-6 * (x @ gradient) * 1.01
+
+
+def test_in_the_plane_the_maximum_is_that_of_all_angles():
+    X = peaks(2000, 2)
+    angles = np.linspace(0, np.pi, 5001)
+    values = (np.abs(X @ np.stack([np.cos(angles), np.sin(angles)])) ** 3).mean(0) / 3
+    assert StochasticSCIPI(random_state=0).fit(X).values_[0] == pytest.approx(values.max(), rel=1e-6)
+
+
+def test_directions_are_orthogonal_and_best_in_their_complement():
+    X = peaks()
+    estimator = StochasticSCIPI(n_components=3, random_state=0).fit(X)
+    V = estimator.components_
+    np.testing.assert_allclose(V @ V.T, np.eye(3), atol=1e-12)
+    rest = np.linalg.svd(V[:1])[2][1:]
+    inside = StochasticSCIPI(random_state=0).fit(X @ rest.T)
+    assert estimator.values_[1] == pytest.approx(inside.values_[0], rel=1e-9)
+    np.testing.assert_allclose(estimator.transform(X), X @ V.T, atol=1e-12)
+
+
+def cube(rows, x):
+    products = rows @ x
+    return rows.T @ (products * products.abs()) / len(rows)
+
+
+def test_a_function_in_place_of_a_name():
+    X = peaks()
+    named = StochasticSCIPI(random_state=0).fit(X)
+    own = StochasticSCIPI(cube, degree=3, random_state=0).fit(X)
+    np.testing.assert_allclose(own.components_, named.components_, atol=1e-10)
+    np.testing.assert_allclose(own.values_, named.values_, rtol=1e-12)
+
+
+def test_a_function_of_degree_0_without_a_value():
+    """Nothing guards its epochs; it ends where values all around are lower."""
+    source = np.random.default_rng(0)
+    scales = np.r_[2.0, 1.2, 1.0, 0.8]
+    X = source.normal(size=(5000, 4)) * scales + 0.2
+
+    def gradient(rows, x):
+        # f_i = log(|a_i|^2 |x|^2 + (a_i'x)^2), additive: f(c x) = f(x) + 2 log|c|.
+        products, norms = rows @ x, rows.square().sum(-1)
+        inside = norms * x.square().sum() + products.square()
+        return 2 * (rows.T @ (products / inside) + x * (norms / inside).sum()) / len(rows)
+
+    estimator = StochasticSCIPI(gradient, degree=0, random_state=0).fit(X)
+    assert np.isnan(estimator.values_).all()
+    x = estimator.components_[0]
+    square = np.square(X).sum(1)
+
+    def value(x):
+        return np.log(square[:, None] + np.square(X @ x.T)).mean(0)
+
+    near = x + 0.3 * source.normal(size=(500, 4))
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    assert (value(near) <= value(x[None]) + 1e-12).all()
+
+
+@pytest.mark.parametrize("objective", ["lp", "mixture"])
+def test_scale_of_the_data_does_not_matter(objective):
+    X = mixture(3000, apart=2.5, K=5) if objective == "mixture" else peaks()
+    options = {"eta": 0.5, "random_state": 0}
+    one = StochasticSCIPI(objective, **options).fit(X)
+    for scale in (1e-4, 1e3):
+        other = StochasticSCIPI(objective, **options).fit(scale * X)
+        np.testing.assert_allclose(other.components_, one.components_, atol=1e-8)
+        # Where nothing is left but rounding, values of the mixture shifted by log(scale) round differently.
+        assert abs(other.n_iter_ - one.n_iter_) <= 1
+
+
+@pytest.mark.parametrize("objective", ["lp", "mixture"])
+def test_a_file_is_read_by_rows_and_gives_the_same(objective, tmp_path):
+    X = mixture(3000, apart=2.5, K=5) if objective == "mixture" else peaks()
+    np.save(tmp_path / "rows.npy", X)
+    file = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    whole = StochasticSCIPI(objective, random_state=0).fit(X)
+    for rows in (file, Lazy(X)):
+        found = StochasticSCIPI(objective, random_state=0).fit(rows)
+        np.testing.assert_array_equal(found.components_, whole.components_)
+        np.testing.assert_array_equal(found.transform(rows), whole.transform(X))
+        assert found.passes_ == whole.passes_
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_in_and_out(dtype):
+    X, L = tensor(peaks()).to(dtype), tensor(mixture(3000, apart=2.5, K=5)).to(dtype)
+    estimator = StochasticSCIPI(random_state=0).fit(X)
+    proportions = StochasticSCIPI("mixture", random_state=0, tol=1e-5).fit(L)
+    found = (estimator.components_, estimator.values_, estimator.transform(X), proportions.proportions_)
+    for each in (*found, proportions.transform(L)):
+        assert isinstance(each, torch.Tensor)
+        assert each.dtype == dtype
+    exact = StochasticSCIPI(random_state=0).fit(peaks())
+    np.testing.assert_allclose(estimator.components_.numpy(), exact.components_, atol=1e-3)
+
+
+def test_an_epoch_that_falls_is_undone_and_halves_the_step():
+    L = mixture(20000)
+    options = {"batch_size": 20, "epoch_length": 100, "max_epochs": 60, "random_state": 0}
+    noisy = StochasticSCIPI("mixture", tol=1e-4, **options).fit(L)
+    undone = [line for line in noisy.history_ if not line.accepted]
+    assert undone
+    assert noisy.history_[-1].eta == 0.5 ** sum(not line.accepted for line in noisy.history_[:-1])
+    assert (np.diff([line.value for line in noisy.history_ if line.accepted]) >= -1e-13).all()
+
+
+def test_too_few_epochs_warn():
+    with pytest.warns(ConvergenceWarning, match="did not reach tol=1e-06 in max_epochs=1"):
+        StochasticSCIPI(max_epochs=1, random_state=0).fit(peaks())
+
+
+def test_copies_and_tags():
+    estimator = StochasticSCIPI("mixture", degree=0, random_state=0)
+    assert clone(estimator).get_params() == estimator.get_params()
+    assert estimator.__sklearn_tags__().input_tags.positive_only
+    assert not StochasticSCIPI().__sklearn_tags__().input_tags.positive_only
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "l2"}, "objective must be 'lp', 'mixture' or a function, got 'l2'"),
+        ({"objective": cube}, "degree must be given for an objective that is a function"),
+        (
+            {"objective": lambda rows, x: rows @ x, "degree": 2},
+            r"must give the mean gradient, a tensor \(3,\), got \(30,",
+        ),
+        ({"objective": lambda rows, x: 1.0, "degree": 2}, r"must give the mean gradient, a tensor \(3,\), got float"),
+        ({"objective": "mixture", "degree": 2}, "degree of objective='mixture' is 0"),
+        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture', got 2"),
+        ({"objective": "mixture"}, "Negative values in data"),
+        ({"degree": 0.5}, "degree must be at least 1 for objective='lp', got 0.5"),
+        ({"degree": "3"}, "degree must be None or a number, at least 0, got '3'"),
+        ({"eta": "rule"}, r"eta must be in \(0, 1\], got 'rule'"),
+        ({"epoch_length": "rule"}, "epoch_length must be a positive integer, got 'rule'"),
+        ({"n_components": 4}, "n_components must be at most the 3 features of X, got 4"),
+        ({"tol": float("nan")}, "tol must be a number, at least 0, got nan"),
+    ],
+)
+def test_bad_parameters_are_refused_by_fit(options, message):
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    with pytest.raises(ValueError, match=message):
+        StochasticSCIPI(**options).fit(X)
+
+
+def test_impossible_observations_are_refused():
+    L = mixture(30)
+    L[3] = 0
+    with pytest.raises(ValueError, match="row of zeros, an observation that is impossible under every component"):
+        StochasticSCIPI("mixture").fit(L)
+
+
+def test_objectives_of_functions_keep_their_type():
+    rows, x = torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    found = FromGradient(lambda rows, x: torch.ones(3), 2.0).gradient(rows, x)
+    assert found.dtype == torch.float64

@@ -1,0 +1,349 @@
+"""VR Power and VR HB Power against the printed algorithms, exact eigenvectors and power iteration."""
+
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer
+from sklearn.decomposition import PCA
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from spectra import GAP5, Lazy, deviations, epoch_of, error, printed_epoch, rows_with, tensor, unit
+
+from favor.decomposition import VRHeavyBallPower, VRPower
+from favor.decomposition.epochs import Quadratic, reduced_gradient
+from favor.decomposition.power_rules import heavy_ball_beta
+from favor.decomposition.rows import batch_rows
+
+BOTH = (VRPower, VRHeavyBallPower)
+
+
+def start_of(seed, d):
+    """The vector that an estimator starts from."""
+    generator = torch.Generator().manual_seed(int(np.random.RandomState(seed).randint(np.iinfo(np.int32).max)))
+    return torch.randn(d, generator=generator, dtype=torch.float64).numpy()
+
+
+# scikit-learn says so of a check that it skips.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@parametrize_with_checks(
+    [
+        VRPower(),
+        VRHeavyBallPower(),
+        VRPower(eta="rule", epoch_length="rule", eigenvalues="estimate", center=True),
+        VRHeavyBallPower(eta="rule", epoch_length="rule"),
+    ]
+)
+def test_scikit_learn_checks(estimator, check):
+    check(estimator)
+
+
+def test_t9_all_rows_and_full_step_is_power_iteration():
+    X, _ = rows_with(np.linspace(2, 0.1, 8), 300)
+    x, C = start_of(0, 8), X.T @ X / len(X)
+    for _ in range(7):
+        x = unit(C @ x)
+    estimator = VRPower(batch_size=1.0, epoch_length=7, max_epochs=1, random_state=0)
+    with pytest.warns(ConvergenceWarning, match="component 0 did not reach tol=1e-06 in max_epochs=1"):
+        estimator.fit(X)
+    assert np.abs(estimator.components_[0] - x * np.sign(x[np.abs(x).argmax()])).max() < 1e-12
+    assert estimator.passes_ == 8
+    assert estimator.n_iter_ == 1
+
+
+def test_t9_the_estimate_is_unbiased_and_exact_along_the_anchor():
+    source = np.random.default_rng(0)
+    X, x, anchor = (tensor(source.normal(size=shape)) for shape in ((200, 6), 6, 6))
+    C, objective = X.T @ X / 200, Quadratic()
+    every = torch.stack([reduced_gradient(objective, row[None], x, anchor, C @ anchor) for row in X])
+    assert (every.mean(0) - C @ x).abs().max() < 1e-12
+    along = torch.stack([reduced_gradient(objective, row[None], -0.7 * anchor, anchor, C @ anchor) for row in X])
+    assert (along + 0.7 * C @ anchor).abs().max() < 1e-12
+    assert (every - C @ x).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("beta", [None, 0.3])
+@pytest.mark.parametrize("eta", [1.0, 0.2])
+def test_t9_normalised_and_printed_paths_have_equal_directions(eta, beta):
+    source = np.random.default_rng(0)
+    X, anchor = source.normal(size=(500, 6)), source.normal(size=6)
+    batches = list(source.integers(0, 500, (30, 20)))
+    printed = printed_epoch(X, anchor, batches, eta, beta)[-1]
+    found = epoch_of(X, anchor, batches, eta, beta)
+    assert not 0.9 < np.linalg.norm(printed) < 1.1
+    assert np.abs(found - unit(printed)).max() < 1e-12
+
+
+def power_passes(X, start, true, target):
+    C = X.T @ X / len(X)
+    for passes in range(1, 1000):
+        start = unit(C @ start)
+        if error(start, true) <= target:
+            return passes
+    raise AssertionError("power iteration did not get there")
+
+
+def test_t10_small_gap_in_25_passes_where_power_iteration_takes_150():
+    X, vectors = rows_with(GAP5, 20000)
+    for seed in range(3):
+        # A residual of 1e-4 gap means an error of 1e-8 at most.
+        estimator = VRPower(tol=1e-4 * 0.05, random_state=seed).fit(X)
+        assert estimator.passes_ <= 25
+        assert error(estimator.components_[0], vectors[:, 0]) <= 1e-8
+        assert estimator.explained_variance_[0] == pytest.approx(1, abs=1e-8)
+        assert power_passes(X, start_of(seed, 50), vectors[:, 0], 1e-8) > 150
+
+
+@pytest.mark.parametrize("eigenvalues", [(1.0, 0.95), "estimate"])
+def test_heavy_ball_at_a_small_gap(eigenvalues):
+    X, vectors = rows_with(GAP5, 20000)
+    estimator = VRHeavyBallPower(tol=5e-6, eigenvalues=eigenvalues, random_state=0).fit(X)
+    assert estimator.passes_ <= 35
+    assert error(estimator.components_[0], vectors[:, 0]) <= 1e-8
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("eigenvalues", [(1.0, 0.7), "estimate"])
+def test_rules_and_parameter_free_form_at_a_large_gap(kind, eigenvalues):
+    """20 to 28 passes at this gap; power iteration takes 27."""
+    X, vectors = rows_with(np.r_[1.0, np.linspace(0.7, 0.01, 49) ** 2 / 0.7], 20000)
+    for seed in range(3):
+        estimator = kind(eta="rule", epoch_length="rule", eigenvalues=eigenvalues, tol=3e-5, random_state=seed).fit(X)
+        assert estimator.passes_ <= 45
+        assert error(estimator.components_[0], vectors[:, 0]) <= 1e-8
+
+
+def test_momentum_can_be_given():
+    X, vectors = rows_with(np.r_[1.0, np.linspace(0.7, 0.1, 9)], 5000)
+    plain = VRHeavyBallPower(beta=0.5, eta=0.2, eigenvalues=None, random_state=0).fit(X)
+    assert error(plain.components_[0], vectors[:, 0]) < 1e-10
+    ruled = VRHeavyBallPower(eta=0.2, eigenvalues=(1.0, 0.7), random_state=0).fit(X)
+    same = VRHeavyBallPower(beta=heavy_ball_beta(0.2, 0.7), eta=0.2, eigenvalues=(1.0, 0.7), random_state=0).fit(X)
+    np.testing.assert_array_equal(ruled.components_, same.components_)
+
+
+OPTIONS = [
+    (VRPower, {}),
+    (VRPower, {"eta": 0.3}),
+    (VRPower, {"eta": "rule", "epoch_length": "rule", "eigenvalues": "estimate"}),
+    (VRPower, {"eta": "rule", "eigenvalues": "estimate", "variance": "exact", "max_epochs": 300}),
+    (VRHeavyBallPower, {}),
+    (VRHeavyBallPower, {"eta": "rule", "epoch_length": "rule"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_the_scale_of_the_data_does_not_matter(kind, options):
+    X, vectors = rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)
+    estimator = kind(random_state=0, **options)
+    one = clone(estimator).fit(X)
+    assert error(one.components_[0], vectors[:, 0]) < 1e-10
+    for scale in (1e-5, 1e4):
+        other = clone(estimator).fit(scale * X)
+        assert other.passes_ == one.passes_
+        np.testing.assert_allclose(other.components_, one.components_, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(other.explained_variance_, scale**2 * one.explained_variance_, rtol=1e-9)
+
+
+def test_given_eigenvalues_and_variance_are_in_units_of_the_data():
+    X, _ = rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)
+    options = {"eta": "rule", "epoch_length": "rule", "random_state": 0, "max_epochs": 300}
+    one = VRPower(eigenvalues=(1.0, 0.6), variance=5.0, **options).fit(X)
+    other = VRPower(eigenvalues=(16.0, 9.6), variance=5 * 256.0, **options).fit(4 * X)
+    np.testing.assert_allclose(other.components_, one.components_, rtol=1e-12)
+    exact = VRPower(eigenvalues=(1.0, 0.6), variance="exact", **options).fit(X)
+    given = VRPower(eigenvalues=(1.0, 0.6), variance=(deviations(X) ** 2).mean(), **options).fit(X)
+    assert exact.history_[1].eta == pytest.approx(given.history_[1].eta, rel=1e-9)
+    assert exact.passes_ == given.passes_ + 2
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("center", [False, True])
+def test_a_file_is_read_by_rows_and_gives_the_same(kind, center, tmp_path):
+    X = rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)[0] + 0.3
+    path = tmp_path / "rows.npy"
+    np.save(path, X)
+    estimator = kind(center=center, random_state=0)
+    whole = clone(estimator).fit(X)
+    file = np.load(path, mmap_mode="r")
+    mapped, lazy = clone(estimator).fit(file), Lazy(X)
+    other = clone(estimator).fit(lazy)
+    for found in (mapped, other):
+        np.testing.assert_array_equal(found.components_, whole.components_)
+        np.testing.assert_array_equal(found.transform(file), whole.transform(X))
+        assert found.passes_ == whole.passes_
+    assert isinstance(other.transform(lazy), np.ndarray)
+
+
+def test_blocks_bound_what_is_read_at_once(monkeypatch):
+    import favor.decomposition.rows as module
+
+    X, _ = rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)
+    whole = VRPower(random_state=0, tol=1e-8).fit(X)
+    monkeypatch.setattr(module, "BLOCK", 10 * 128)
+    lazy = Lazy(X, torch.from_numpy)
+    parts = VRPower(random_state=0, tol=1e-8).fit(lazy)
+    assert lazy.most == 128
+    assert isinstance(parts.components_, torch.Tensor)
+    assert isinstance(parts.transform(lazy), torch.Tensor)
+    np.testing.assert_allclose(parts.components_.numpy(), whole.components_, atol=1e-9)
+    assert parts.passes_ == pytest.approx(whole.passes_, rel=1e-12)
+
+
+def test_rows_of_a_file_must_be_finite(tmp_path):
+    X = np.random.default_rng(0).normal(size=(500, 3)).astype(np.float32)
+    X[400, 1] = np.nan
+    np.save(tmp_path / "rows.npy", X)
+    with pytest.raises(ValueError, match="contains NaN or infinity"):
+        VRPower().fit(np.load(tmp_path / "rows.npy", mmap_mode="r"))
+    with pytest.raises(ValueError, match="0 sample"):
+        VRPower().fit(Lazy(X[:0]))
+    with pytest.raises(ValueError, match="4 features, but VRPower is expecting 3"):
+        VRPower(random_state=0).fit(X[:300]).transform(Lazy(np.ones((5, 4))))
+
+
+def test_several_components_and_centring_are_those_of_pca():
+    X = StandardScaler().fit_transform(load_breast_cancer().data) + 2
+    pca = PCA(4).fit(X)
+    estimator = VRPower(4, center=True, batch_size=0.2, tol=1e-7, random_state=0).fit(X)
+    np.testing.assert_allclose(np.abs(estimator.components_ @ pca.components_.T), np.eye(4), atol=1e-5)
+    n = len(X)
+    np.testing.assert_allclose(estimator.explained_variance_, pca.explained_variance_ * (n - 1) / n, rtol=1e-9)
+    np.testing.assert_allclose(estimator.mean_, X.mean(0))
+    np.testing.assert_allclose(np.abs(estimator.transform(X)), np.abs(pca.transform(X)), atol=1e-3)
+    assert [line.component for line in estimator.history_] == sorted(line.component for line in estimator.history_)
+    plain = VRPower(random_state=0).fit(X)
+    assert plain.explained_variance_[0] == pytest.approx(np.linalg.eigvalsh(X.T @ X / n)[-1], rel=1e-9)
+    assert not plain.mean_.any()
+
+
+def test_eigenvalues_of_several_components():
+    values = np.r_[2.0, 1.5, 1.0, np.linspace(0.5, 0.1, 5)]
+    X, vectors = rows_with(values, 2000)
+    options = {"eta": "rule", "epoch_length": "rule", "random_state": 0}
+    for estimator in (
+        VRPower(3, eigenvalues=values[:4], **options),
+        VRHeavyBallPower(3, eigenvalues=tuple(values[:4])),
+        VRHeavyBallPower(3),
+    ):
+        estimator.fit(X)
+        np.testing.assert_allclose(np.abs(estimator.components_ @ vectors[:, :3]), np.eye(3), atol=1e-4)
+        np.testing.assert_allclose(estimator.explained_variance_, values[:3], rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_components_beyond_the_rank_and_rows_of_zeros(kind):
+    X = np.random.default_rng(0).normal(size=(300, 2)) @ np.random.default_rng(1).normal(size=(2, 5))
+    estimator = kind(4, random_state=0).fit(X)
+    assert (estimator.explained_variance_[2:] < 1e-12).all()
+    np.testing.assert_allclose(estimator.components_ @ estimator.components_.T, np.eye(4), atol=1e-7)
+    zeros = kind(2, random_state=0).fit(np.zeros((10, 3)))
+    assert not zeros.explained_variance_.any()
+    assert zeros.n_iter_ == 0
+
+
+def test_an_epoch_that_falls_is_undone_and_halves_the_step():
+    X, vectors = rows_with(np.r_[1.0, np.linspace(0.5, 0.1, 9)], 2000)
+    estimator = VRPower(batch_size=1, tol=1e-5, random_state=0).fit(X)
+    steps = estimator.history_
+    kept = [line.value for line in steps if line.accepted]
+    assert (np.diff(kept) >= -1e-13).all()
+    assert not all(line.accepted for line in steps)
+    for line, after in pairwise(steps[1:]):
+        assert after.eta == (line.eta if line.accepted else line.eta / 2)
+    assert error(estimator.components_[0], vectors[:, 0]) < 1e-8
+
+
+def test_passes_of_epochs():
+    X, _ = rows_with(np.r_[1.0, np.linspace(0.5, 0.1, 9)], 20000)
+    estimator = VRPower(batch_size=100, epoch_length=11, random_state=0).fit(X)
+    passes = [line.passes for line in estimator.history_]
+    np.testing.assert_allclose(np.diff(passes), 1 + 10 * 100 / 20000)
+    assert passes[0] == 1
+    assert passes[-1] == estimator.passes_
+    assert len(passes) == estimator.n_iter_ + 1
+    free = VRHeavyBallPower(random_state=0).fit(X)
+    assert free.history_[0].passes == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", BOTH)
+def test_tensors_in_and_out(kind, dtype):
+    X, vectors = rows_with(np.r_[1.0, np.linspace(0.5, 0.1, 9)], 2000)
+    estimator = kind(2, center=True, random_state=0).fit(tensor(X).to(dtype))
+    for found in (estimator.components_, estimator.explained_variance_, estimator.mean_):
+        assert isinstance(found, torch.Tensor)
+        assert found.dtype == dtype
+    assert abs(estimator.components_[0].double().numpy() @ vectors[:, 0]) > 0.999
+    z = estimator.transform(tensor(X).to(dtype))
+    assert isinstance(z, torch.Tensor)
+    assert z.dtype == dtype
+    assert isinstance(estimator.transform(X), np.ndarray)
+    torch.testing.assert_close(z, (tensor(X).to(dtype) - estimator.mean_) @ estimator.components_.T)
+
+
+def test_steps_on_all_rows_have_no_noise_to_allow_for():
+    X, _ = rows_with(np.r_[1.0, np.linspace(0.5, 0.1, 9)], 50)
+    estimator = VRPower(eta="rule", epoch_length="rule", eigenvalues="estimate", random_state=0).fit(X)
+    assert all(line.eta == 1 for line in estimator.history_[1:])
+
+
+def test_batches():
+    assert batch_rows(0.01, 20000) == 200
+    assert batch_rows(0.01, 2000) == 64
+    assert batch_rows(0.01, 10) == 10
+    assert batch_rows(7, 2000) == 7
+    assert batch_rows(7, 3) == 3
+    assert batch_rows(1.0, 300) == 300
+
+
+def test_the_same_seed_gives_the_same_and_copies_work():
+    X, _ = rows_with(np.r_[1.0, np.linspace(0.5, 0.1, 9)], 2000)
+    estimator = VRHeavyBallPower(beta=0.8, eta=0.2, random_state=3).fit(X)
+    again = clone(estimator).fit(X)
+    np.testing.assert_array_equal(estimator.components_, again.components_)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(estimator)).transform(X), again.transform(X))
+    assert list(estimator.get_feature_names_out()) == ["vrheavyballpower0"]
+    assert estimator.components_[0, np.abs(estimator.components_[0]).argmax()] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_components": 0}, "n_components must be a positive integer, got 0"),
+        ({"n_components": 4}, "n_components must be at most the 3 features of X, got 4"),
+        ({"batch_size": 0}, "batch_size must be a number of rows .* got 0"),
+        ({"batch_size": 1.5}, "batch_size must be a number of rows .* got 1.5"),
+        ({"batch_size": True}, "batch_size must be a number of rows .* got True"),
+        ({"eta": 0.0}, r"eta must be in \(0, 1\] or 'rule', got 0.0"),
+        ({"eta": "rules"}, r"eta must be in \(0, 1\] or 'rule', got 'rules'"),
+        ({"eta": "rule", "eigenvalues": None}, "eta='rule' needs eigenvalues: give the 2 largest, or 'estimate'"),
+        ({"epoch_length": "rule", "eigenvalues": None}, "epoch_length='rule' needs eigenvalues"),
+        ({"epoch_length": 0}, "epoch_length must be a positive integer or 'rule', got 0"),
+        ({"eigenvalues": (1.0,)}, "eigenvalues must be None, 'estimate' or 2 falling numbers"),
+        ({"eigenvalues": (1.0, 1.0)}, "2 falling numbers, at least 0, got"),
+        ({"eigenvalues": (1.0, -0.1)}, "2 falling numbers, at least 0, got"),
+        ({"eigenvalues": "exact"}, "2 falling numbers, at least 0, got 'exact'"),
+        ({"variance": -1.0}, "variance must be None, 'exact' or a number, at least 0, got -1.0"),
+        ({"variance": "true"}, "variance must be None, 'exact' or a number, at least 0, got 'true'"),
+        ({"center": "yes"}, "center must be True or False, got 'yes'"),
+        ({"tol": -1.0}, "tol must be a number, at least 0, got -1.0"),
+        ({"max_epochs": 0}, "max_epochs must be a positive integer, got 0"),
+    ],
+)
+def test_bad_parameters_are_refused_by_fit(options, message):
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    with pytest.raises(ValueError, match=message):
+        VRPower(**options).fit(X)
+
+
+def test_bad_momentum_is_refused_by_fit():
+    X = np.random.default_rng(0).normal(size=(30, 3))
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\) or 'rule', got 1.0"):
+        VRHeavyBallPower(beta=1.0).fit(X)
+    with pytest.raises(ValueError, match="beta='rule' needs eigenvalues"):
+        VRHeavyBallPower(eigenvalues=None).fit(X)
