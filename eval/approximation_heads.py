@@ -14,7 +14,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.observe import Observation
-from favor.integrations.stored import stored_choice, stored_parameters
+from favor.integrations.stored import carrying, stored_choice, stored_parameters
 from favor.train.attention_student import relative_error
 
 MEAN, LOCAL = "mean of V", "window alone"
@@ -92,7 +92,8 @@ class HeadErrors:
         if variant.backend == LOCAL:
             return window_alone(seen, variant.window)
         name, options = feature_family(variant.backend, FavorConfig(features=variant.features))
-        family, choice = families.get(name, **options), {}
+        parameters, choice = self._stored(variant, seen.layer, "calibrated"), {}
+        family = families.get(carrying(name, parameters), **options)
         if variant.folder is not None:
             choice = stored_choice(self.converted[variant.folder][seen.layer])
         out = favor_attention(
@@ -106,7 +107,7 @@ class HeadErrors:
             scale=seen.scale,
             seed=self.seed,
             layer=seen.layer,
-            parameters=self._stored(variant, seen.layer, "calibrated"),
+            parameters=parameters,
             correction=self._stored(variant, seen.layer, "corrected"),
             window=choice.get("window", variant.window) if seen.is_self_attention else 0,
         )

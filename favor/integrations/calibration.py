@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
+from favor.integrations.feature_weights import DENSE, LayerFit, Samples
 from favor.integrations.observe import Observation, observe
-from favor.integrations.stored import store_parameters
+from favor.integrations.stored import store_parameters, weights_key
 
 REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
+REFINE_STEPS = 300
 _INVERTING = ("wderf", "cderf", "saderf", "aderf")
 
 
@@ -72,6 +74,7 @@ def gather(
     *,
     features: PositiveFeatures,
     max_batches: int | None = None,
+    also: Callable[[Observation], None] | None = None,
 ) -> Statistics:
     """Runs a model with exact attention over data and gathers `Statistics`.
 
@@ -80,6 +83,7 @@ def gather(
         dataloader: batches as for `favor.calibrate`.
         features: the family whose statistics are wanted.
         max_batches: stop after so many; None (default) takes all.
+        also: called with every observation besides.
 
     Raises:
         ValueError: if there is no batch, or no attention layer ran.
@@ -88,8 +92,14 @@ def gather(
     training = [module for module in model.modules() if module.training]
     model.eval()
     batches = 0
+
+    def callback(seen: Observation) -> None:
+        statistics(seen)
+        if also is not None:
+            also(seen)
+
     try:
-        with observe(model, statistics):
+        with observe(model, callback):
             for batch in islice(dataloader, max_batches):
                 model(**_inputs(batch, device))
                 batches += 1
@@ -124,6 +134,8 @@ def calibrate(
     *,
     attn_implementation: str = "favor#",
     max_batches: int | None = None,
+    feature_weights: bool = False,
+    refine_steps: int | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Fixes the parameters of the estimator (G, L and the key shift of each head) from data, and uses them from now on.
@@ -137,17 +149,28 @@ def calibrate(
         model: any transformers model that the backends accept.
         dataloader: batches: dictionaries of the model's arguments (`labels` are left out) or tensors of input_ids. A
             few thousand tokens of the kind the model will see are enough.
-        attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++".
+        attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++";
+            "favor+" with feature_weights.
         max_batches: stop after so many batches; None (default) takes all.
+        feature_weights: whether to learn nonnegative weights of the features of each head too, from the divergence
+            between softmax attention and its estimate in the first 16 sequences of the data (128 queries each at most).
+            They enter the offsets of the keys, so attention costs what it did. They belong to the directions, that is
+            to num_features, seed and orthogonal, which can no longer change, and to the window they were learned with.
+            Default False.
+        refine_steps: with feature_weights, gradient steps by which "wderf" and "cderf" (the default of favor#) adapt G,
+            L and shift to the same divergence; default 300 for these two, a minute or two for a small model on one
+            core. The other families keep the parameters of their papers: 0 is their default and only value.
         **options: fields of `FavorConfig` to set, as in `favor.configure`.
 
     Returns:
         The model, with `statistics="calibrated"`.
 
     Raises:
-        ValueError: for a backend without parameters, a bad option, or data that give none.
+        ValueError: for a backend without parameters, a bad option, data that give none, or feature weights with
+            redraw_interval above 0.
 
-    Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`.
+    Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`. Weights:
+    `favor.decomposition.mixture_proportions`; that they are learned, and the parameters with them, is this package's.
 
     Example:
         >>> import torch, favor
@@ -161,8 +184,46 @@ def calibrate(
 
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     name, arguments = feature_family(attn_implementation, config)
-    fit_to_data(model, dataloader, name, arguments, True, max_batches)
+    if not feature_weights:
+        if refine_steps is not None:
+            raise ValueError("refine_steps belongs to feature_weights=True.")
+        fit_to_data(model, dataloader, name, arguments, True, max_batches)
+    else:
+        family = _weighted_family(name, arguments, config, refine_steps)
+        steps = (REFINE_STEPS if name in DENSE else 0) if refine_steps is None else refine_steps
+        samples = Samples(config.window)
+        statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
+        fits = {
+            number: LayerFit(family, parameters, samples.layers[number], config, number).fit(steps)
+            for number, parameters in statistics.parameters().items()
+        }
+        store_parameters(model, fits, name, weights_of=weights_key(config))
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
+
+
+def _weighted_family(
+    name: str, arguments: Mapping[str, Any], config: FavorConfig, refine_steps: int | None
+) -> PositiveFeatures:
+    """The family whose features get weights, once everything that forbids them is ruled out."""
+    family = _family(name, arguments)
+    if not isinstance(family, PositiveFeatures):
+        raise ValueError(
+            f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
+        )
+    if config.redraw_interval:
+        raise ValueError(
+            "feature weights belong to the directions they were learned for, which "
+            f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
+        )
+    if refine_steps is not None and (refine_steps < 0 or (refine_steps and name not in DENSE)):
+        raise ValueError(
+            f"refine_steps must be 0 for {name} features, or at least 0 for {' and '.join(DENSE)}; got {refine_steps}."
+        )
+    return family
+
+
+def _family(name: str, arguments: Mapping[str, Any]) -> families.RandomFeatures:
+    return families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
 
 
 def fit_to_data(
@@ -179,9 +240,12 @@ def fit_to_data(
         name, arguments: registry name of the family and its options.
         model, dataloader, max_batches: as for `calibrate`.
     """
-    family = families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
+    family = _family(name, arguments)
     if not isinstance(family, PositiveFeatures) or not family.needs_statistics:
-        raise ValueError(f"{name} features have no parameters to fit to data; use favor# or favor++.")
+        raise ValueError(
+            f"{name} features have no parameters to fit to data; use favor# or favor++, or favor+ with "
+            "feature_weights=True."
+        )
     statistics = gather(model, dataloader, features=family, max_batches=max_batches)
     if store:
         store_parameters(model, statistics.parameters(), name)

@@ -2,7 +2,9 @@
 
 The layers are listed in `config.favor_layers`, by their names below the base model, so that `from_pretrained` makes the
 buffers before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
-"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`.
+"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of single features has
+`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true}` besides, which says of which directions; where G = I
+and there is no shift, `"maps": false` spares attention the work.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from favor.config import FavorConfig
 from favor.features import Parameters
 
-TRANSFORM, FACTOR, SHIFT = "favor_transform", "favor_factor", "favor_shift"
+TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
 NAME = "favor_name"
-_OWN = "favor_own"
+WEIGHTS_OF = "weights_of"
+_OWN, _KEPT = "favor_own", "favor_kept"
 
 
 def restore(model: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -32,16 +36,39 @@ def restore(model: nn.Module, modules: Iterable[nn.Module]) -> None:
         own = layers.get(getattr(module, NAME), {})
         setattr(module, _OWN, own)
         if "family" in own:
-            _attach(module, own["key_heads"], own["head_dim"])
+            _attach(module, own["key_heads"], own["head_dim"], own.get(WEIGHTS_OF, {}).get("num_features"))
 
 
 def stored_parameters(module: nn.Module) -> Parameters | None:
     """Parameters of a layer, float32 `[Hk, d, d]`; None if it has none."""
-    transform = getattr(module, TRANSFORM, None)
-    if transform is None:
+    buffers = [getattr(module, name, None) for name in (TRANSFORM, FACTOR, SHIFT, WEIGHTS)]
+    if buffers[0] is None:
         return None
-    transform, factor, shift = (getattr(module, name).float() for name in (TRANSFORM, FACTOR, SHIFT))
-    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift)
+    maps = stored_choice(module).get("maps", True)
+    if torch.compiler.is_compiling() or any(buffer is not None and buffer.is_inference() for buffer in buffers):
+        return _parameters(buffers, maps)
+    # The inverse costs as much as attention itself on short inputs: kept until a buffer changes.
+    versions = [maps, *(None if buffer is None else buffer._version for buffer in buffers)]
+    kept = getattr(module, _KEPT, None)
+    if kept is None or kept[0] != versions or any(own is not seen for own, seen in zip(kept[1], buffers, strict=True)):
+        with torch.inference_mode(False):
+            kept = (versions, buffers, _parameters(buffers, maps))
+        setattr(module, _KEPT, kept)
+    return kept[2]
+
+
+def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
+    transform, factor, shift, weights = (None if buffer is None else buffer.float() for buffer in buffers)
+    assert transform is not None
+    assert factor is not None
+    if not maps:
+        return Parameters(transform, transform, factor, maps=False, log_weights=weights)
+    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
+
+
+def carrying(family: str, parameters: Parameters | None) -> str:
+    """Name of the family to run with parameters: that of FAVOR+ takes none, and GERF with A = 0 is the same."""
+    return "gerf" if family == "pos" and parameters is not None else family
 
 
 def stored_choice(module: nn.Module) -> dict[str, Any]:
@@ -49,8 +76,17 @@ def stored_choice(module: nn.Module) -> dict[str, Any]:
     return getattr(module, _OWN, {})
 
 
+def weights_key(options: FavorConfig) -> dict[str, Any]:
+    """What the directions of a layer depend on, and so weights of single features."""
+    return {name: getattr(options, name) for name in ("num_features", "seed", "orthogonal")}
+
+
 def store_parameters(
-    model: nn.Module, parameters: Mapping[int, Parameters], family: str, kind: str = "calibrated"
+    model: nn.Module,
+    parameters: Mapping[int, Parameters],
+    family: str,
+    kind: str = "calibrated",
+    weights_of: Mapping[str, Any] | None = None,
 ) -> None:
     """Puts parameters into the attention modules as buffers, and their shapes into the config.
 
@@ -59,30 +95,39 @@ def store_parameters(
         parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
         family: registry name of the features they belong to.
         kind: "calibrated" for parameters, "corrected" for a correction of those of each sequence.
+        weights_of: options of the directions that weights belong to; None if the parameters have no weights.
     """
-    shapes = {
+    shapes: dict[int, dict[str, Any]] = {
         number: {"family": family, "kind": kind, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
         for number, own in parameters.items()
     }
+    for number, shape in shapes.items():
+        fitted = parameters[number]
+        shape[WEIGHTS_OF] = None if weights_of is None else dict(weights_of)
+        shape["maps"] = None if fitted.maps or fitted.shift is not None else False
     update_choices(model, shapes)
     for module in model.modules():
         own = parameters.get(getattr(module, "favor_layer", -1))
         if own is None:
             continue
-        _attach(module, *own.factor.shape[:2])
+        key_heads, head_dim = own.factor.shape[:2]
+        _attach(module, key_heads, head_dim, None if own.log_weights is None else own.log_weights.shape[-1])
         like = getattr(module, FACTOR)
         eye = torch.eye(own.factor.shape[-1], dtype=like.dtype, device=like.device)
         _set(module, TRANSFORM, own.transform.to(like).expand_as(like) if own.maps else eye.expand_as(like))
         _set(module, FACTOR, own.factor.to(like))
         _set(module, SHIFT, torch.zeros_like(like[..., 0]) if own.shift is None else own.shift.to(like))
+        if own.log_weights is not None:
+            _set(module, WEIGHTS, own.log_weights.to(like))
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
-    """Merges entries, by layer number, into the modules and into `config.favor_layers`."""
+    """Merges entries, by layer number, into the modules and into `config.favor_layers`; None takes one out."""
     for module in model.modules():
         added = choices.get(getattr(module, "favor_layer", -1))
         if added is not None:
-            setattr(module, _OWN, {**stored_choice(module), **added})
+            merged = {**stored_choice(module), **added}
+            setattr(module, _OWN, {key: value for key, value in merged.items() if value is not None})
     _write(model)
 
 
@@ -141,8 +186,15 @@ def by_head(
     return joined[:, :, order].flatten(2, 3)
 
 
-def _attach(module: nn.Module, key_heads: int, head_dim: int) -> None:
+def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:
     """Buffers of the parameters of FAVOR+, which need no data, unless buffers of that shape are there."""
+    weights = getattr(module, WEIGHTS, None)
+    if num_features is None:
+        if weights is not None:
+            delattr(module, WEIGHTS)
+    elif weights is None or weights.shape != (key_heads, num_features):
+        device = next((p.device for p in module.parameters()), None)
+        module.register_buffer(WEIGHTS, torch.zeros(key_heads, num_features, device=device))
     if getattr(module, FACTOR, torch.empty(0)).shape == (key_heads, head_dim, head_dim):
         return
     device = next((p.device for p in module.parameters()), None)

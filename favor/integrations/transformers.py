@@ -26,7 +26,7 @@ from favor.integrations.layers import (
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
 from favor.integrations.observe import register_observer
 from favor.integrations.refusals import causal_of, refuse
-from favor.integrations.stored import by_head, stored_choice, stored_parameters
+from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters
 
 
 def register() -> None:
@@ -102,7 +102,7 @@ def favor_attention_forward(
             query,
             key,
             value,
-            features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
+            features=family if not plan.options else features.get(family, **dict(plan.options)),
             num_features=plan.num_features,
             key_padding_mask=padding,
             is_causal=causal,
@@ -112,7 +112,7 @@ def favor_attention_forward(
             redraw=redraw_epoch(module, plan.redraw_interval),
             orthogonal=plan.orthogonal,
             use_statistics=not decodes(module),
-            parameters=stored if plan.statistics == "calibrated" else None,
+            parameters=None if plan.statistics == "corrected" else stored,
             correction=stored if plan.statistics == "corrected" else None,
             window=choice.get("window", plan.window) if has_window else 0,
             state=state,
@@ -132,6 +132,7 @@ def favor_attention_forward(
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
+    family = carrying(plan.family, stored)
     out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 
@@ -217,20 +218,29 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.redraw_interval,
         config.orthogonal,
         config.window,
-        config.statistics if getattr(kind, "needs_statistics", False) else "batch",
+        config.statistics if positive and not (family == "pos" and config.statistics == "corrected") else "batch",
         # Baselines without a Triton kernel have one form, whatever the option says.
         config.kernel if positive else "auto",
     )
 
 
-def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters:
+def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters | None:
     stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
+    if plan.family == "pos" and found != ("pos", "calibrated"):
+        return None  # FAVOR+ needs no parameters
     if stored is None or found != (plan.family, plan.statistics):
         has = "none" if stored is None else f"{found[1]} parameters of {found[0]}"
         how = "favor.calibrate(model, dataloader)" if plan.statistics == "calibrated" else "favor.train.distill"
         raise ValueError(
             f'statistics="{plan.statistics}" needs parameters of {plan.family} in every layer, and '
             f'{type(module).__name__} has {has}. Make them with {how}, or set statistics="batch".'
+        )
+    weights_of = choice.get(WEIGHTS_OF)
+    if weights_of is not None and (plan.redraw_interval or any(getattr(plan, k) != v for k, v in weights_of.items())):
+        learned = ", ".join(f"{name}={value}" for name, value in weights_of.items())
+        raise ValueError(
+            f"{type(module).__name__} has weights of features, learned for the directions of {learned} and "
+            "redraw_interval=0; set these options again, or call favor.calibrate with the new ones."
         )
     return stored
 
