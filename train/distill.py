@@ -6,7 +6,8 @@
 Three steps, each optional but the first: parameters of the estimator in closed form; `attention_steps` of learning a
 correction of them, each layer against exact attention on the same queries, keys and values, while the weights of the
 model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match those of the
-exact one. The folder loads with `from_pretrained`.
+exact one. `--feature_weights` takes the place of the second: weights of the features, and parameters for the very
+directions the model will use, see `favor.calibrate`. The folder loads with `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DistillArguments:
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
     train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
     output_dir: str = field(metadata={"help": "Folder of the distilled model."})
-    attn_implementation: str = option("favor#", "FAVOR backend with parameters: favor# or favor++.")
+    attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
     num_features: int = option(256, "Random features a head.")
     features: str | None = option(None, "Features of favor#; their closed form is the start. Default wderf.")
     window: int = option(0, "Exact attention inside blocks of so many tokens.")
@@ -63,7 +64,12 @@ class DistillArguments:
     )
     per_device_train_batch_size: int = option(2, "Samples a process and a step.")
     calibration_samples: int = option(8, "Samples behind the closed form.")
-    attention_steps: int = option(300, "Steps of learning the parameters of the estimator; 0 for none.")
+    feature_weights: bool = option(
+        False, "Learn weights of the features (with favor#, and parameters to go with them)."
+    )
+    attention_steps: int | None = option(
+        None, "Steps of learning the parameters of the estimator. Default 300, and none with feature_weights."
+    )
     attention_learning_rate: float = option(5e-4, "Peak learning rate of these, with a cosine schedule.")
     model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of these, with warm-up and a linear schedule.")
@@ -73,11 +79,22 @@ class DistillArguments:
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
         check_positive(self, "max_length", "per_device_train_batch_size", "calibration_samples")
+        if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):
+            raise ValueError(
+                "feature_weights learns calibrated parameters for fixed directions: without attention_steps and with "
+                "statistics calibrated"
+            )
+        if self.attention_steps is None:
+            self.attention_steps = 0 if self.feature_weights else 300
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.attn_implementation not in ("favor#", "favor_sharp", "favor++", "favor_plus_plus"):
-            raise ValueError(f"attn_implementation must be favor# or favor++, got {self.attn_implementation!r}")
+        allowed = ("favor#", "favor++", "favor_sharp", "favor_plus_plus")
+        if self.attn_implementation not in (*allowed, *(("favor+", "favor_plus") if self.feature_weights else ())):
+            raise ValueError(
+                "attn_implementation must be favor# or favor++, or favor+ with feature_weights, got "
+                f"{self.attn_implementation!r}"
+            )
         if self.statistics == "corrected" and not self.attention_steps:
             raise ValueError("statistics corrected is what attention_steps learn; set attention_steps above 0")
         if self.statistics not in (None, "calibrated", "corrected"):
@@ -133,12 +150,13 @@ def learn_parameters(
     bare = AttentionStudent(modules, features, options, shapes).to(accelerator.device)
     optimizer = torch.optim.Adam(bare.parameters(), lr=arguments.attention_learning_rate)
     student, optimizer = accelerator.prepare(bare, optimizer)
-    scheduler = get_scheduler("cosine", optimizer.optimizer, 0, arguments.attention_steps)
+    total = arguments.attention_steps or 0
+    scheduler = get_scheduler("cosine", optimizer.optimizer, 0, total)
     seen: list[Observation] = []
     batches, losses = endless(loader), []
     model.eval()
     with observe(model, seen.append):
-        steps = range(1, arguments.attention_steps + 1)
+        steps = range(1, total + 1)
         for step in tqdm(steps, desc="attention", disable=not accelerator.is_local_main_process):
             seen.clear()
             with torch.no_grad():
@@ -216,24 +234,28 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     model = load_exact(arguments.model_name_or_path, performer=True).to(accelerator.device)
     teacher = copy.deepcopy(model).eval() if arguments.model_steps else None
-    steps = max(arguments.attention_steps, arguments.model_steps)
+    steps = max(arguments.attention_steps or 0, arguments.model_steps)
     size = arguments.per_device_train_batch_size
     number = max(steps * size * accelerator.num_processes, arguments.calibration_samples)
     ids = samples(arguments.train_file, tokenizer, arguments.max_length, number, arguments.seed)
     loader = accelerator.prepare(DataLoader(ids, batch_size=size, drop_last=len(ids) > size))  # type: ignore[arg-type]
     started = time.perf_counter()
     shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
-    kind = arguments.statistics or ("calibrated" if decoder else "corrected")
-    favor.convert(
-        model,
-        arguments.attn_implementation,
-        dataloader=ids[: arguments.calibration_samples].split(1),
-        layers=arguments.layers,
-        flop_budget=arguments.flop_budget,
-        length=arguments.max_length,
-        statistics="calibrated" if kind == "calibrated" else "batch",
-        **arguments.options(),
-    )
+    kind = arguments.statistics or ("calibrated" if decoder or arguments.feature_weights else "corrected")
+    batches, name = ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
+    if arguments.layers == "auto" or not arguments.feature_weights:
+        favor.convert(
+            model,
+            name,
+            dataloader=batches,
+            layers=arguments.layers,
+            flop_budget=arguments.flop_budget,
+            length=arguments.max_length,
+            statistics="calibrated" if kind == "calibrated" else "batch",
+            **arguments.options(),
+        )
+    if arguments.feature_weights:
+        favor.calibrate(model, batches, attn_implementation=name, feature_weights=True, **arguments.options())
     learn = learn_parameters if arguments.attention_steps else lambda *_: []
     losses = learn(accelerator, model, shapes, kind, loader, arguments)
     model_losses = learn_outputs(accelerator, model, teacher, loader, arguments) if teacher is not None else []
@@ -250,11 +272,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         accelerator.unwrap_model(model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_json(folder / RESULTS, results)
-        for name, values in (("attention", losses), ("model", model_losses)):
+        for part_of, values in (("attention", losses), ("model", model_losses)):
             if values:
                 part = max(len(values) // 10, 1)
                 ends = [round(sum(p) / part, 4) for p in (values[:part], values[-part:])]
-                accelerator.print(json.dumps({"loss of": name, "first tenth": ends[0], "last tenth": ends[1]}))
+                accelerator.print(json.dumps({"loss of": part_of, "first tenth": ends[0], "last tenth": ends[1]}))
     return results
 
 

@@ -73,6 +73,23 @@ def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp
     assert (corrected - plain).norm() < 0.1 * plain.norm()
 
 
+@pytest.mark.parametrize("layers", ["all", "auto"])
+def test_weights_of_features_are_learned_and_kept(layers, bert_folder, text, tmp_path):
+    more = ("--feature_weights", "True", "--layers", layers, "--flop_budget", "2", "--model_steps", "2")
+    results = distill.main(arguments(bert_folder, text, tmp_path, *more))
+    assert results["attention_loss"] == []
+    assert len(results["model_loss"]) == 2
+    expected = {"num_features": 16, "seed": 0, "orthogonal": True}
+    assert all(own["weights_of"] == expected for own in results["layers"].values())
+    model = AutoModel.from_pretrained(tmp_path).eval()
+    assert model.config.favor["statistics"] == "calibrated"
+    weights = [buffer for name, buffer in model.named_buffers() if name.endswith("favor_log_weights")]
+    assert len(weights) == len(results["layers"])
+    assert all(buffer.std() > 0.01 for buffer in weights)
+    with torch.no_grad():
+        assert model(input_ids=samples(text, AutoTokenizer.from_pretrained(tmp_path), 32, 2))[0].isfinite().all()
+
+
 def test_an_untrained_correction_changes_nothing():
     inputs = [torch.randn(2, 4, 20, 8) for _ in range(3)]
     nothing = AttentionStudent(
@@ -109,6 +126,9 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--attention_steps", "-1"], "attention_steps must not be negative"),
         (["--statistics", "batch"], "statistics must be calibrated or corrected"),
         (["--exact_below", "often"], "exact_below must be"),
+        (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
+        (["--feature_weights", "True", "--statistics", "corrected"], "feature_weights learns calibrated parameters"),
+        (["--attn_implementation", "favor+"], "or favor\\+ with feature_weights"),
     ],
 )
 def test_bad_arguments(more, message, bert_folder, text, tmp_path):
