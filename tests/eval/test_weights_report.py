@@ -1,0 +1,93 @@
+"""The report on weights of features: its numbers from their definition, its checks, and that it runs."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import favor
+from favor.eval import feature_weights
+from favor.eval.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
+from favor.integrations.observe import observe
+
+SMALL = [
+    "--length",
+    "32",
+    "--samples",
+    "2",
+    "--held_out_samples",
+    "2",
+    "--num_features",
+    "8",
+    "--baselines",
+    "8",
+    "16",
+    "--windows",
+    "0",
+    "8",
+    "--seeds",
+    "0",
+]
+
+
+@pytest.fixture(scope="module")
+def decoder(bert_folder):
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), initializer_range=0.4)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_divergence_of_grouped_causal_heads(decoder):
+    """A window over everything is softmax; without one, row by row from the output of `favor_attention`."""
+    ids = torch.arange(20)[None] % 11
+    exact, plain = Variant("favor+", 8, 32, PLAIN, 0), Variant("favor+", 8, 0, PLAIN, 0)
+    found, seen = Divergences({exact: None, plain: None}), []
+    with torch.no_grad():
+        for callback in (found, seen.append):
+            with observe(decoder, callback):
+                decoder(ids)
+    assert torch.cat(found.divergence[exact]).abs().max() < 1e-5
+    assert torch.cat(found.error[exact]).max() < 1e-5
+    (o,) = seen
+    for head in range(4):
+        options = {"features": "pos", "num_features": 8, "scale": o.scale, "layer": o.layer, "is_causal": True}
+        eye = torch.eye(20).expand(1, 2, -1, -1)
+        rows = favor.favor_attention(o.query, o.key, eye, **options)[0, head]
+        total = 0.0
+        for i in range(20):
+            softmax = (o.scale * o.key[0, head // 2, : i + 1] @ o.query[0, head, i]).softmax(-1)
+            total += (softmax * (softmax.log() - rows[i, : i + 1].log())).sum().item() / 20
+        assert math.isclose(found.divergence[plain][0][head].item(), total, rel_tol=1e-3)
+
+
+def test_the_report(bert_folder, text, tmp_path):
+    words = [str(bert_folder), "--text", str(text), "--held_out", str(text), *SMALL, "--backends", "favor+", "favor#"]
+    feature_weights.main([*words, "--results", str(tmp_path)])
+    content = json.loads((tmp_path / "feature_weights.json").read_text())
+    rows = {(row["window"], row["backend"], row["kind"], row["M"]): row for row in content["rows"]}
+    assert len(rows) == 2 * (2 + 1 + 4 + 2)
+    for window in (0, 8):
+        assert rows[window, "favor+", WEIGHTS, 8]["kl"] < rows[window, "favor+", PLAIN, 8]["kl"]
+        assert rows[window, "favor#", REFINED, 8]["kl"] < rows[window, "favor#", WEIGHTS, 8]["kl"]
+    report = (tmp_path / "feature_weights.md").read_text()
+    assert str(tmp_path) not in report
+    assert "text, window 8" in report.replace(text.name, "text")
+    assert (tmp_path / "feature_weights.png").stat().st_size > 10_000
+
+
+def test_a_check_that_fails_says_so():
+    common = {"text": "t", "window": 0, "backend": "favor+"}
+    rows = [
+        common | {"kind": PLAIN, "M": 192, "kl": 1.0},
+        common | {"kind": WEIGHTS, "M": 64, "kl": 1.1},
+        common | {"kind": PLAIN, "M": 64, "kl": 0.1},
+    ]
+    (check,) = feature_weights.acceptance(rows)
+    assert not check.holds
+    assert check.line().startswith("DOES NOT HOLD: favor+, window 0, t")
+    rows[1]["kl"] = 1.0
+    assert feature_weights.acceptance(rows)[0].holds
