@@ -11,9 +11,15 @@ from favor.kernels import KERNELS
 # Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
 CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
-SHARP_FEATURES = ("wderf", "cderf", "sderf", "saderf", "aderf")
 STATISTICS = ("batch", "calibrated", "corrected")
-_FACTORED = ("wderf", "cderf", "sderf", "aderf")
+FACTORIZATIONS: dict[str, tuple[str, ...]] = {
+    "wderf": ("eigh", "cholesky"),
+    "cderf": ("eigh", "cholesky"),
+    "sderf": ("eigh", "newton_schulz", "cholesky"),
+    "saderf": ("eigh",),
+    "aderf": ("eigh", "newton_schulz"),
+}
+SHARP_FEATURES = tuple(FACTORIZATIONS)
 
 
 @dataclass(frozen=True)
@@ -75,13 +81,16 @@ class FavorConfig:
             self._check_integer("exact_below", minimum=0)
         for name, allowed in (
             ("features", (None, *SHARP_FEATURES)),
-            ("factorization", ("eigh", "newton_schulz", "cholesky")),
             ("statistics", STATISTICS),
             ("kernel", KERNELS),
         ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
+        family = self.features or SHARP_FEATURES[0]
+        if self.factorization not in FACTORIZATIONS[family]:
+            choices = ", ".join(repr(choice) for choice in FACTORIZATIONS[family])
+            raise ValueError(f"factorization of {family} must be one of {choices}; got {self.factorization!r}.")
 
     def _check_integer(self, name: str, minimum: int | None = None) -> None:
         value = getattr(self, name)
@@ -124,7 +133,7 @@ class FavorConfig:
 def feature_family(backend: str, config: FavorConfig) -> tuple[str, dict[str, Any]]:
     """Registry name and options of the random features a backend stands for, as `favor.features.get` takes them."""
     name = FAMILIES[backend] or config.features or SHARP_FEATURES[0]
-    return name, {"factorization": config.factorization} if name in _FACTORED else {}
+    return name, {"factorization": config.factorization} if len(FACTORIZATIONS.get(name, ())) > 1 else {}
 
 
 # None: chosen by the option `features`.

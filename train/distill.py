@@ -243,17 +243,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
     kind = arguments.statistics or ("calibrated" if decoder or arguments.feature_weights else "corrected")
     batches, name = ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
-    if arguments.layers == "auto" or not arguments.feature_weights:
-        favor.convert(
-            model,
-            name,
-            dataloader=batches,
-            layers=arguments.layers,
-            flop_budget=arguments.flop_budget,
-            length=arguments.max_length,
-            statistics="calibrated" if kind == "calibrated" else "batch",
-            **arguments.options(),
-        )
+    fitted_later = arguments.feature_weights and arguments.layers == "all"
+    favor.convert(
+        model,
+        name,
+        dataloader=batches,
+        layers=arguments.layers,
+        flop_budget=arguments.flop_budget,
+        length=arguments.max_length,
+        statistics="calibrated" if kind == "calibrated" and not fitted_later else "batch",
+        **arguments.options(),
+    )
     if arguments.feature_weights:
         favor.calibrate(model, batches, attn_implementation=name, feature_weights=True, **arguments.options())
     learn = learn_parameters if arguments.attention_steps else lambda *_: []

@@ -47,8 +47,8 @@ class PosRF(PositiveFeatures):
     needs_statistics = False
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Omega itself, and no offset but the weights; otherwise as in `PositiveFeatures.directions`."""
-        return omega, omega, self._weighted(omega.new_zeros(omega.shape[:-1]), params)
+        """Omega itself, and no offset; otherwise as in `PositiveFeatures.directions`."""
+        return omega, omega, omega.new_zeros(omega.shape[:-1])
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""

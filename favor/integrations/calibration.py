@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.integrations.feature_weights import DENSE, LayerFit, Samples
+from favor.integrations.feature_weights import DENSE, fit_weights
+from favor.integrations.layers import attention_modules
 from favor.integrations.observe import Observation, observe
-from favor.integrations.stored import store_parameters, weights_key
+from favor.integrations.samples import Samples
+from favor.integrations.stored import store_parameters, stored_choice, weights_of
 
 REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
 REFINE_STEPS = 300
@@ -153,10 +155,10 @@ def calibrate(
             "favor+" with feature_weights.
         max_batches: stop after so many batches; None (default) takes all.
         feature_weights: whether to learn nonnegative weights of the features of each head too, from the divergence
-            between softmax attention and its estimate in the first 16 sequences of the data (128 queries each at most).
-            They enter the offsets of the keys, so attention costs what it did. They belong to the directions, that is
-            to num_features, seed and orthogonal, which can no longer change, and to the window they were learned with.
-            Default False.
+            between softmax attention and its estimate in 16 sequences of the data (128 queries of each). They enter
+            the offsets of the keys, so attention costs what it did. They are for the directions and the window they
+            were learned with: num_features, seed, orthogonal, window and exact heads can no longer change, and
+            redraw_interval must be 0. With too little data they fit these and no others. Default False.
         refine_steps: with feature_weights, gradient steps by which "wderf" and "cderf" (the default of favor#) adapt G,
             L and shift to the same divergence; default 300 for these two, a minute or two for a small model on one
             core. The other families keep the parameters of their papers: 0 is their default and only value.
@@ -167,7 +169,7 @@ def calibrate(
 
     Raises:
         ValueError: for a backend without parameters, a bad option, data that give none, or feature weights with
-            redraw_interval above 0.
+            redraw_interval above 0 or from sequences that a window covers.
 
     Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`. Weights:
     `favor.decomposition.mixture_proportions`; that they are learned, and the parameters with them, is this package's.
@@ -191,13 +193,17 @@ def calibrate(
     else:
         family = _weighted_family(name, arguments, config, refine_steps)
         steps = (REFINE_STEPS if name in DENSE else 0) if refine_steps is None else refine_steps
-        samples = Samples(config.window)
+        samples, modules = Samples(config.window), attention_modules(model)
         statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
-        fits = {
-            number: LayerFit(family, parameters, samples.layers[number], config, number).fit(steps)
-            for number, parameters in statistics.parameters().items()
-        }
-        store_parameters(model, fits, name, weights_of=weights_key(config))
+        fits, keys = {}, {}
+        for number, parameters in statistics.parameters().items():
+            own, device = stored_choice(modules[number]), next(model.parameters()).device
+            heads = own.get("exact_heads", ())
+            fits[number] = fit_weights(
+                family, parameters, samples.layers[number], config, number, steps, exact_heads=heads, device=device
+            )
+            keys[number] = weights_of(own, config.window, config, number)
+        store_parameters(model, fits, name, weights=keys)
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
 
 
@@ -215,9 +221,11 @@ def _weighted_family(
             "feature weights belong to the directions they were learned for, which "
             f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
         )
-    if refine_steps is not None and (refine_steps < 0 or (refine_steps and name not in DENSE)):
+    allowed = refine_steps is None or (isinstance(refine_steps, int) and refine_steps >= 0)
+    if not allowed or (refine_steps and name not in DENSE):
         raise ValueError(
-            f"refine_steps must be 0 for {name} features, or at least 0 for {' and '.join(DENSE)}; got {refine_steps}."
+            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {' and '.join(DENSE)}; got "
+            f"{refine_steps!r}."
         )
     return family
 

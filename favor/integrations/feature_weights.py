@@ -19,94 +19,14 @@ from favor.attention.functional import directions
 from favor.config import FavorConfig
 from favor.decomposition.mixture import fit_proportions
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.observe import Observation
-from favor.integrations.stored import stored_choice
+from favor.integrations.samples import Sample
 
 DENSE = ("cderf", "wderf")  # families whose G, L and b are learned; the others keep those of their paper
-SEQUENCES = 16  # that weights are learned from, at most
-ROWS = 128  # queries of a sequence that are compared with softmax, at most
 SHIFT = 0.05
 ROUNDS, ITERATIONS = 3, 20  # of z and, for given z, of the mixture
 STEPS_BETWEEN, ITERATIONS_BETWEEN = 25, 5  # gradient steps between two short fits of the weights
+UNDERFLOW = 1e-30  # least sum of a row, relative to its largest feature
 LEARNING_RATE, LAST_SHARE = 1e-2, 0.05  # of Adam, falling linearly to a share
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Queries and keys of a layer in one sequence, without padding, times the root of the scale of the logits.
-
-    Attributes:
-        x: `[Hk, G, R, d]`: of the G query heads of each key head, R queries, evenly spaced.
-        y: `[Hk, S, d]`.
-        places: the positions of the queries among the keys, `[R]`.
-        window: length of exact blocks, 0 for none.
-        is_causal: whether queries see earlier keys only.
-    """
-
-    x: Tensor
-    y: Tensor
-    places: Tensor
-    window: int
-    is_causal: bool
-
-    @classmethod
-    def of(cls, seen: Observation, window: int) -> list[Sample]:
-        """One of each sequence of a call, but those without tokens."""
-        root, samples = seen.scale**0.5, []
-        for number in range(seen.key.shape[0]):
-            x, y = (root * rows[number].float() for rows in (seen.query, seen.key))
-            if seen.padding is not None:
-                y = y[:, seen.padding[number]]
-            if seen.query_padding is not None:
-                x = x[:, seen.query_padding[number]]
-            if min(x.shape[1], y.shape[1]) == 0:
-                continue
-            step = max(1.0, x.shape[1] / ROWS)
-            rows = (torch.arange(min(x.shape[1], ROWS), device=x.device) * step).long()
-            # Queries are those of the last tokens.
-            places = rows + y.shape[1] - x.shape[1]
-            x = x[:, rows].unflatten(0, (y.shape[0], -1))
-            samples.append(cls(x, y, places, window if seen.is_self_attention else 0, seen.is_causal))
-        return samples
-
-    @property
-    def visible(self) -> Tensor | None:
-        """Boolean `[R, S]`: which keys a query sees; None for all."""
-        if not self.is_causal:
-            return None
-        return torch.arange(self.y.shape[1], device=self.y.device) <= self.places.unsqueeze(-1)
-
-    @property
-    def near(self) -> Tensor | None:
-        """Boolean `[R, S]`: which keys are in the block of a query; None without a window."""
-        if not self.window:
-            return None
-        blocks = torch.arange(self.y.shape[1], device=self.y.device) // self.window
-        same = blocks == (self.places // self.window).unsqueeze(-1)
-        return same if self.visible is None else same & self.visible
-
-    def logits(self) -> Tensor:
-        """X . y, `[Hk, G, R, S]`, -inf where hidden."""
-        logits = self.x @ self.y.unsqueeze(1).transpose(-1, -2)
-        return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
-
-
-class Samples:
-    """The first sequences that each layer sees, as a callback of `favor.integrations.observe.observe`.
-
-    Args:
-        window: length of exact blocks of the layers that have none of their own.
-    """
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.layers: dict[int, list[Sample]] = {}
-
-    def __call__(self, seen: Observation) -> None:
-        """Adds the sequences of one call of a layer."""
-        samples, window = self.layers.setdefault(seen.layer, []), stored_choice(seen.module).get("window", self.window)
-        if len(samples) < SEQUENCES:
-            samples += Sample.of(seen, window)[: SEQUENCES - len(samples)]
 
 
 @dataclass(frozen=True)
@@ -134,13 +54,63 @@ class _Estimate:
         return product + (self.near if near is None else self.near * near[:, None, None, None])
 
 
-class LayerFit:
-    """Weights and parameters of one layer, learned from the sequences of a calibration.
+def fit_weights(
+    features: PositiveFeatures,
+    parameters: Parameters,
+    samples: Sequence[Sample],
+    config: FavorConfig,
+    layer: int,
+    steps: int,
+    *,
+    exact_heads: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+) -> Parameters:
+    """Parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
 
     Args:
         features: the family.
-        parameters: of the family, `[Hk, d, d]`, without weights.
+        parameters: of the family, without weights.
         samples: at least one.
+        config: for number, seed and kind of the directions.
+        layer: number of the layer.
+        steps: gradient steps on G, L and b; 0 learns the weights alone.
+        exact_heads: key heads that stay exact, which need no weights.
+        device: to compute on.
+
+    Raises:
+        ValueError: if no sequence is longer than the window, so that there is nothing to learn from.
+    """
+    heads, keys, head_dim = samples[0].y.shape
+    if all(sample.window >= sample.y.shape[1] for sample in samples):
+        raise ValueError(
+            f"no sequence of the data is longer than window={samples[0].window} (the first has {keys} tokens), so "
+            "nothing is left for features to estimate; pass longer sequences."
+        )
+    eye = torch.eye(head_dim).expand(heads, -1, -1)
+    parameters = parameters.to(eye)
+    matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
+    shift = None if parameters.shift is None else parameters.shift.expand_as(eye[..., 0])
+    whole = replace(parameters, shift=shift, log_weights=torch.zeros(heads, config.num_features), **matrices)
+    linear = [head for head in range(heads) if head not in exact_heads]
+    if not linear:
+        return whole
+    own = [sample.of_heads(linear, device) for sample in samples]
+    found = LayerFit(features, whole.heads(linear).to(own[0].y), own, config, layer).fit(steps).to(eye)
+    places = torch.tensor(linear)
+    for name in ("transform", "inverse", "factor", "shift", "log_weights"):
+        part = getattr(whole, name)
+        if part is not None:
+            whole = replace(whole, **{name: part.index_copy(0, places, getattr(found, name))})
+    return replace(whole, maps=found.maps)
+
+
+class LayerFit:
+    """Weights and parameters of the heads of a layer that are estimated.
+
+    Args:
+        features: the family.
+        parameters: of the family, `[Hk, d, d]`, with weights to begin with.
+        samples: at least one, on the device to compute on.
         config: for number, seed and kind of the directions.
         layer: number of the layer.
     """
@@ -153,33 +123,27 @@ class LayerFit:
         config: FavorConfig,
         layer: int,
     ) -> None:
-        self.features, self.samples = features, samples
+        self.features, self.parameters, self.samples = features, parameters, samples
         heads, _, head_dim = samples[0].y.shape
-        device = samples[0].y.device
+        # These are the directions that `favor_attention` draws for so many heads.
         source = "cderf" if features.antithetic else "pos"
-        # These are the directions that `favor_attention` draws.
         numbers = (config.num_features, head_dim, heads, config.orthogonal, config.seed, layer, 0)
-        self.omega = directions(source, *numbers, device, torch.float32)
-        weights = self.omega.new_zeros(heads, config.num_features)
-        eye = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-        given = parameters.to(self.omega)
-        matrices = {name: getattr(given, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
-        self.parameters = replace(given, log_weights=weights, **matrices)
+        self.omega = directions(source, *numbers, samples[0].y.device, torch.float32)
         self.targets = [sample.logits().softmax(-1) for sample in samples]
 
     @torch.no_grad()
     def fit(self, steps: int) -> Parameters:
-        """Parameters with weights.
+        """Learned parameters, of each head the best that were met.
 
         Args:
             steps: gradient steps on G, L and b; 0 learns the weights alone.
         """
-        if not steps:
-            for _ in range(ROUNDS):
-                self.parameters = self.weighted(self.parameters, ITERATIONS)
-            return self.parameters
-        self.parameters = self.weighted(self.parameters, ITERATIONS_BETWEEN)
-        return self._refined(steps)
+        if steps:
+            return self._refined(self.weighted(self.parameters, ITERATIONS_BETWEEN), steps)
+        found = self.parameters
+        for _ in range(ROUNDS):
+            found = self.weighted(found, ITERATIONS)
+        return _better(found, self.divergence(found), self.parameters, self.divergence(self.parameters))[0]
 
     def divergence(self, parameters: Parameters) -> Tensor:
         """Mean over queries of KL(softmax row || estimated row), `[Hk]`."""
@@ -194,8 +158,10 @@ class LayerFit:
         # Rows are divided once by their sums under the present weights.
         scaled = []
         for own in estimates:
-            z = own.matrix().sum(-1, keepdim=True).clamp(min=torch.finfo(own.query.dtype).tiny)
-            scaled.append(replace(own, query=own.query / z, near=None if own.near is None else own.near / z))
+            z = own.matrix().sum(-1, keepdim=True)
+            # A row whose sum underflows says nothing.
+            share = torch.where(z > UNDERFLOW, 1 / z, 0.0)
+            scaled.append(replace(own, query=own.query * share, near=None if own.near is None else own.near * share))
         mass = torch.stack([self._mass(own) for own in scaled]).sum(0)  # of every component, [Hk, M (+ 1)]
         divisor = mass.clamp(min=torch.finfo(mass.dtype).tiny)
         size = parameters.factor.new_tensor([t.shape[1] * t.shape[2] * t.shape[3] for t in self.targets]).sum()
@@ -222,14 +188,16 @@ class LayerFit:
         # The exact part has the weight 1; without one a common factor changes nothing.
         common = weights.amax(-1) if near is None else near
         change = (weights / common.unsqueeze(-1)).clamp(min=torch.finfo(weights.dtype).tiny).log()
+        # A feature without a part in any row keeps its weight.
+        change = torch.where(change.isfinite() & (mass[:, : change.shape[1]] > 0), change, 0.0)
         assert parameters.log_weights is not None
         return replace(parameters, log_weights=parameters.log_weights + change)
 
-    def _refined(self, steps: int) -> Parameters:
-        """Gradient steps on corrections of G, L and b, with short fits of the weights between; the best by head."""
-        base, best = self.parameters, self.parameters
+    def _refined(self, base: Parameters, steps: int) -> Parameters:
+        """Gradient steps on corrections of G, L and b, with short fits of the weights between."""
         assert base.shift is not None  # the families of DENSE have one
-        least = self.divergence(best)
+        start = (self.parameters, self.divergence(self.parameters))
+        best, least = _better(base, self.divergence(base), *start)
         eye = torch.eye(base.factor.shape[-1], device=base.factor.device)
         transform, factor = (torch.zeros_like(base.factor, requires_grad=True) for _ in range(2))
         shift = torch.zeros_like(base.factor[..., 0], requires_grad=True)
@@ -252,10 +220,8 @@ class LayerFit:
             if (step + 1) % STEPS_BETWEEN and step + 1 < steps:
                 continue
             found = self.weighted(present(), ITERATIONS if step + 1 == steps else ITERATIONS_BETWEEN)
-            log_weights, reached = found.log_weights, self.divergence(found)
-            better = reached < least  # False for NaN
-            best = _chosen(better, found, best)
-            least = torch.where(better, reached, least)
+            log_weights = found.log_weights
+            best, least = _better(found, self.divergence(found), best, least)
         return best
 
     def _top(self, parameters: Parameters) -> Tensor:
@@ -305,12 +271,15 @@ class LayerFit:
         return torch.cat([mass, exact.sum((1, 2, 3)).unsqueeze(-1)], dim=-1)
 
 
-def _chosen(better: Tensor, found: Parameters, other: Parameters) -> Parameters:
-    """Parameters of the heads that are better `[Hk]`, the other ones for the rest."""
+def _better(found: Parameters, reached: Tensor, other: Parameters, least: Tensor) -> tuple[Parameters, Tensor]:
+    """Of each head the parameters with the smaller divergence `[Hk]`, and this; what is not finite never wins."""
+    better = (reached < least) | (reached.isfinite() & ~least.isfinite())
 
     def choose(name: str) -> Tensor:
         one, two = getattr(found, name), getattr(other, name)
         return torch.where(better.view(-1, *[1] * (one.ndim - 1)), one, two)
 
+    shift = None if found.shift is None else choose("shift")
     matrices = choose("transform"), choose("inverse"), choose("factor")
-    return Parameters(*matrices, shift=choose("shift"), log_weights=choose("log_weights"))
+    chosen = Parameters(*matrices, maps=found.maps, shift=shift, log_weights=choose("log_weights"))
+    return chosen, torch.where(better, reached, least)

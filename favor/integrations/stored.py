@@ -3,8 +3,9 @@
 The layers are listed in `config.favor_layers`, by their names below the base model, so that `from_pretrained` makes the
 buffers before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
 "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of single features has
-`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true}` besides, which says of which directions; where G = I
-and there is no shift, `"maps": false` spares attention the work.
+`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [], "layer": 1}`
+besides, which says what they were learned for; where G = I and there is no shift, `"maps": false` spares attention the
+work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from favor.config import FavorConfig
 from favor.features import Parameters
 
 TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
@@ -31,9 +31,11 @@ def restore(model: nn.Module, modules: Iterable[nn.Module]) -> None:
         model: the model, whose config is read.
         modules: its attention modules, named.
     """
-    layers = getattr(getattr(model, "config", None), "favor_layers", None) or {}
+    layers = getattr(getattr(model, "config", None), "favor_layers", None)
     for module in modules:
-        own = layers.get(getattr(module, NAME), {})
+        if layers is None and hasattr(module, _OWN):
+            continue  # a part that knows of its own, in a model that does not
+        own = (layers or {}).get(getattr(module, NAME), {})
         setattr(module, _OWN, own)
         if "family" in own:
             _attach(module, own["key_heads"], own["head_dim"], own.get(WEIGHTS_OF, {}).get("num_features"))
@@ -76,9 +78,18 @@ def stored_choice(module: nn.Module) -> dict[str, Any]:
     return getattr(module, _OWN, {})
 
 
-def weights_key(options: FavorConfig) -> dict[str, Any]:
-    """What the directions of a layer depend on, and so weights of single features."""
-    return {name: getattr(options, name) for name in ("num_features", "seed", "orthogonal")}
+def weights_of(choice: Mapping[str, Any], window: int, options: Any, layer: int) -> dict[str, Any]:
+    """What weights of single features are for: their directions, and the part of attention that is exact.
+
+    Args:
+        choice: entry of the layer, see `stored_choice`.
+        window: of the layers that have none of their own.
+        options: holds num_features, seed and orthogonal.
+        layer: number of the layer, whose directions they are.
+    """
+    own = {name: getattr(options, name) for name in ("num_features", "seed", "orthogonal")}
+    exact = {"window": choice.get("window", window), "exact_heads": list(choice.get("exact_heads", ()))}
+    return {**own, **exact, "layer": layer}
 
 
 def store_parameters(
@@ -86,7 +97,7 @@ def store_parameters(
     parameters: Mapping[int, Parameters],
     family: str,
     kind: str = "calibrated",
-    weights_of: Mapping[str, Any] | None = None,
+    weights: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> None:
     """Puts parameters into the attention modules as buffers, and their shapes into the config.
 
@@ -95,7 +106,7 @@ def store_parameters(
         parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
         family: registry name of the features they belong to.
         kind: "calibrated" for parameters, "corrected" for a correction of those of each sequence.
-        weights_of: options of the directions that weights belong to; None if the parameters have no weights.
+        weights: what the weights are for, by layer number, see `weights_of`; None if the parameters have no weights.
     """
     shapes: dict[int, dict[str, Any]] = {
         number: {"family": family, "kind": kind, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
@@ -103,7 +114,7 @@ def store_parameters(
     }
     for number, shape in shapes.items():
         fitted = parameters[number]
-        shape[WEIGHTS_OF] = None if weights_of is None else dict(weights_of)
+        shape[WEIGHTS_OF] = None if weights is None else dict(weights[number])
         shape["maps"] = None if fitted.maps or fitted.shift is not None else False
     update_choices(model, shapes)
     for module in model.modules():
@@ -188,11 +199,11 @@ def by_head(
 
 def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:
     """Buffers of the parameters of FAVOR+, which need no data, unless buffers of that shape are there."""
-    weights = getattr(module, WEIGHTS, None)
+    present = getattr(module, WEIGHTS, None)
     if num_features is None:
-        if weights is not None:
+        if present is not None:
             delattr(module, WEIGHTS)
-    elif weights is None or weights.shape != (key_heads, num_features):
+    elif present is None or present.shape != (key_heads, num_features):
         device = next((p.device for p in module.parameters()), None)
         module.register_buffer(WEIGHTS, torch.zeros(key_heads, num_features, device=device))
     if getattr(module, FACTOR, torch.empty(0)).shape == (key_heads, head_dim, head_dim):

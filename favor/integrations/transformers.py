@@ -26,7 +26,7 @@ from favor.integrations.layers import (
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
 from favor.integrations.observe import register_observer
 from favor.integrations.refusals import causal_of, refuse
-from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters
+from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters, weights_of
 
 
 def register() -> None:
@@ -108,7 +108,7 @@ def favor_attention_forward(
             is_causal=causal,
             scale=scaling,
             seed=plan.seed,
-            layer=layer_number(module),
+            layer=layer,
             redraw=redraw_epoch(module, plan.redraw_interval),
             orthogonal=plan.orthogonal,
             use_statistics=not decodes(module),
@@ -133,6 +133,9 @@ def favor_attention_forward(
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
     family = carrying(plan.family, stored)
+    weighted = stored is not None and stored.log_weights is not None
+    # Loaded as a part of another model, a layer may have another number.
+    layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 
@@ -227,7 +230,9 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
 def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters | None:
     stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
     if plan.family == "pos" and found != ("pos", "calibrated"):
-        return None  # FAVOR+ needs no parameters
+        layers = getattr(module.config, "favor_layers", None) or {}
+        if not any(own["family"] == "pos" for own in layers.values() if "family" in own):
+            return None  # FAVOR+ needs no parameters, and the model has no weights for it
     if stored is None or found != (plan.family, plan.statistics):
         has = "none" if stored is None else f"{found[1]} parameters of {found[0]}"
         how = "favor.calibrate(model, dataloader)" if plan.statistics == "calibrated" else "favor.train.distill"
@@ -235,13 +240,15 @@ def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameter
             f'statistics="{plan.statistics}" needs parameters of {plan.family} in every layer, and '
             f'{type(module).__name__} has {has}. Make them with {how}, or set statistics="batch".'
         )
-    weights_of = choice.get(WEIGHTS_OF)
-    if weights_of is not None and (plan.redraw_interval or any(getattr(plan, k) != v for k, v in weights_of.items())):
-        learned = ", ".join(f"{name}={value}" for name, value in weights_of.items())
-        raise ValueError(
-            f"{type(module).__name__} has weights of features, learned for the directions of {learned} and "
-            "redraw_interval=0; set these options again, or call favor.calibrate with the new ones."
-        )
+    learned = choice.get(WEIGHTS_OF)
+    if learned is not None:
+        present = weights_of(choice, plan.window, plan, learned["layer"])
+        if plan.redraw_interval or present != learned:
+            wanted = ", ".join(f"{name}={value}" for name, value in learned.items() if name != "layer")
+            raise ValueError(
+                f"{type(module).__name__} has weights of features, learned for {wanted} and redraw_interval=0; set "
+                "these options again, or call favor.calibrate with the new ones."
+            )
     return stored
 
 

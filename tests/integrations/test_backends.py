@@ -91,7 +91,7 @@ def test_options_are_merged_validated_and_stored():
         ({"num_features": "256"}, TypeError, "num_features must be an integer"),
         ({"num_features": True}, TypeError, "num_features must be an integer"),
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'cderf', 'sderf', 'saderf', 'aderf'"),
-        ({"factorization": "svd"}, ValueError, "factorization must be one of"),
+        ({"factorization": "svd"}, ValueError, "factorization of wderf must be one of"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
         ({"exact_below": -1}, ValueError, "exact_below must be at least 0"),

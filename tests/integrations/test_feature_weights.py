@@ -6,17 +6,29 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_calibration import OPTIONS, batches, bert, llama, tokens
-from transformers import AutoModel
+from test_calibration import OPTIONS, SIZES, batches, bert, llama, tokens
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    BartConfig,
+    BartForCausalLM,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
 from favor import FavorConfig, favor_attention, features
 from favor.decomposition import mixture_proportions
 from favor.features import Parameters
-from favor.integrations.feature_weights import LayerFit, Sample
+from favor.integrations.feature_weights import LayerFit, fit_weights
 from favor.integrations.layers import attention_modules
 from favor.integrations.observe import observe
-from favor.integrations.stored import stored_parameters
+from favor.integrations.samples import Sample, Samples
+from favor.integrations.stored import stored_parameters, update_choices
 from favor.models.bert import PerformerBertConfig, PerformerBertModel
 
 HEADS, GROUPS, WIDTH = 2, 2, 8
@@ -39,7 +51,11 @@ def fit_of(family, samples, layer=3):
     """A fit that has not learned yet, with the closed-form parameters of all samples together."""
     keys = torch.cat([s.y for s in samples], 1)
     queries = torch.cat([s.x.flatten(1, 2) for s in samples], 1)
-    return LayerFit(family, family.fit(queries, keys), samples, CONFIG, layer)
+    parameters = family.fit(queries, keys)
+    eye = torch.eye(WIDTH).expand(HEADS, -1, -1)
+    matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
+    whole = replace(parameters, log_weights=torch.zeros(HEADS, CONFIG.num_features), **matrices)
+    return LayerFit(family, whole, samples, CONFIG, layer)
 
 
 def attention_matrix(own, name, parameters, layer=3):
@@ -132,7 +148,7 @@ def test_parameters_are_refined_head_by_head(window, is_causal):
     weights, both = fit_of(features.get("wderf"), samples), fit_of(features.get("wderf"), samples)
     alone, refined = weights.fit(0), both.fit(40)
     assert (both.divergence(refined) < weights.divergence(alone)).all()
-    torch.testing.assert_close(alone.transform, weights.parameters.transform)
+    assert torch.equal(alone.transform, weights.parameters.transform)
     eye = torch.eye(WIDTH).expand(HEADS, -1, -1)
     torch.testing.assert_close(refined.transform @ refined.inverse, eye, rtol=0, atol=1e-4)
 
@@ -144,7 +160,7 @@ def test_samples_are_the_real_tokens_of_the_model(make):
     with torch.no_grad(), observe(model, seen.append):
         model(**{name: tensor for name, tensor in batches()[0].items() if name != "labels"})
     for o in seen:
-        found = Sample.of(o, 4)
+        found = [Sample.of(o, number, 4) for number in range(3)]
         assert [s.y.shape[1] for s in found] == [20, 13, 14]
         for number, own in enumerate(found):
             real = o.padding[number]
@@ -246,11 +262,12 @@ def test_without_statistics_or_with_others_favor_plus_is_plain():
 
 def test_weights_are_refused_for_other_directions():
     model = calibrated(bert(), "favor+")
-    for change in ({"num_features": 32}, {"seed": 1}, {"orthogonal": False}, {"redraw_interval": 5}):
-        favor.configure(model, **{**OPTIONS, "seed": 0, "orthogonal": True, "redraw_interval": 0, **change})
-        with pytest.raises(ValueError, match="has weights of features, learned for the directions of num_features=24"):
+    same = {**OPTIONS, "seed": 0, "orthogonal": True, "redraw_interval": 0, "window": 0}
+    for change in ({"num_features": 32}, {"seed": 1}, {"orthogonal": False}, {"redraw_interval": 5}, {"window": 4}):
+        favor.configure(model, **{**same, **change})
+        with pytest.raises(ValueError, match="has weights of features, learned for num_features=24"):
             model(tokens())
-    favor.calibrate(model, batches(), **OPTIONS, orthogonal=False, redraw_interval=0)
+    favor.calibrate(model, batches(), **{**same, "orthogonal": False})
     model(tokens())  # calibrated anew, without weights
     assert not any("favor_log_weights" in name for name in model.state_dict())
     assert not any("weights_of" in own for own in model.config.favor_layers.values())
@@ -263,8 +280,11 @@ def test_bad_requests_say_what_is_wrong():
         calibrated(bert(), "favor_relu")
     with pytest.raises(ValueError, match="refine_steps must be 0 for pos features"):
         calibrated(bert(), "favor+", refine_steps=3)
-    with pytest.raises(ValueError, match="at least 0 for cderf and wderf; got -1"):
-        calibrated(bert(), refine_steps=-1)
+    for steps in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"at least 0 for cderf and wderf; got {steps}"):
+            calibrated(bert(), refine_steps=steps)
+    with pytest.raises(ValueError, match="no sequence of the data is longer than window=20"):
+        calibrated(bert(), window=20)
     with pytest.raises(ValueError, match="refine_steps belongs to feature_weights=True"):
         favor.calibrate(bert(), batches(), refine_steps=3, **OPTIONS)
     own = sample()
@@ -272,6 +292,114 @@ def test_bad_requests_say_what_is_wrong():
     short = replace(fit.parameters, log_weights=torch.zeros(HEADS, 5))
     with pytest.raises(ValueError, match="hold weights of 5 features, and there are 12"):
         attention_matrix(own, "sderf", short)
+
+
+def gain(model, plain, ids, heads):
+    """How much weights lower the divergence of some heads of the first layer, from the layer's own output."""
+    seen = []
+    with torch.no_grad(), observe(plain, seen.append):
+        plain(ids)
+    o, found = seen[0], []
+    eye = torch.eye(ids.shape[1]).expand(*o.key.shape[:2], -1, -1)
+    softmax = (o.scale * o.query @ o.key.transpose(-1, -2)).softmax(-1)
+    module = attention_modules(model)[o.layer]
+    for statistics in ("batch", "calibrated"):
+        favor.configure(model, statistics=statistics)
+        attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+        with torch.no_grad():
+            rows = attention(module, o.query, o.key, eye, None, scaling=o.scale)[0].transpose(1, 2)
+        found.append((softmax * (softmax.log() - rows.clamp(min=1e-30).log())).sum(-1).mean((0, 2))[heads].mean())
+    return found[0] - found[1]
+
+
+def test_heads_that_stay_exact_leave_the_others_their_directions():
+    model = bert()
+    favor.configure(model, "favor+", **OPTIONS)
+    for layer in model.encoder.layer:
+        update_choices(model, {layer.attention.self.favor_layer: {"exact_heads": [0, 2]}})
+    calibrated(model, "favor+")
+    assert gain(model, bert(), tokens(), [1, 3]) > 0.02
+    module = model.encoder.layer[0].attention.self
+    assert not module.favor_log_weights[[0, 2]].any()
+    assert module.favor_log_weights[[1, 3]].std(-1).min() > 0.01
+    update_choices(model, {module.favor_layer: {"exact_heads": [0]}})
+    with pytest.raises(ValueError, match=r"learned for .*exact_heads=\[0, 2\]"):
+        model(tokens())
+
+
+def test_a_part_of_a_model_keeps_its_directions(tmp_path):
+    """The decoder's layers have other numbers without the encoder."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "max_position_embeddings": 64}
+    heads = {
+        f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("attention_heads", 2), ("ffn_dim", 16))
+    }
+    torch.manual_seed(0)
+    whole = BartForConditionalGeneration(BartConfig(**sizes, **heads, init_std=0.3)).eval()
+    data = [{"input_ids": tokens(4, 40), "decoder_input_ids": tokens(4, 40, seed=1)}]
+    options = {**OPTIONS, "attn_implementation": "favor+", "feature_weights": True}
+    favor.calibrate(whole, data, **options).save_pretrained(tmp_path)
+    part = BartForCausalLM.from_pretrained(tmp_path, attn_implementation="favor+").eval()
+    outs, generator = [], torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 1, 2, 12, 8, generator=generator).unbind(0)
+    for decoder in (whole.model.decoder, part.model.decoder):
+        module = decoder.layers[0].self_attn
+        assert module.favor_log_weights.std() > 0.01
+        outs.append(ALL_ATTENTION_FUNCTIONS["favor+"](module, *inputs, None)[0])
+    assert part.model.decoder.layers[0].self_attn.favor_layer != whole.model.decoder.layers[0].self_attn.favor_layer
+    assert torch.equal(*outs)
+
+
+def test_a_calibrated_encoder_in_another_model_keeps_its_weights(tmp_path):
+    encoder = calibrated(bert(), "favor+")
+    decoder = BertLMHeadModel(
+        BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    )
+    with torch.no_grad():
+        expected = encoder(tokens())[0]
+        both = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+        assert torch.equal(both.encoder(tokens())[0], expected)
+    for layer in encoder.encoder.layer:
+        layer.attention.self.favor_own = {}
+    with pytest.raises(ValueError, match="needs parameters of pos in every layer"):
+        encoder(tokens())
+
+
+def test_a_layer_used_at_several_depths_is_sampled_at_all(monkeypatch):
+    monkeypatch.setattr("favor.integrations.samples.SEQUENCES", 24)
+    config = AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=1, max_position_embeddings=64)
+    config.num_hidden_layers = 4
+    samples, keys = Samples(0), []
+    model = AlbertModel(config).eval()
+    with torch.no_grad(), observe(model, samples), observe(model, lambda seen: keys.append(seen.key)):
+        model(tokens(12, 16))
+    with torch.no_grad(), observe(model, samples):
+        model(tokens(12, 16))
+    (found,) = samples.layers.values()
+    assert len(found) == 24
+    calls = [sum(bool(torch.isclose(s.y, key[n] * 4**-0.25).all()) for s in found for n in range(12)) for key in keys]
+    assert sum(calls) == 24
+    assert min(calls) > 0
+
+
+def test_logits_beyond_any_estimate_do_not_break_the_model():
+    model = bert()
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight.mul_(60)
+    for backend in ("favor+", "favor#"):
+        calibrated(model, backend, window=8, refine_steps=None if backend == "favor+" else 5)
+        assert all(buffer.isfinite().all() for buffer in model.buffers() if buffer.is_floating_point())
+        with torch.no_grad():
+            assert model(tokens())[0].isfinite().all()
+
+
+def test_what_has_no_data_keeps_its_weight():
+    """A window covers all but one of the sequences; heads that stay exact have none at all."""
+    samples = [sample(8, seed=1, window=8), sample(8, seed=2, window=8)]
+    with pytest.raises(ValueError, match="longer than window=8"):
+        fit_weights(features.get("sderf"), fit_of(features.get("sderf"), samples).parameters, samples, CONFIG, 3, 0)
+    fit = fit_of(features.get("sderf"), samples)
+    assert not fit.weighted(fit.parameters, 5).log_weights.any()
 
 
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch that warns

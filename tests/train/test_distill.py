@@ -79,8 +79,10 @@ def test_weights_of_features_are_learned_and_kept(layers, bert_folder, text, tmp
     results = distill.main(arguments(bert_folder, text, tmp_path, *more))
     assert results["attention_loss"] == []
     assert len(results["model_loss"]) == 2
-    expected = {"num_features": 16, "seed": 0, "orthogonal": True}
-    assert all(own["weights_of"] == expected for own in results["layers"].values())
+    for own in results["layers"].values():
+        exact = {"window": own.get("window", 8), "exact_heads": own.get("exact_heads", [])}
+        expected = {"num_features": 16, "seed": 0, "orthogonal": True} | exact
+        assert {name: own["weights_of"][name] for name in expected} == expected
     model = AutoModel.from_pretrained(tmp_path).eval()
     assert model.config.favor["statistics"] == "calibrated"
     weights = [buffer for name, buffer in model.named_buffers() if name.endswith("favor_log_weights")]
