@@ -8,13 +8,13 @@ from typing import Any
 # Imported when asked for: the estimators need scikit-learn, which takes a second to import.
 _HOMES = {
     "KLNMF": "kl_nmf",
-    "L1KernelPCA": "l1_estimator",
+    "L1KernelPCA": "l1_pca",
     "LpKernelPCA": "lp_kernel_pca",
     "StochasticSCIPI": "stochastic",
     "VRHeavyBallPower": "variance_reduced",
     "VRPower": "variance_reduced",
     "block_power": "power",
-    "l1_kernel_pca": "l1_components",
+    "l1_kernel_pca": "l1_pca",
     "mixture_proportions": "mixture",
     "scale_invariant_power": "power",
 }
@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"favor.decomposition.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

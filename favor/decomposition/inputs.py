@@ -1,14 +1,23 @@
-"""Tensors or arrays in, the same kind out: what all estimators of this package share."""
+"""Tensors or arrays in, the same kind out; parameters checked, and warnings: what this whole package shares."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
-from sklearn.utils.validation import validate_data
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sklearn.base import BaseEstimator
+
+# The packages whose frames lie between a warning and the line that it is about.
+_INNER = ("favor", "sklearn", "torch")
 
 
 def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> Tensor:
@@ -23,6 +32,9 @@ def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) 
     Raises:
         ValueError, TypeError: as scikit-learn's `check_array`.
     """
+    # Not at the top: mixture proportions do without scikit-learn, which takes a second to import.
+    from sklearn.utils.validation import validate_data
+
     if isinstance(X, Tensor):
         # The checks of shape and kind are scikit-learn's, on a tensor of the same shape without contents.
         validate_data(
@@ -46,3 +58,42 @@ def tensor_of(array: Any, like: Tensor | None = None) -> Tensor:
 def same_kind(result: Tensor, given: Any) -> Any:
     """The result as a tensor if a tensor was given, else as an array."""
     return result if isinstance(given, Tensor) else result.cpu().numpy()
+
+
+def check_integer(name: str, value: Any, *others: str | None) -> None:
+    """Raises ValueError unless a parameter is a positive integer, or one of the others."""
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    _check(name, value, "a positive integer", integer and value > 0, others)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *others: str | None,
+    expected: str = "a number of at least 0",
+    allowed: Callable[[float], bool] = lambda number: 0 <= number < math.inf,
+) -> None:
+    """Raises ValueError unless a parameter is a real number that is allowed, or one of the others."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    _check(name, value, expected, number and allowed(float(value)), others)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless a parameter is a boolean."""
+    _check(name, value, "True or False", isinstance(value, (bool, np.bool_)), ())
+
+
+def _check(name: str, value: Any, expected: str, fits: bool, others: tuple[str | None, ...]) -> None:
+    # By kind first: arrays have no one answer to ==.
+    if not fits and not ((value is None or isinstance(value, str)) and value in others):
+        raise ValueError(f"{name} must be {' or '.join([expected, *map(repr, others)])}, got {value!r}.")
+
+
+def warn_of_end(message: str) -> None:
+    """A ConvergenceWarning at the line that called this package, past the wrappers of scikit-learn and torch."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConvergenceWarning, stacklevel=level)

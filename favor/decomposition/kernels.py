@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from favor.decomposition.inputs import rows_of, same_kind, tensor_of
+from favor.decomposition.inputs import check_flag, check_number, rows_of, same_kind, tensor_of
 
 KERNELS = ("linear", "rbf", "precomputed")
 
@@ -135,10 +134,10 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         return kernel
 
     def _check_kernel(self) -> None:
-        if not callable(self.kernel) and self.kernel not in KERNELS:
+        if not callable(self.kernel) and not (isinstance(self.kernel, str) and self.kernel in KERNELS):
             raise ValueError(f"kernel must be one of {', '.join(KERNELS)} or a function; got {self.kernel!r}.")
-        if self.gamma is not None and (not isinstance(self.gamma, Real) or not 0 < float(self.gamma) < math.inf):
-            raise ValueError(f"gamma must be None or a positive number, got {self.gamma!r}.")
+        check_number("gamma", self.gamma, None, expected="a positive number", allowed=lambda g: 0 < g < math.inf)
+        check_flag("center", self.center)
 
 
 def checked_kernel(K: Any, name: str) -> Tensor:
@@ -164,9 +163,3 @@ def check_diagonal(kernel: Tensor, name: str) -> None:
     least = float(kernel.diagonal().min())
     if least < -slack:
         raise ValueError(f"{name} must be positive semidefinite, got {least:.3g} on its diagonal.")
-
-
-def check_count(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises ValueError if a parameter is no positive integer, nor None where that is allowed."""
-    if not (optional and value is None) and (not isinstance(value, Integral) or value < 1):
-        raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}.")

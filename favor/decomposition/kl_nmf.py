@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, check_non_negative, validate_data
 from torch import Tensor
 
 from favor.decomposition.factors import Target, half_step, sweep
-from favor.decomposition.inputs import rows_of, same_kind, tensor_of
+from favor.decomposition.inputs import check_integer, rows_of, same_kind, tensor_of, warn_of_end
+from favor.decomposition.mixture import check_options
 
 State = tuple[Tensor, Tensor, Tensor]  # W, H and their product
 # Sweeps between two looks at the objective; an odd number shows what swings from sweep to sweep.
@@ -213,11 +210,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     def _warn(self, stood_still: bool) -> None:
         if self.tol > 0 and not stood_still:
-            warnings.warn(
-                f"max_iter={self.max_iter} sweeps did not meet tol={self.tol}; raise one of them.",
-                ConvergenceWarning,
-                stacklevel=3,
-            )
+            warn_of_end(f"max_iter={self.max_iter} sweeps did not meet tol={self.tol}; raise one of them.")
 
     @staticmethod
     def _several(
@@ -241,15 +234,9 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return checked if sparse.issparse(checked) else tensor_of(checked)
 
     def _check_parameters(self) -> None:
-        if self.n_components is not None and not (isinstance(self.n_components, Integral) and self.n_components > 0):
-            raise ValueError(f"n_components must be a positive integer or None, got {self.n_components!r}.")
-        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
-            raise ValueError(f"max_iter must be a positive integer, got {self.max_iter!r}.")
-        for name in ("shift", "tol"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number that is not negative, got {value!r}.")
-        if self.init not in ("random", "custom"):
+        check_integer("n_components", self.n_components, None)
+        check_options(self.shift, self.guard, self.tol, self.max_iter)
+        if not isinstance(self.init, str) or self.init not in ("random", "custom"):
             raise ValueError(f'init must be "random" or "custom", got {self.init!r}.')
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from torch import Tensor
 
-from favor.decomposition.kernels import KernelDecomposition, check_count
+from favor.decomposition.inputs import check_integer, check_number, warn_of_end
+from favor.decomposition.kernels import KernelDecomposition
 from favor.decomposition.power import check_options, scale_invariant_power
 
 # Rows among which the best is the start of a component.
@@ -139,10 +137,8 @@ class LpKernelPCA(KernelDecomposition):
                 _gradient(left, float(self.p)), start, shift=self.shift, tol=self.tol, max_iter=self.max_iter
             )
             if not result.converged:
-                warnings.warn(
-                    f"component {len(counts)} still moved after max_iter={self.max_iter} steps; raise max_iter or tol.",
-                    ConvergenceWarning,
-                    stacklevel=3,
+                warn_of_end(
+                    f"component {len(counts)} still moved after max_iter={self.max_iter} steps; raise max_iter or tol."
                 )
             x = result.x - found @ (found.T @ result.x)
             x = x / x.norm()
@@ -155,12 +151,10 @@ class LpKernelPCA(KernelDecomposition):
         return found
 
     def _check_parameters(self) -> None:
-        check_count("n_components", self.n_components)
+        check_integer("n_components", self.n_components)
         check_options(self.shift, self.tol, self.max_iter)
-        if not isinstance(self.p, Real) or not 1 <= float(self.p) < math.inf:
-            raise ValueError(
-                f"p must be a finite number of at least 1, below which steps may lower the objective; got {self.p!r}."
-            )
+        # Below 1 steps may lower the objective.
+        check_number("p", self.p, expected="a finite number of at least 1", allowed=lambda p: 1 <= p < math.inf)
 
 
 def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy import sparse
 from torch import Tensor
+
+from favor.decomposition.inputs import check_flag, check_integer, check_number
 
 Product = Callable[[Tensor], Tensor]
 # In place of likelihoods of zero, where a component has left a row or that does not count: logarithms stay finite, and
@@ -88,11 +88,7 @@ def mixture_proportions(
         >>> mixture_proportions(L, torch.tensor([7.0, 3.0])).proportions
         tensor([0.7500, 0.2500], dtype=torch.float64)
     """
-    for name, value in (("shift", shift), ("tol", tol)):
-        if not isinstance(value, Real) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a number that is not negative, got {value!r}.")
-    if not isinstance(max_iter, Integral) or max_iter < 1:
-        raise ValueError(f"max_iter must be a positive integer, got {max_iter!r}.")
+    check_options(shift, guard, tol, max_iter)
     L, v, pi = _checked(likelihoods, counts, start)
     L, largest = _rows_of_order_one(L, v)
     tol = tol and max(tol, 32 * torch.finfo(L.dtype).eps)
@@ -159,6 +155,14 @@ def fit_proportions(
                 reached = _objective(share, mixture)
         pi, objective = new, reached
     return Proportions(pi, objective, gap, step, converged)
+
+
+def check_options(shift: Any, guard: Any, tol: Any, max_iter: Any) -> None:
+    """Raises ValueError for an option of `mixture_proportions` out of range."""
+    check_number("shift", shift)
+    check_flag("guard", guard)
+    check_number("tol", tol)
+    check_integer("max_iter", max_iter)
 
 
 def _objective(share: Tensor, mixture: Tensor) -> Tensor:

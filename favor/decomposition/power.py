@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from favor.decomposition.inputs import same_kind, tensor_of
+from favor.decomposition.inputs import check_flag, check_integer, check_number, same_kind, tensor_of
 
 
 class PowerResult(NamedTuple):
@@ -186,14 +185,12 @@ def block_power(
 
 def check_options(shift: Any, tol: Any, max_iter: Any, *, relative: bool = True) -> None:
     """Raises ValueError for a shift, tolerance or number of steps out of range."""
-    if not isinstance(shift, Real) or not math.isfinite(shift):
-        raise ValueError(f"shift must be a finite number, got {shift!r}.")
-    if relative and float(shift) <= -1:
+    check_flag("relative", relative)
+    check_number("shift", shift, expected="a finite number", allowed=math.isfinite)
+    if relative and shift <= -1:
         raise ValueError(f"shift must be above -1, at which it cancels the multiplier; got {shift!r}.")
-    if not isinstance(tol, Real) or not 0 <= float(tol) < math.inf:
-        raise ValueError(f"tol must be a number of at least 0, got {tol!r}.")
-    if not isinstance(max_iter, Integral) or max_iter < 1:
-        raise ValueError(f"max_iter must be a positive integer, got {max_iter!r}.")
+    check_number("tol", tol)
+    check_integer("max_iter", max_iter)
 
 
 def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[Any] | None) -> list[float | None]:
@@ -205,8 +202,7 @@ def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[An
             f"{len(gradients)}, {len(blocks)} and {len(lengths)}."
         )
     for i, length in enumerate(lengths):
-        if length is not None and (not isinstance(length, Real) or not 0 < float(length) < math.inf):
-            raise ValueError(f"steps[{i}] must be None or a positive number, got {length!r}.")
+        check_number(f"steps[{i}]", length, None, expected="a positive number", allowed=lambda s: 0 < s < math.inf)
     return lengths
 
 

@@ -13,7 +13,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from favor.decomposition.inputs import rows_of
+from favor.decomposition.inputs import rows_of, same_kind
 
 # Numbers in a block: 32 MiB of float64.
 BLOCK = 2**22
@@ -83,7 +83,7 @@ class RowSource:
         return rows if self.offset is None else rows - self.offset
 
 
-def row_source(estimator: BaseEstimator, X: Any, *, reset: bool) -> RowSource:
+def row_source(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> RowSource:
     """Rows of X, which is copied if it is an ordinary array and read as needed if it is a file or another sequence.
 
     Args:
@@ -91,18 +91,20 @@ def row_source(estimator: BaseEstimator, X: Any, *, reset: bool) -> RowSource:
         X: tensor `[n, d]`, anything scikit-learn takes as dense data, a `numpy.memmap`, or any object with `len` that
             gives rows `[b, d]` for a rising array of b integers.
         reset: True in `fit`; otherwise the width must be that of `fit`.
+        minimum: smallest number of rows.
 
     Raises:
         ValueError, TypeError: as scikit-learn's `check_array`; of rows that are read later, when they are read.
     """
     if not is_stream(X):
-        rows = rows_of(estimator, X, reset=reset)
+        rows = rows_of(estimator, X, reset=reset, minimum=minimum)
         return RowSource(rows, rows.shape[1])
     if len(X) == 0:
         raise ValueError("Found array with 0 sample(s) while a minimum of 1 is required.")
     shape = getattr(X, "shape", None) or (len(X), *np.shape(X[np.arange(1)])[1:])
     # scikit-learn's checks of the shape, on an array without contents.
-    validate_data(estimator, np.broadcast_to(np.float64(0), tuple(shape)), dtype=None, reset=reset)
+    empty = np.broadcast_to(np.float64(0), tuple(shape))
+    validate_data(estimator, empty, dtype=None, reset=reset, ensure_min_samples=minimum)
     return RowSource(X, shape[1])
 
 
@@ -116,9 +118,9 @@ def is_stream(X: Any) -> bool:
     return hasattr(X, "__len__") and hasattr(X, "__getitem__") and not table
 
 
-def gives_tensors(X: Any) -> bool:
-    """Whether results for X are tensors: X is one, or its rows are."""
-    return isinstance(X, Tensor) or (is_stream(X) and isinstance(X[np.arange(1)], Tensor))
+def same_kind_as_rows(result: Tensor, X: Any) -> Any:
+    """The result as a tensor if X or its rows are tensors, else as an array."""
+    return same_kind(result, X[np.arange(1)] if is_stream(X) else X)
 
 
 def batch_rows(batch_size: Any, n: int) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from favor.decomposition.epochs import Objective, Point, Rule
+from favor.decomposition.inputs import check_number
 from favor.decomposition.power_rules import PowerParameters
-from favor.decomposition.rows import gives_tensors, row_source
-from favor.decomposition.stochastic_base import StochasticPower, check_integer, check_step
+from favor.decomposition.rows import row_source, same_kind_as_rows
+from favor.decomposition.stochastic_base import StochasticPower
 
 GradientFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -111,8 +111,8 @@ class StochasticSCIPI(StochasticPower):
         feature_names_in_: their names, if the data had names.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range, for data that are not finite, and for "mixture" if an entry
-            is negative or a row is 0.
+        ValueError: from `fit`, for parameters out of range, for data that are not finite or all zero, and for "mixture"
+            if an entry is negative or a row is 0.
 
     Warns:
         ConvergenceWarning: if tol is not reached.
@@ -184,7 +184,7 @@ class StochasticSCIPI(StochasticPower):
                 check_likelihoods(block)
         points = self._climb_all(X, source, objective, self._rule)
         values = source.like.new_tensor([math.nan if point.value is None else point.value for point in points])
-        self.values_ = values if gives_tensors(X) else values.cpu().numpy()
+        self.values_ = same_kind_as_rows(values, X)
         if self._is_mixture:
             self.proportions_ = self.components_[0] ** 2
         return self
@@ -216,11 +216,8 @@ class StochasticSCIPI(StochasticPower):
 
     def _checked_objective(self) -> Objective:
         self._check_common()
-        check_step(self.eta, rule=False)
-        check_integer("epoch_length", self.epoch_length)
+        check_number("degree", self.degree, None)
         given = self.degree
-        if given is not None and (isinstance(given, bool) or not isinstance(given, Real) or not 0 <= given < math.inf):
-            raise ValueError(f"degree must be None or a number, at least 0, got {given!r}.")
         if self._is_mixture:
             if given:
                 raise ValueError(f"degree of objective='mixture' is 0: leave it out, got {given!r}.")

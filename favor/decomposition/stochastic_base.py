@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from favor.decomposition.epochs import ROUNDING, Climb, Epoch, Landscape, Objective, Point, Rule, climb
-from favor.decomposition.inputs import tensor_of
-from favor.decomposition.rows import RowSource, batch_rows, gives_tensors, row_source
+from favor.decomposition.inputs import check_integer, check_number, tensor_of, warn_of_end
+from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
 
 
 class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -40,7 +36,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         components = tensor_of(self.components_, source.like)
         with torch.no_grad():
             products = torch.cat([self._transformed(block, components) for block in source.blocks()])
-        return products if gives_tensors(X) else products.cpu().numpy()
+        return same_kind_as_rows(products, X)
 
     @property
     def _n_features_out(self) -> int:
@@ -63,6 +59,9 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         generator = torch.Generator().manual_seed(int(seed))
         found, climbs, floor = source.like.new_zeros(0, d), [], 0.0
+        if source.offset is not None:
+            # What the mean leaves of rows that are all the same is rounding.
+            floor = (8 * torch.finfo(found.dtype).eps * source.offset.norm().item()) ** 2
         for number in range(self.n_components):
             result = climb(
                 Landscape(objective, source, found),
@@ -75,10 +74,15 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
                 warm_up=warm_up,
                 floor=floor,
             )
+            if number == 0 and len(result.history) == 1 and result.point.gradient.norm().item() <= floor:
+                raise ValueError(
+                    f"X must have rows that {'are not zero' if source.offset is None else 'differ'}: the gradient of "
+                    "the objective at a random start is zero, and no direction is better than another."
+                )
             found = torch.cat([found, _signed(result.point.x).unsqueeze(0)])
             climbs.append(result)
             floor = max(floor, ROUNDING * torch.finfo(found.dtype).eps * abs(result.point.multiplier))
-        self.components_ = found if gives_tensors(X) else found.cpu().numpy()
+        self.components_ = same_kind_as_rows(found, X)
         self.history_: list[Epoch] = [line for result in climbs for line in result.history]
         self.n_iter_ = sum(len(result.history) - 1 for result in climbs)
         self.passes_ = source.passes
@@ -92,33 +96,18 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         late = [str(number) for number, result in enumerate(climbs) if not result.converged]
         if late:
             worst = max(result.point.residual for result in climbs)
-            warnings.warn(
+            warn_of_end(
                 f"component {', '.join(late)} did not reach tol={self.tol:g} in max_epochs={self.max_epochs} (residual "
-                f"{worst:.1e}): raise max_epochs, batch_size or tol.",
-                ConvergenceWarning,
-                stacklevel=5,
+                f"{worst:.1e}): raise max_epochs, batch_size or tol."
             )
 
-    def _check_common(self) -> None:
-        """Raises ValueError for what is out of range in the parameters that all share."""
+    def _check_common(self, *words: str) -> None:
+        """Raises ValueError for what is out of range in the parameters that all share; eta and m may be words, too."""
         check_integer("n_components", self.n_components)
         check_integer("max_epochs", self.max_epochs)
-        if isinstance(self.tol, bool) or not isinstance(self.tol, Real) or not 0 <= self.tol < math.inf:
-            raise ValueError(f"tol must be a number, at least 0, got {self.tol!r}.")
-
-
-def check_integer(name: str, value: Any, alternative: str = "") -> None:
-    """Raises ValueError unless it is a positive integer."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer{alternative}, got {value!r}.")
-
-
-def check_step(eta: Any, *, rule: bool) -> None:
-    """Raises ValueError unless eta is in (0, 1], or "rule" where there is one."""
-    number = isinstance(eta, Real) and not isinstance(eta, bool) and 0 < float(eta) <= 1
-    if not number and not (rule and isinstance(eta, str) and eta == "rule"):
-        alternative = " or 'rule'" if rule else ""
-        raise ValueError(f"eta must be in (0, 1]{alternative}, got {eta!r}.")
+        check_number("eta", self.eta, *words, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)
+        check_integer("epoch_length", self.epoch_length, *words)
+        check_number("tol", self.tol)
 
 
 def _signed(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from favor.decomposition.epochs import Point, Quadratic, Rule
-from favor.decomposition.inputs import tensor_of
+from favor.decomposition.inputs import check_flag, check_number, tensor_of
 from favor.decomposition.power_rules import (
     PowerParameters,
     heavy_ball_rule,
@@ -20,8 +19,8 @@ from favor.decomposition.power_rules import (
     row_deviations,
     second_eigenvalue,
 )
-from favor.decomposition.rows import RowSource, batch_rows, gives_tensors, row_source
-from favor.decomposition.stochastic_base import StochasticPower, check_integer, check_step
+from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
+from favor.decomposition.stochastic_base import StochasticPower
 
 # Exact steps from which eigenvalues are first estimated.
 WARM_UP = 5
@@ -70,7 +69,8 @@ class VRPower(StochasticPower):
         feature_names_in_: their names, if the data had names.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range and for data that are not finite.
+        ValueError: from `fit`, for parameters out of range, and for data that are not finite, all zero or, for
+            `center`, all the same.
 
     Warns:
         ConvergenceWarning: if tol is not reached.
@@ -121,6 +121,8 @@ class VRPower(StochasticPower):
         self.max_epochs = max_epochs
         self.random_state = random_state
 
+    _power_rule = staticmethod(power_rule)
+
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> VRPower:
         """Finds the components.
@@ -134,7 +136,7 @@ class VRPower(StochasticPower):
             The estimator itself.
         """
         self._check_parameters()
-        source = row_source(self, X, reset=True)
+        source = row_source(self, X, reset=True, minimum=2 if self.center else 1)
         mean = source.like.new_zeros(source.width)
         if self.center:
             mean = source.mean(lambda rows: rows.mean(0))
@@ -148,8 +150,8 @@ class VRPower(StochasticPower):
             warm_up=WARM_UP if self._estimates else 0,
         )
         variances = mean.new_tensor([point.multiplier for point in points])
-        self.explained_variance_ = variances if gives_tensors(X) else variances.cpu().numpy()
-        self.mean_ = mean if gives_tensors(X) else mean.cpu().numpy()
+        self.explained_variance_ = same_kind_as_rows(variances, X)
+        self.mean_ = same_kind_as_rows(mean, X)
         return self
 
     def _offset(self, source: RowSource) -> Tensor | None:
@@ -183,12 +185,8 @@ class VRPower(StochasticPower):
     def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
         """Of an epoch, for l1 = 1 and l2 = ratio, with eta times a factor."""
         m = None if self.epoch_length == "rule" else int(self.epoch_length)
-        ruled = self.eta == "rule"
-        eta = self._chosen(ratio, sigma2, batch, None, m).eta if ruled else float(self.eta)
-        return self._chosen(ratio, sigma2, batch, eta * factor, m)
-
-    def _chosen(self, ratio: float, sigma2: float, batch: int, eta: float | None, m: int | None) -> PowerParameters:
-        return power_rule(1.0, ratio, sigma2, batch, eta=eta, epoch_length=m)
+        eta = self._power_rule(1.0, ratio, sigma2, batch, epoch_length=m).eta if self.eta == "rule" else float(self.eta)
+        return self._power_rule(1.0, ratio, sigma2, batch, eta=eta * factor, epoch_length=m)
 
     def _noise(self, source: RowSource) -> Callable[[float], float] | None:
         """sigma^2 of rows divided by sqrt(l1) as a function of l1; None if no rule asks for it."""
@@ -202,16 +200,9 @@ class VRPower(StochasticPower):
         return lambda l1: variance / l1**2
 
     def _check_parameters(self) -> None:
-        self._check_common()
-        check_step(self.eta, rule=True)
-        if self.epoch_length != "rule":
-            check_integer("epoch_length", self.epoch_length, " or 'rule'")
-        if self.center not in (False, True):
-            raise ValueError(f"center must be True or False, got {self.center!r}.")
-        exact = isinstance(self.variance, str) and self.variance == "exact"
-        number = isinstance(self.variance, Real) and not isinstance(self.variance, bool)
-        if not (self.variance is None or exact or (number and 0 <= self.variance < math.inf)):  # type: ignore[operator]
-            raise ValueError(f"variance must be None, 'exact' or a number, at least 0, got {self.variance!r}.")
+        self._check_common("rule")
+        check_flag("center", self.center)
+        check_number("variance", self.variance, None, "exact")
         self._check_eigenvalues()
 
     def _check_eigenvalues(self) -> None:
@@ -304,14 +295,14 @@ class VRHeavyBallPower(VRPower):
         )
         self.beta = beta
 
-    def _chosen(self, ratio: float, sigma2: float, batch: int, eta: float | None, m: int | None) -> PowerParameters:
-        chosen = heavy_ball_rule(1.0, ratio, sigma2, batch, eta=eta, epoch_length=m)
+    _power_rule = staticmethod(heavy_ball_rule)
+
+    def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
+        chosen = super()._parameters(ratio, sigma2, batch, factor)
         return chosen if self.beta == "rule" else chosen._replace(beta=float(self.beta))
 
     def _check_parameters(self) -> None:
-        number = isinstance(self.beta, Real) and not isinstance(self.beta, bool)
-        if self.beta != "rule" and not (number and 0 <= self.beta < 1):  # type: ignore[operator]
-            raise ValueError(f"beta must be in [0, 1) or 'rule', got {self.beta!r}.")
+        check_number("beta", self.beta, "rule", expected="in [0, 1)", allowed=lambda beta: 0 <= beta < 1)
         super()._check_parameters()
 
     def _asks_for_eigenvalues(self) -> str | None:

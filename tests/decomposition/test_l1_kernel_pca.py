@@ -17,8 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import KernelCenterer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from favor.decomposition import L1KernelPCA
-from favor.decomposition.l1_components import l1_kernel_pca
+from favor.decomposition import L1KernelPCA, l1_kernel_pca
 
 
 def data(n: int = 40, d: int = 5, seed: int = 0) -> np.ndarray:
@@ -358,7 +357,7 @@ def test_fewer_components_where_the_rank_is_lower():
         ({"n_components": 0}, data(), "n_components must be a positive integer or None, got 0"),
         ({"max_iter": -1}, data(), "max_iter must be a positive integer, got -1"),
         ({"kernel": "poly"}, data(), "kernel must be one of linear, rbf, precomputed or a function; got 'poly'"),
-        ({"gamma": 0}, data(), "gamma must be None or a positive number, got 0"),
+        ({"gamma": 0}, data(), "gamma must be a positive number or None, got 0"),
         ({"kernel": "precomputed"}, data(), "X must be a square matrix"),
         ({"kernel": "precomputed"}, np.triu(np.ones((3, 3))), "X must be symmetric"),
         ({"kernel": lambda x, y: x @ y.T / 0}, data(), "kernel gave NaN or infinity"),

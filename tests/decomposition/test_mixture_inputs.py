@@ -76,11 +76,11 @@ def test_nothing_given_is_changed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shift": -0.2}, "shift must be a number that is not negative, got -0.2"),
+        ({"shift": -0.2}, "shift must be a number of at least 0, got -0.2"),
         ({"shift": float("nan")}, "shift must be"),
         ({"shift": float("inf")}, "shift must be"),
-        ({"shift": "0"}, "shift must be a number that is not negative, got '0'"),
-        ({"tol": -1}, "tol must be a number that is not negative, got -1"),
+        ({"shift": "0"}, "shift must be a number of at least 0, got '0'"),
+        ({"tol": -1}, "tol must be a number of at least 0, got -1"),
         ({"max_iter": 0}, "max_iter must be a positive integer, got 0"),
         ({"max_iter": 2.5}, "max_iter must be a positive integer, got 2.5"),
         ({"likelihoods": np.ones(4)}, r"likelihoods must be \[..., n, K\].*got \(4,\)"),

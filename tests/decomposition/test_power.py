@@ -323,7 +323,7 @@ def test_blocks_of_arrays_stay_arrays():
         ([lambda x: x], [ones(), ones()], None, "must have one entry a block.*got 1, 2 and 2"),
         ([lambda x: x], [ones()], [None, 1.0], "got 1, 1 and 2"),
         ([], [], None, "there must be a block"),
-        ([lambda x: x], [ones()], [0.0], r"steps\[0\] must be None or a positive number, got 0.0"),
+        ([lambda x: x], [ones()], [0.0], r"steps\[0\] must be a positive number or None, got 0.0"),
         ([lambda x, y: x, lambda x, y: 0 * y], [ones(), ones()], None, r"gradients\[1\] gave zeros"),
         ([lambda x, y: x, lambda x, y: y], [ones(), 0 * ones()], None, r"blocks\[1\] must have a direction"),
         ([lambda x: x**3], [2 * ones()], [1.0], r"gradients\[0\] gave NaN or infinity"),

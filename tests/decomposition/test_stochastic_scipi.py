@@ -314,11 +314,11 @@ def test_copies_and_tags():
         ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture', got 2"),
         ({"objective": "mixture"}, "Negative values in data"),
         ({"degree": 0.5}, "degree must be at least 1 for objective='lp', got 0.5"),
-        ({"degree": "3"}, "degree must be None or a number, at least 0, got '3'"),
+        ({"degree": "3"}, "degree must be a number of at least 0 or None, got '3'"),
         ({"eta": "rule"}, r"eta must be in \(0, 1\], got 'rule'"),
         ({"epoch_length": "rule"}, "epoch_length must be a positive integer, got 'rule'"),
         ({"n_components": 4}, "n_components must be at most the 3 features of X, got 4"),
-        ({"tol": float("nan")}, "tol must be a number, at least 0, got nan"),
+        ({"tol": float("nan")}, "tol must be a number of at least 0, got nan"),
     ],
 )
 def test_bad_parameters_are_refused_by_fit(options, message):

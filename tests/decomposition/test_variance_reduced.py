@@ -236,14 +236,11 @@ def test_eigenvalues_of_several_components():
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_components_beyond_the_rank_and_rows_of_zeros(kind):
+def test_components_beyond_the_rank(kind):
     X = np.random.default_rng(0).normal(size=(300, 2)) @ np.random.default_rng(1).normal(size=(2, 5))
     estimator = kind(4, random_state=0).fit(X)
     assert (estimator.explained_variance_[2:] < 1e-12).all()
     np.testing.assert_allclose(estimator.components_ @ estimator.components_.T, np.eye(4), atol=1e-7)
-    zeros = kind(2, random_state=0).fit(np.zeros((10, 3)))
-    assert not zeros.explained_variance_.any()
-    assert zeros.n_iter_ == 0
 
 
 def test_an_epoch_that_falls_is_undone_and_halves_the_step():
@@ -328,10 +325,10 @@ def test_the_same_seed_gives_the_same_and_copies_work():
         ({"eigenvalues": (1.0, 1.0)}, "2 falling numbers, at least 0, got"),
         ({"eigenvalues": (1.0, -0.1)}, "2 falling numbers, at least 0, got"),
         ({"eigenvalues": "exact"}, "2 falling numbers, at least 0, got 'exact'"),
-        ({"variance": -1.0}, "variance must be None, 'exact' or a number, at least 0, got -1.0"),
-        ({"variance": "true"}, "variance must be None, 'exact' or a number, at least 0, got 'true'"),
+        ({"variance": -1.0}, "variance must be a number of at least 0 or None or 'exact', got -1.0"),
+        ({"variance": "true"}, "variance must be a number of at least 0 or None or 'exact', got 'true'"),
         ({"center": "yes"}, "center must be True or False, got 'yes'"),
-        ({"tol": -1.0}, "tol must be a number, at least 0, got -1.0"),
+        ({"tol": -1.0}, "tol must be a number of at least 0, got -1.0"),
         ({"max_epochs": 0}, "max_epochs must be a positive integer, got 0"),
     ],
 )
