@@ -16,7 +16,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -88,8 +90,8 @@ class Divergences:
     """
 
     models: dict[Variant, PreTrainedModel | None]
-    divergence: dict[Variant, list[Tensor]] = field(default_factory=dict)
-    error: dict[Variant, list[Tensor]] = field(default_factory=dict)
+    divergence: dict[Variant, list[float]] = field(default_factory=dict)
+    error: dict[Variant, list[float]] = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
@@ -106,13 +108,14 @@ class Divergences:
             rows = attention(variant, model, seen, eye)
             least = torch.finfo(rows.dtype).tiny
             divergence = (torch.special.xlogy(exact, exact) - exact * rows.clamp(min=least).log()).sum(-1)
-            self.divergence.setdefault(variant, []).append(divergence.mean(-1).flatten())
-            self.error.setdefault(variant, []).append(relative_error(rows @ value, seen).flatten())
+            # As numbers: small tensors kept between large ones would hold the memory of these.
+            self.divergence.setdefault(variant, []).extend(divergence.mean(-1).flatten().tolist())
+            self.error.setdefault(variant, []).extend(relative_error(rows @ value, seen).flatten().tolist())
 
-    def means(self, variants: Iterable[Variant]) -> tuple[float, float]:
+    def means(self, variants: Sequence[Variant]) -> tuple[float, float]:
         """Mean divergence and error over heads, sequences and variants."""
-        pooled = [torch.cat([torch.cat(own[v]) for v in variants]) for own in (self.divergence, self.error)]
-        return pooled[0].mean().item(), pooled[1].mean().item()
+        divergence, error = (fmean(chain(*(own[v] for v in variants))) for own in (self.divergence, self.error))
+        return divergence, error
 
 
 def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:

@@ -50,12 +50,14 @@ def test_pieces_equal_the_whole(backend, options):
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["favor#", "favor++"])
-def test_calibrated_parameters_stream_too(backend):
+@pytest.mark.parametrize(
+    ("backend", "options"), [("favor#", {}), ("favor++", {}), ("favor+", {"feature_weights": True})]
+)
+def test_calibrated_parameters_stream_too(backend, options):
     model, inputs = build(ConformerModel, backend), features(200)
     with torch.no_grad():
         plain = build(ConformerModel, "favor+")(inputs).last_hidden_state
-    favor.calibrate(model, [{"input_features": features(120)}])
+    favor.calibrate(model, [{"input_features": features(120)}], attn_implementation=backend, **options)
     with torch.no_grad():
         whole = model(inputs).last_hidden_state
     assert not torch.allclose(whole, plain, atol=1e-3)
