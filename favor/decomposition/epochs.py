@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from favor.decomposition.rows import RowSource
 ROUNDING = 64
 
 
-class Objective:
+class Objective(ABC):
     """f, the mean over rows of functions f_i that are scale invariant of one degree.
 
     Attributes:
@@ -26,9 +27,9 @@ class Objective:
 
     degree: float = 2.0
 
+    @abstractmethod
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         """Mean gradient `[d]` over rows `[b, d]` at x `[d]`."""
-        raise NotImplementedError
 
     def difference(self, rows: Tensor, x: Tensor, anchor: Tensor, weight: Tensor) -> Tensor:
         """Mean of grad f_i(x) - weight grad f_i(anchor) over rows."""

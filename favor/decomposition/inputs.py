@@ -60,6 +60,13 @@ def same_kind(result: Tensor, given: Any) -> Any:
     return result if isinstance(given, Tensor) else result.cpu().numpy()
 
 
+def generator_of(random_state: Any) -> torch.Generator:
+    """A CPU generator seeded as scikit-learn's estimators are: int, RandomState or None."""
+    from sklearn.utils import check_random_state
+
+    return torch.Generator().manual_seed(int(check_random_state(random_state).randint(np.iinfo(np.int32).max)))
+
+
 def check_integer(name: str, value: Any, *others: str | None) -> None:
     """Raises ValueError unless a parameter is a positive integer, or one of the others."""
     integer = isinstance(value, Integral) and not isinstance(value, bool)

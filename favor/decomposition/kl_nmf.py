@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array, check_random_state
+from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, check_non_negative, validate_data
 from torch import Tensor
 
 from favor.decomposition.factors import Target, half_step, sweep
-from favor.decomposition.inputs import check_integer, rows_of, same_kind, tensor_of, warn_of_end
+from favor.decomposition.inputs import check_integer, generator_of, rows_of, same_kind, tensor_of, warn_of_end
 from favor.decomposition.mixture import check_options
 
 State = tuple[Tensor, Tensor, Tensor]  # W, H and their product
@@ -182,8 +182,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             return _given("W", W, left, like), _given("H", H, right, like)
         if W is not None or H is not None:
             raise ValueError('W and H are a start for init="custom"; got them with init="random".')
-        seed = check_random_state(self.random_state).randint(2**31 - 1)
-        generator = torch.Generator().manual_seed(int(seed))
+        generator = generator_of(self.random_state)
         # Numbers above 0, as what is zero would stay so; the same on all devices.
         first, second = (1 - torch.rand(shape, dtype=like.dtype, generator=generator) for shape in (left, right))
         return first.to(like.device), second.to(like.device)

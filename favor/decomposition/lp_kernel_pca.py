@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.utils import check_random_state
 from torch import Tensor
 
-from favor.decomposition.inputs import check_integer, check_number, warn_of_end
+from favor.decomposition.inputs import check_integer, check_number, generator_of, warn_of_end
 from favor.decomposition.kernels import KernelDecomposition
 from favor.decomposition.power import check_options, scale_invariant_power
 
@@ -125,8 +123,7 @@ class LpKernelPCA(KernelDecomposition):
 
     def _directions(self, factor: Tensor) -> Tensor:
         """Orthonormal columns `[r, n_components_]` of large mean |factor @ column|^p, for a factor `[n, r]`."""
-        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
-        generator = torch.Generator().manual_seed(int(seed))
+        generator = generator_of(self.random_state)
         whole = float(factor.norm())
         tolerance = whole * (1e-10 if factor.dtype == torch.float64 else 1e-5)
         left, found = factor, factor.new_zeros(factor.shape[1], 0)

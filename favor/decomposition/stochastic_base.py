@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from favor.decomposition.epochs import ROUNDING, Climb, Epoch, Landscape, Objective, Point, Rule, climb
-from favor.decomposition.inputs import check_integer, check_number, tensor_of, warn_of_end
+from favor.decomposition.inputs import check_integer, check_number, generator_of, tensor_of, warn_of_end
 from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
 
 
@@ -56,8 +54,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         n, d = len(source), source.width
         if self.n_components > d:
             raise ValueError(f"n_components must be at most the {d} features of X, got {self.n_components}.")
-        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
-        generator = torch.Generator().manual_seed(int(seed))
+        generator = generator_of(self.random_state)
         found, climbs, floor = source.like.new_zeros(0, d), [], 0.0
         if source.offset is not None:
             # What the mean leaves of rows that are all the same is rounding.

@@ -195,9 +195,9 @@ def calibrate(
         steps = (REFINE_STEPS if name in DENSE else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
         statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
-        fits, keys = {}, {}
+        fits, keys, device = {}, {}, next(model.parameters()).device
         for number, parameters in statistics.parameters().items():
-            own, device = stored_choice(modules[number]), next(model.parameters()).device
+            own = stored_choice(modules[number])
             heads = own.get("exact_heads", ())
             fits[number] = fit_weights(
                 family, parameters, samples.layers[number], config, number, steps, exact_heads=heads, device=device

@@ -9,7 +9,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from spectra import Lazy, rows_with, tensor
 
 from favor.decomposition import StochasticSCIPI, VRPower
-from favor.decomposition.epochs import Objective, Quadratic, anchor_weight, reduced_gradient
+from favor.decomposition.epochs import Quadratic, anchor_weight, reduced_gradient
 from favor.decomposition.stochastic import FromGradient, MixtureLikelihood, PowerOfProducts
 
 OBJECTIVES = [PowerOfProducts(1.5), PowerOfProducts(2.0), PowerOfProducts(3.0), PowerOfProducts(4.0)]
@@ -163,7 +163,7 @@ def test_components_without_data_get_no_proportion():
 def test_negative_entries_of_a_step_on_proportions_stay():
     x, after = torch.tensor([0.6, 0.8]), torch.tensor([-0.1, 0.9])
     assert MixtureLikelihood().admitted(x, after).tolist() == pytest.approx([0.6, 0.9])
-    assert Objective().admitted(x, after) is after
+    assert Quadratic().admitted(x, after) is after
 
 
 @pytest.mark.parametrize("degree", [1, 1.5, 3, 4])
