@@ -11,6 +11,8 @@ import favor
 from favor.optim.softmax_bound import CURVATURES
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
+# Arguments on which the result of a run does not depend.
+FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
 
 
 def option(default: Any, text: str) -> Any:
@@ -131,11 +133,22 @@ class RunArguments:
 
 
 @dataclass(kw_only=True)
-class TrainArguments(RunArguments):
-    """The same for GLUE, with batches and several seeds."""
+class BatchedRunArguments(RunArguments):
+    """The same with batches of so many samples."""
 
     per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
     per_device_eval_batch_size: int = option(64, "The same in evaluation.")
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        super().__post_init__()
+        check_positive(self, "per_device_train_batch_size", "per_device_eval_batch_size")
+
+
+@dataclass(kw_only=True)
+class TrainArguments(BatchedRunArguments):
+    """The same for GLUE, with several seeds."""
+
     seeds: list[int] | None = field(
         default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
     )
@@ -143,7 +156,6 @@ class TrainArguments(RunArguments):
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
         super().__post_init__()
-        check_positive(self, "per_device_train_batch_size", "per_device_eval_batch_size")
         if self.seed is not None and self.seeds:
             raise ValueError(f"seed is {self.seed} and seeds is {self.seeds}: give one of them")
         if len(set(self.seeds or ())) != len(self.seeds or ()):
@@ -190,10 +202,8 @@ class Arguments:
 
     def settings(self, num_processes: int) -> dict[str, Any]:
         """What the result of one seed depends on."""
-        free = ("output_dir", "seed", "seeds", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
-        return {name: value for name, value in self.to_dict().items() if name not in free} | {
-            "num_processes": num_processes
-        }
+        kept = {name: value for name, value in self.to_dict().items() if name not in (*FREE, "seed", "seeds")}
+        return kept | {"num_processes": num_processes}
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument with its value."""

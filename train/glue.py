@@ -11,7 +11,6 @@ output folder mean and standard deviation. Runs on CPU, one GPU, or several, as 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import statistics
 import sys
@@ -22,69 +21,31 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForSequenceClassification
 
 import favor
-from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
+from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import checkpoint, loop, report
 from favor.train.arguments import Arguments, ModelArguments, parse
 from favor.train.batches import make_loaders
 from favor.train.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.metrics import load_glue_metric
 from favor.train.optimizers import make_optimizer
+from favor.train.pretrained import check_positions, load_switched, load_tokenizer
 
 
 def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
-    """The pretrained model with a head for the task, its attention switched.
+    """The pretrained model with a head for the task; see `favor.train.pretrained.load_switched`."""
 
-    BERT with a FAVOR backend becomes a `PerformerBertForSequenceClassification`, whose saved folder remembers the
-    backend. The seed draws the head and the random features.
+    def adapt(config: Any) -> None:
+        labels = task.labels or ("score",)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+        config.problem_type = "regression" if task.is_regression else "single_label_classification"
 
-    Raises:
-        ValueError: if there are no safetensors weights, or there are options but no FAVOR backend.
-    """
-    path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
-    remote = {"trust_remote_code": arguments.trust_remote_code}
-    config, model_class = AutoConfig.from_pretrained(path, **remote), AutoModelForSequenceClassification
-    if config.model_type == "bert" and backend in favor.BACKENDS:
-        config, model_class = PerformerBertConfig.from_pretrained(path), PerformerBertForSequenceClassification
-    labels = task.labels or ("score",)
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {label: number for number, label in enumerate(labels)}
-    config.problem_type = "regression" if task.is_regression else "single_label_classification"
-    set_seed(seed)
-    try:
-        model = model_class.from_pretrained(
-            path,
-            config=config,
-            attn_implementation=backend or config._attn_implementation,
-            dtype=torch.float32,
-            use_safetensors=None if arguments.allow_pickle_weights else True,
-            ignore_mismatched_sizes=arguments.ignore_mismatched_sizes,
-            **remote,
-        )
-    except OSError as error:
-        raise ValueError(f"{error}\nWeights in a pickle file that you trust: add --allow_pickle_weights.") from error
-    if model.config._attn_implementation in favor.BACKENDS:
-        return favor.configure(model, **options, seed=seed)
-    if options and backend is None:
-        raise ValueError(f"{', '.join(options)}: options of FAVOR attention, so add --attn_implementation favor#")
-    return model
-
-
-def load_tokenizer(arguments: ModelArguments) -> Any:
-    """The checkpoint's tokenizer; one without a padding token pads with its end-of-text token."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+    return load_switched(
+        arguments, AutoModelForSequenceClassification, PerformerBertForSequenceClassification, seed, adapt
     )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def prepare_run(
@@ -94,9 +55,7 @@ def prepare_run(
     train = arguments.train
     accelerator = loop.make_accelerator(train, folder)
     model = load_model(arguments.model, data.task, seed)
-    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-    if arguments.data.max_length > positions:
-        raise ValueError(f"max_length is {arguments.data.max_length}, but the model has {positions} positions")
+    check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     # Tensor cores want multiples of 8.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train.arguments import SOFTMAX_BOUND, HeadArguments, TrainArguments
+from favor.train.arguments import SOFTMAX_BOUND, HeadArguments, RunArguments
 
 
 def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
@@ -25,7 +25,7 @@ def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
 
 
 def make_optimizer(
-    model: nn.Module, arguments: TrainArguments, head_arguments: HeadArguments, num_labels: int
+    model: nn.Module, arguments: RunArguments, head_arguments: HeadArguments, num_labels: int
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """The optimizer, and the parameters whose gradients are to be clipped.
 

@@ -1,5 +1,8 @@
 """What tests of the training program share."""
 
+import json
+import shutil
+
 import pytest
 from accelerate.state import AcceleratorState, PartialState
 
@@ -37,3 +40,14 @@ def train(bert_folder, glue_folder, tmp_path):
         return glue.main([*words, *(f"--{flag}" for flag in flags)])
 
     return call
+
+
+@pytest.fixture(scope="session")
+def still_folder(bert_folder, tmp_path_factory):
+    """The tiny BERT without dropout, whose training does not depend on how samples are spread over batches."""
+    folder = tmp_path_factory.mktemp("still") / "bert"
+    shutil.copytree(bert_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -54,9 +54,10 @@ def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_fold
     assert scores == results["metrics"]
 
 
-def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path):
+@pytest.mark.parametrize("task", [{"task_name": "stsb"}, {"task_name": "sst2", "head_optimizer": "softmax_bound"}])
+def test_kill_and_resume_gives_the_same_bits(task, bert_folder, glue_folder, tmp_path):
     run_settings = {
-        "task_name": "stsb",
+        **task,
         "attn_implementation": "favor+",
         "num_features": 8,
         "exact_below": 0,

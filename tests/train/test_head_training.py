@@ -1,7 +1,6 @@
 """The output layer's own optimizer in the training program: options, accumulation, resuming, two processes."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -15,17 +14,6 @@ from favor.train.arguments import parse
 from favor.train.optimizers import find_head, make_optimizer
 
 BOUND = {"head_optimizer": "softmax_bound"}
-
-
-@pytest.fixture(scope="module")
-def still_folder(bert_folder, tmp_path_factory):
-    """The tiny BERT without dropout, whose training does not depend on how samples are spread over batches."""
-    folder = tmp_path_factory.mktemp("still") / "bert"
-    shutil.copytree(bert_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def close(one, other, atol):
