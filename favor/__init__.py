@@ -12,12 +12,14 @@ from favor.attention import favor_attention
 from favor.config import BACKENDS, FavorConfig
 from favor.integrations.calibration import calibrate
 from favor.integrations.convert import convert
+from favor.integrations.generation import FavorCache
 from favor.integrations.layers import RedrawCounter
 from favor.integrations.transformers import configure, register
 
 __version__ = version("favor")
 __all__ = [
     "BACKENDS",
+    "FavorCache",
     "FavorConfig",
     "RedrawCounter",
     "calibrate",

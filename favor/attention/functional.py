@@ -84,8 +84,8 @@ def favor_attention(
             sequence sees another, nor its statistics.
         max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which stalls a GPU.
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
-            first), changed in place. The inputs are then the tokens that come next; there is no padding, no packing and
-            no gradient, and the kernel is plain torch. The state keeps its size, whatever the length.
+            first), changed in place. The inputs are then the tokens that come next; there is no packing, with a window
+            no padding, and no gradient but for the first piece. The state keeps its size, whatever the length.
         kernel: how positive features are computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton"; see
             `favor.kernels`. Other features have one plain form, which "triton" refuses.
 
@@ -106,8 +106,8 @@ def favor_attention(
     if not isinstance(family, PositiveFeatures | SignedFeatures):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
     if state is not None:
-        masks = (key_padding_mask, query_padding_mask, cu_seqlens_q, cu_seqlens_k)
-        _check_stream(family, is_causal, any(mask is not None for mask in masks), query.shape[2], key.shape[2])
+        padded = window > 0 and key_padding_mask is not None
+        _check_stream(family, is_causal, padded, packing is not None, query.shape[2], key.shape[2])
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
     if not (parameters is None and correction is None) and not getattr(family, "needs_statistics", False):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
@@ -164,14 +164,21 @@ def favor_attention(
     return (out if compaction is None else compaction.back(out, length)).to(given)
 
 
-def _check_stream(family: RandomFeatures, is_causal: bool, is_masked: bool, length: int, key_length: int) -> None:
+def _check_stream(
+    family: RandomFeatures, is_causal: bool, is_padded: bool, is_packed: bool, length: int, key_length: int
+) -> None:
     if not isinstance(family, PositiveFeatures):
         raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf or a dense family.")
-    if not is_causal or is_masked or length != key_length:
+    if not is_causal or is_packed or length != key_length:
         raise ValueError(
-            "a state is for causal self-attention without padding: is_causal=True, as many keys as queries, no masks "
-            f"and no cu_seqlens; got is_causal={is_causal}, {length} queries and {key_length} keys"
-            f"{', a mask or lengths' if is_masked else ''}."
+            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
+            f"cu_seqlens; got is_causal={is_causal}, {length} queries and {key_length} keys"
+            f"{', and lengths' if is_packed else ''}."
+        )
+    if is_padded:
+        raise ValueError(
+            "a state with a window takes no padding: its blocks would begin at different tokens. Give sequences one by "
+            "one or of equal length, or use window=0."
         )
 
 

@@ -55,8 +55,10 @@ def attention(
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
         options |= {"window": window, "scale": scale, "query_bias": own}
     operands = (query, key, value, to_query, to_key, offset, bias)
+    if state is not None and state.memory is not None:
+        return extend(*operands, state, **options, kernel=kernel)
     if state is not None:
-        return extend(*operands, state, **options)
+        state.begin(key, value, to_key, bias, window, kernel)
     return linear_attention(*operands, is_causal=is_causal, kernel=kernel, **options)
 
 

@@ -15,6 +15,7 @@ from favor.attention import favor_attention
 from favor.attention.packing import Packing
 from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.features import Parameters
+from favor.integrations.generation import layer_of, state_of
 from favor.integrations.layers import (
     decodes,
     is_self_attention,
@@ -84,8 +85,12 @@ def favor_attention_forward(
     lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
     packing = Packing.of(query, key, causal, *lengths)
     padding = None
+    cached = layer_of(key)
     if packing is None:
-        padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
+        # A state has the keys of earlier tokens in it; a mask tells of all.
+        known = key_length if cached is None else cached.length
+        padding = key_padding(attention_mask, query.shape[0], length, known, causal)
+        padding = padding if padding is None else padding[:, known - key_length :]
     elif attention_mask is not None and attention_mask.numel():
         raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
 
@@ -121,11 +126,12 @@ def favor_attention_forward(
         )
         return out.transpose(1, 2)
 
-    choice, state = stored_choice(module), kwargs.get("favor_state")
+    choice = stored_choice(module)
+    state = kwargs.get("favor_state") if cached is None else state_of(cached, query)
     if state is not None and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
-            "a stream does not know how long it will be, and exact heads have no state: set exact_below=0 "
-            f"(it is {plan.exact_below}) and keep no exact heads, in the model that is streamed and in its training."
+            "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
+            f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
         return exact(query, key, value), None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from favor.kernels.recurrent import DecodeState
+from favor.kernels.recurrent import DecodeState, decode
 
 _SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers a head
 
@@ -22,13 +23,38 @@ class StreamState:
     """
 
     memory: DecodeState | None = None
-    block: tuple[Tensor, ...] = field(default_factory=tuple)
+    block: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @torch.no_grad()
+    def begin(
+        self, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, window: int, kernel: str = "auto"
+    ) -> None:
+        """The state after a prompt, whatever was there before.
+
+        Args:
+            key, value, key_directions, key_bias, window: as in `extend`.
+            kernel: "auto", "torch" or "triton".
+        """
+        complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
+        past = [tensor[:, :, :complete] for tensor in (key, value, key_bias)]
+        self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
+        rest = _cleaned(key[:, :, complete:], value[:, :, complete:], key_bias[:, :, complete:], key_directions.dtype)
+        self.block = rest if complete < key.shape[2] else ()
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function to every tensor of the state, whose first dimension is the batch."""
+        if self.memory is not None:
+            self.memory = DecodeState(function(self.memory.log_weight), function(self.memory.summary))
+        self.block = tuple(map(function, self.block))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
         memory = () if self.memory is None else (self.memory.log_weight, self.memory.summary)
-        return sum(tensor.nbytes for tensor in (*memory, *self.block))
+        return (*memory, *self.block)
 
 
 @torch.no_grad()
@@ -45,6 +71,7 @@ def extend(
     window: int = 0,
     scale: float = 1.0,
     query_bias: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     """Causal attention of the next tokens, given the state of all before them. No gradient.
 
@@ -53,6 +80,7 @@ def extend(
         query_directions, key_directions, offset, key_bias: as in `linear_attention`, n = 1.
         state: `StreamState()` before the first token; changed in place.
         window, scale, query_bias: as in `linear_attention`; blocks are counted from the first token of all.
+        kernel: of a single token without a window, "auto", "torch" or "triton"; the rest is plain torch.
 
     Returns:
         `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
@@ -61,6 +89,9 @@ def extend(
     if state.memory is None:
         sizes = (key.shape[0], heads, offset.shape[-1], value.shape[-1])
         state.memory = DecodeState.empty(*sizes, dtype=dtype, device=key.device)
+    if query.shape[2] == 1 and not window:
+        directions = (query_directions, key_directions, offset, key_bias)
+        return decode(query, key, value, *directions, state.memory, kernel=kernel)
     parts, start = [], 0
     while start < query.shape[2]:
         held = state.block[0].shape[2] if state.block else 0
@@ -68,8 +99,7 @@ def extend(
         now = (slice(None), slice(None), slice(start, stop))
         queries = query[now].to(dtype).unflatten(1, (heads, -1))
         rows = queries @ query_directions.transpose(-1, -2).unsqueeze(2) + offset[:, :, None, None]
-        hidden = (key_bias[now] == -torch.inf).unsqueeze(-1)
-        block = (*(t[now].to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), key_bias[now].to(dtype))
+        block = _cleaned(key[now], value[now], key_bias[now], dtype)
         if held:
             block = tuple(torch.cat(pair, dim=2) for pair in zip(state.block, block, strict=True))
         if query_bias is None:
@@ -80,12 +110,18 @@ def extend(
             near = near - query_bias[now].to(dtype).unflatten(1, (heads, -1)).unsqueeze(-1)
             near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
         parts.append(_read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype))
-        state.block = block if window else ()
-        if not window or block[0].shape[2] == window:
+        complete = not window or block[0].shape[2] == window
+        state.block = () if complete else block
+        if complete:
             _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, block[2]))
-            state.block = ()
         start = stop
     return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Key, value and bias in memory of their own; hidden keys are zeros, whatever they hold."""
+    hidden = (bias == -torch.inf).unsqueeze(-1)
+    return (*(t.to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), bias.to(dtype, copy=True))
 
 
 def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:

@@ -80,7 +80,8 @@ def test_favor_attention_with_a_state(features):
     ("change", "message"),
     [
         ({"is_causal": False}, "is_causal=False"),
-        ({"key_padding_mask": torch.ones(1, 4, dtype=torch.bool)}, "a mask or lengths"),
+        ({"key_padding_mask": torch.ones(1, 4, dtype=torch.bool), "window": 2}, "with a window takes no padding"),
+        ({"cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 4])}, "and lengths"),
         ({"features": "relu"}, "positive features"),
     ],
 )
@@ -88,3 +89,21 @@ def test_what_a_state_is_not_for(change, message):
     rows = [torch.zeros(1, 1, 4, 8)] * 3
     with pytest.raises(ValueError, match=message):
         favor.favor_attention(*rows, **{"features": "pos", "is_causal": True, "state": StreamState(), **change})
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_a_prompt_leaves_the_state_of_its_tokens(window):
+    inputs = make_inputs(40, groups=2, batch=2, features=20)
+    _, key, value, _, to_key, _, bias = inputs
+    bias[1, :, :3] = -torch.inf
+    key[1, :, :3], value[1, :, :3] = torch.nan, torch.nan
+    query_bias = torch.randn(2, 4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    options = {"window": window, "scale": 0.4, "query_bias": query_bias} if window else {}
+    one_by_one, at_once = StreamState(), StreamState()
+    in_pieces([t[:, :, :23] if t.shape[2] == 40 else t for t in inputs], [1] * 23, one_by_one, **options)
+    at_once.begin(key[:, :, :23], value[:, :, :23], to_key, bias[:, :, :23], window)
+    assert len(one_by_one.block) == len(at_once.block) == (3 if window else 0)
+    pairs = [*zip(one_by_one.block, at_once.block, strict=True)]
+    pairs += [(getattr(one_by_one.memory, name), getattr(at_once.memory, name)) for name in ("log_weight", "summary")]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,167 @@
+"""What a token costs in generation after contexts of growing length, and what its cache holds.
+
+    python -m favor.eval.generation
+
+A LLaMA-shaped decoder with random weights reads a context and then goes on token by token: with exact attention and a
+`DynamicCache`, with a FAVOR backend and the same cache, and with the backend and a `FavorCache`, in turns. A context is
+only timed if the last two give the same hidden states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import favor
+from favor.eval import report
+from favor.eval.speed_models import Model
+
+TOLERANCE = 1e-3
+WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="L", help="tokens before")
+    add("--backend", choices=favor.BACKENDS[:4], default="favor+", help="the causal form needs no calibration")
+    add("--num_features", type=int, default=256)
+    add("--window", type=int, default=0)
+    add("--layers", type=int, default=2, help="of the decoder, 768 wide, 12 heads, 4 key heads")
+    add("--batch_size", type=int, default=1)
+    add("--tokens", type=int, default=20, help="timed after each context")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--device", default="cpu")
+    add("--seed", type=int, default=0)
+    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    add("--name", default="generation_cpu", help="file name of the results, without ending")
+    arguments = parser.parse_args(argv)
+    sizes = (*arguments.contexts, arguments.num_features, arguments.layers, arguments.batch_size)
+    if min(sizes) < 1 or arguments.tokens < 2 or arguments.window < 0:
+        parser.error("--tokens must be at least 2, --window not negative, all other sizes at least 1")
+    arguments.contexts = sorted(set(arguments.contexts))
+    return arguments
+
+
+class Way:
+    """One model, or one model and cache, after a context.
+
+    Args:
+        name: of `WAYS`.
+        model: whose backend is switched.
+        arguments: of the program.
+    """
+
+    def __init__(self, name: str, model: Model, arguments: argparse.Namespace) -> None:
+        self.name, self.model, self.arguments = name, model, arguments
+        self.cache: Any = favor.FavorCache() if name == WAYS[2] else DynamicCache()
+        self.milliseconds: list[float] = []
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Tensor:
+        """Last hidden state of the next tokens, `[B, 768]`."""
+        if self.name == WAYS[0]:
+            self.model.use("sdpa")
+        else:
+            self.model.use(self.arguments.backend)
+            favor.configure(self.model.module, window=self.arguments.window)
+        _wait(self.arguments.device)
+        clock = time.perf_counter()
+        hidden = self.model.module(input_ids=tokens, past_key_values=self.cache, use_cache=True).last_hidden_state
+        _wait(self.arguments.device)
+        self.milliseconds.append(1e3 * (time.perf_counter() - clock))
+        return hidden[:, -1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        if isinstance(self.cache, favor.FavorCache):
+            return self.cache.nbytes
+        return sum(tensor.nbytes for layer in self.cache.layers for tensor in (layer.keys, layer.values))
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def measure(model: Model, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a token, of the context, and bytes of the cache, by way; the largest difference of two ways."""
+    tokens = model.tokens(arguments.batch_size, context + arguments.tokens)
+    ways = [Way(name, model, arguments) for name in WAYS]
+    error = torch.zeros(())
+    for start, stop in [(0, context), *((context + i, context + i + 1) for i in range(arguments.tokens))]:
+        _, expected, found = (way.read(tokens[:, start:stop]) for way in ways)
+        error = torch.maximum(error, ((found - expected).float().norm() / expected.float().norm()).cpu())
+    result = {
+        way.name: {
+            "milliseconds": statistics.median(way.milliseconds[2:]),
+            "context_milliseconds": way.milliseconds[0],
+            "bytes": way.nbytes,
+        }
+        for way in ways
+    }
+    return {"ways": result, "error": error.item()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if the caches disagree."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    numbers = {name: getattr(arguments, name) for name in ("layers", "num_features", "seed", "dtype", "device")}
+    model = Model.build("llama", longest=arguments.contexts[-1] + arguments.tokens, kernel="auto", **numbers)
+    limit = TOLERANCE if arguments.dtype == "float32" else 20 * TOLERANCE
+    measure(model, 8, arguments)  # first calls cost more
+    rows, results = [], {}
+    for context in arguments.contexts:
+        result = measure(model, context, arguments)
+        if not result["error"] < limit:
+            print(f"{context} tokens: the caches differ by {result['error']:.1e}, so no times")
+            return 1
+        results[str(context)] = result
+        own = [result["ways"][name] for name in WAYS]
+        rows.append([str(context), *(f"{way['milliseconds']:.3g}" for way in own)])
+        rows[-1] += [f"{way['bytes'] / 1e6:.3g}" for way in own]
+        print("  ".join(rows[-1]), flush=True)
+    header = ["context", *(f"{name}, ms" for name in WAYS), *(f"{name}, MB" for name in WAYS)]
+    lines = [
+        "# Generation: time of a token and size of the cache",
+        "",
+        f"LLaMA shape, {arguments.layers} layers, 768 wide, 12 heads, 4 key heads, random weights, {arguments.dtype}, "
+        f"batch {arguments.batch_size}; `{arguments.backend}` with {arguments.num_features} features, window "
+        f"{arguments.window}. Medians of {arguments.tokens - 1} tokens after a context, the three in turns; hidden "
+        f"states of the two caches agree to {max(r['error'] for r in results.values()):.1e}.",
+        "",
+        *report.table(header, rows),
+    ]
+    ends = (arguments.contexts[0], arguments.contexts[-1])
+    first, last = (results[str(context)]["ways"][WAYS[2]] for context in ends)
+    span = f"{ends[0]} to {ends[1]} tokens"
+    checks = []
+    for statement, name, most in (
+        ("with a FavorCache the time of a token does not grow (at most 1.5 x)", "milliseconds", 1.5),
+        ("nor does the cache, but for the last block of a window", "bytes", 2.0 if arguments.window else 1.0),
+    ):
+        growth = last[name] / first[name]
+        checks.append(report.Check(statement, f"{growth:.2f} x from {span}", growth <= most))
+    command = report.shown_command("favor.eval.generation", words, [], ["--output_dir"])
+    content = {**report.context(command, ("transformers",)), "seed": arguments.seed, "contexts": results}
+    report.write(arguments.output_dir, arguments.name, lines, content, checks)
+    print("\n".join(["", *lines, "", *(check.line() for check in checks)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

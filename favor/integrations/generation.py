@@ -1,0 +1,149 @@
+"""Generation with a state of fixed size in place of a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from favor.kernels import StreamState
+
+_MARK = "favor_state_layer"
+
+
+class StateLayer(CacheLayerMixin):
+    """What one layer of causal FAVOR attention keeps of its past: M weights and means of values a head.
+
+    `update` hands the new keys on as they are, marked with this layer, so that the attention function finds the state.
+
+    Attributes:
+        state: of `favor.kernels.extend`.
+        length: tokens seen.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.length, self._unread = StreamState(), 0, False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the state knows its sizes when it has seen a token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values `[B, Hk, L, d]`, which the attention function adds to the state.
+
+        Raises:
+            RuntimeError: if the last ones were not added.
+        """
+        if self._unread:
+            raise RuntimeError(
+                "a FavorCache is for causal layers with a FAVOR backend, and one of them did not read its state: "
+                'choose the backend with attn_implementation="favor#", or use transformers\' DynamicCache.'
+            )
+        self.is_initialized, self._unread = True, True
+        self.length += key_states.shape[-2]
+        marked = key_states.view_as(key_states)
+        setattr(marked, _MARK, self)
+        return marked, value_states
+
+    def read(self) -> StreamState:
+        """The state, for attention to go on from and to change."""
+        self._unread = False
+        return self.state
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask is about: all, so that padding is found where it is."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is no longest sequence, which is -1."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.__init__()  # type: ignore[misc]
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: what a sum holds cannot be taken out of it again.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a FavorCache cannot forget its last tokens, which assisted generation asks for: use transformers' "
+            "DynamicCache there."
+        )
+
+    def offload(self) -> None:
+        """Nothing to do: the state is small."""
+
+    def prefetch(self) -> None:
+        """Nothing to do: the state is small."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows of the batch in another order, for beam search."""
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch several times."""
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows of the batch."""
+        self._change(lambda tensor: tensor[indices])
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.state.change(function)
+
+
+class FavorCache(DynamicCache):
+    """Cache for `generate` whose size, and so the time of a token, does not grow with the length.
+
+        model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
+
+    Layers of full attention keep the state of `favor.kernels.extend`; the others of a hybrid model (sliding windows)
+    what they keep in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding.
+    Sampling, beam search, prompts that are continued and batches padded at the left work; padding together with the
+    option `window`, exact heads, `exact_below` above 0 and assisted generation are refused.
+
+    Args:
+        config: of the model. Default None: all layers are of full attention.
+    """
+
+    def __init__(self, config: PretrainedConfig | None = None) -> None:
+        super().__init__(config=config)
+        if config is None:
+            self.layer_class_to_replicate = StateLayer
+        self.layers = [StateLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StateLayer)]
+        others = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
+        return sum(states) + sum(tensor.nbytes for tensor in others if tensor is not None)
+
+
+def layer_of(key: Tensor) -> StateLayer | None:
+    """The layer of a `FavorCache` that keys come from; None if they come from elsewhere."""
+    return getattr(key, _MARK, None)
+
+
+def state_of(layer: StateLayer, query: Tensor) -> StreamState:
+    """The state for these queries to go on from.
+
+    Raises:
+        RuntimeError: if gradients are wanted, which a state does not pass on.
+    """
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise RuntimeError("a FavorCache is for inference and passes no gradient to past tokens: use torch.no_grad().")
+    return layer.read()
