@@ -61,6 +61,12 @@ class BackendArguments:
             options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)
         return options
 
+    def without_effect(self) -> str | None:
+        """What to say of options given for exact attention; None if there are none."""
+        if self.attn_implementation not in ("sdpa", "eager") or not self.favor_options():
+            return None
+        return f"{self.attn_implementation} is exact attention: it does not use {', '.join(self.favor_options())}"
+
 
 @dataclass(kw_only=True)
 class ModelArguments(BackendArguments):

@@ -140,9 +140,8 @@ def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> 
     """Prints what there is to know before the training: rows left out, options without effect, the baseline."""
     if data.skipped.count:
         accelerator.print(f"skipped {data.skipped.count} malformed rows, first {'; '.join(data.skipped.first)}")
-    if arguments.model.attn_implementation in ("sdpa", "eager") and arguments.model.favor_options():
-        names = ", ".join(arguments.model.favor_options())
-        accelerator.print(f"{arguments.model.attn_implementation} is exact attention: it does not use {names}")
+    if note := arguments.model.without_effect():
+        accelerator.print(note)
     scores = report.describe(report.baseline(data, load_glue_metric(data.task.name)))
     accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
 

@@ -46,13 +46,14 @@ class Run:
     seconds: list[float] = field(default_factory=list)
 
 
-def make_accelerator(arguments: RunArguments, folder: Path) -> Accelerator:
+def make_accelerator(arguments: RunArguments, folder: Path, kwargs_handlers: list[Any] | None = None) -> Accelerator:
     """The accelerator of one training, as `accelerate launch` and the arguments set it up."""
     return Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=arguments.gradient_accumulation_steps),
         mixed_precision=arguments.mixed_precision,
         log_with="tensorboard" if arguments.report_to == "tensorboard" else None,
         project_dir=folder,
+        kwargs_handlers=kwargs_handlers,
     )
 
 

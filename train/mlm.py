@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, HfArgumentParser, PreTrainedModel
@@ -54,10 +55,14 @@ class TextArguments:
     train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
     eval_file: str | None = option(None, "Text to evaluate on. Default: 5 % of the samples of train_file, left out.")
     max_length: int = option(128, "Tokens of a sample.")
-    max_train_samples: int | None = option(None, "Train on so many samples, evenly spaced over the text.")
+    max_train_samples: int | None = option(
+        None, "Take so many samples, evenly spaced over the text; those to evaluate on, if left out, are among them."
+    )
     max_eval_samples: int | None = option(500, "Evaluate on so many.")
     mlm_probability: float = option(0.15, "Part of the tokens to predict; of these 80 % masked, 10 % replaced.")
-    untie_head: bool = option(False, f"Give the output layer weights of its own; {SOFTMAX_BOUND} needs them.")
+    untie_head: bool = option(
+        False, f"Give the output layer weights of its own; {SOFTMAX_BOUND} and head_learning_rate need them."
+    )
 
     def __post_init__(self) -> None:
         """Checks the numbers; raises ValueError."""
@@ -74,14 +79,6 @@ class Arguments:
     text: TextArguments
     train: BatchedRunArguments
     head: HeadArguments
-
-    def __post_init__(self) -> None:
-        """Checks what one group cannot; raises ValueError."""
-        if self.head.head_optimizer == SOFTMAX_BOUND and not self.text.untie_head:
-            raise ValueError(
-                f"head_optimizer {SOFTMAX_BOUND} bounds the softmax alone, so the output layer must not share its "
-                "weights with the embeddings: add --untie_head"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument with its value."""
@@ -108,7 +105,7 @@ class VisitSampler(EpochSampler):
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
-    """Samples with some tokens masked; item `epoch * length + index` is a sample as masked in that epoch.
+    """Samples with some tokens masked, at least one; item `epoch * length + index` is one as masked in that epoch.
 
     Args:
         ids: tokens `[n, length]`.
@@ -128,16 +125,34 @@ class MaskedTexts(Dataset[dict[str, Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, visit: int) -> dict[str, Tensor]:
-        self.masker.generator = torch.Generator().manual_seed(mix(self.seed, visit))
-        ids, labels = self.masker.torch_mask_tokens(self.ids[visit % len(self.ids)].unsqueeze(0).clone())
-        return {"input_ids": ids[0], "attention_mask": torch.ones_like(ids[0]), "labels": labels[0]}
+        generator = torch.Generator().manual_seed(mix(self.seed, visit))
+        sample, self.masker.generator = self.ids[visit % len(self.ids)], generator
+        ids, labels = (rows[0] for rows in self.masker.torch_mask_tokens(sample.unsqueeze(0).clone()))
+        if bool((labels == -100).all()):  # a short sample; without a label the loss of a batch would be 0 / 0
+            special = self.masker.tokenizer.get_special_tokens_mask(sample.tolist(), already_has_special_tokens=True)
+            places = (torch.tensor(special) == 0).nonzero()[:, 0]
+            place = places[torch.randint(len(places), (), generator=generator)]
+            ids[place], labels[place] = self.masker.tokenizer.mask_token_id, sample[place]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def load_model(arguments: Arguments, seed: int) -> PreTrainedModel:
-    """The pretrained model, its attention switched and, if asked for, its output layer untied."""
+    """The pretrained model, its attention switched and, if asked for, its output layer untied.
+
+    Raises:
+        ValueError: if options are for the output layer alone, and it shares its weights with the embeddings.
+    """
     auto, performer = AutoModelForMaskedLM, PerformerBertForMaskedLM
     model = load_switched(arguments.model, auto, performer, seed, lambda config: None)
-    return untie(model) if arguments.text.untie_head else model
+    if arguments.text.untie_head:
+        return untie(model)
+    of_head = arguments.head.head_optimizer == SOFTMAX_BOUND or arguments.head.head_learning_rate is not None
+    if of_head and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        raise ValueError(
+            f"head_optimizer {SOFTMAX_BOUND} and head_learning_rate are for the output layer alone, so it must not "
+            "share its weights with the embeddings: add --untie_head"
+        )
+    return model
 
 
 def untie(model: PreTrainedModel) -> PreTrainedModel:
@@ -149,11 +164,8 @@ def untie(model: PreTrainedModel) -> PreTrainedModel:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output layer to untie")
-    shared = list(model.get_input_embeddings().parameters())
-    for name, old in list(head.named_parameters()):
-        setattr(head, name, nn.Parameter(old.detach().clone()))
-        if not any(old is parameter for parameter in shared):
-            old.requires_grad_(False)  # a bias that another module holds too: it has no part in the output any more
+    for name, shared in list(head.named_parameters()):
+        setattr(head, name, nn.Parameter(shared.detach().clone()))
     model.config.tie_word_embeddings = False
     return model
 
@@ -167,14 +179,15 @@ def make_loaders(
         ValueError: if a text is too short.
     """
     text, train = arguments.text, arguments.train
-    ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples, seed)
+    # In one order, so that the same samples are left out whatever the seed.
+    ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
     if text.eval_file is None:
         held = math.ceil(0.05 * len(ids))
         if held == len(ids):
             raise ValueError(f"{text.train_file} is one sample of {text.max_length} tokens: give a longer text")
         ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
     else:
-        held_out = samples(text.eval_file, tokenizer, text.max_length, text.max_eval_samples, seed)
+        held_out = samples(text.eval_file, tokenizer, text.max_length, text.max_eval_samples)
     data = MaskedTexts(ids, tokenizer, text.mlm_probability, seed)
     fixed = MaskedTexts(held_out, tokenizer, text.mlm_probability, 0)
     sampler = VisitSampler(len(data), seed)
@@ -209,7 +222,11 @@ def evaluate(run: loop.Run, loader: Any) -> dict[str, float]:
 
 def train_model(arguments: Arguments, seed: int, folder: Path) -> tuple[loop.Run, PreTrainedModel]:
     """One whole training; returns the run and the trained model, which `folder` holds too."""
-    accelerator = loop.make_accelerator(arguments.train, folder)
+    # The bias of an untied head, a pooler or another head may have no part in the loss.
+    parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = loop.make_accelerator(arguments.train, folder, [parallel])
+    if note := arguments.model.without_effect():
+        accelerator.print(note)
     tokenizer, model = load_tokenizer(arguments.model), load_model(arguments, seed)
     check_positions(model, arguments.text.max_length)
     train_loader, eval_loader = make_loaders(arguments, tokenizer, seed)

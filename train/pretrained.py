@@ -49,7 +49,7 @@ def load_switched(
         adapt: changes the configuration before the model is made.
 
     Raises:
-        ValueError: if there are no safetensors weights, or there are options but no FAVOR backend.
+        ValueError: if there are no safetensors weights, or options of FAVOR attention and no backend.
     """
     path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
     remote = {"trust_remote_code": arguments.trust_remote_code}
@@ -90,5 +90,11 @@ def load_tokenizer(arguments: ModelArguments) -> Any:
 def check_positions(model: PreTrainedModel, max_length: int) -> None:
     """Raises ValueError if the model has fewer positions than `max_length`."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
+    if positions is None:
+        return
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions -= module.padding_idx + 1  # RoBERTa counts from there
+            break
+    if max_length > positions:
         raise ValueError(f"max_length is {max_length}, but the model has {positions} positions")

@@ -30,6 +30,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state, self.length, self._unread = StreamState(), 0, False
+        self._options: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the state knows its sizes when it has seen a token."""
@@ -40,20 +41,45 @@ class StateLayer(CacheLayerMixin):
         Raises:
             RuntimeError: if the last ones were not added.
         """
-        if self._unread:
-            raise RuntimeError(
-                "a FavorCache is for causal layers with a FAVOR backend, and one of them did not read its state: "
-                'choose the backend with attn_implementation="favor#", or use transformers\' DynamicCache.'
-            )
+        self._check()
         self.is_initialized, self._unread = True, True
         self.length += key_states.shape[-2]
         marked = key_states.view_as(key_states)
         setattr(marked, _MARK, self)
         return marked, value_states
 
-    def read(self) -> StreamState:
-        """The state, for attention to go on from and to change."""
+    def _check(self) -> None:
+        if self._unread:
+            raise RuntimeError(
+                "a layer did not read the state of its FavorCache, so that its last tokens saw no earlier ones. The "
+                'cache is for causal layers with a FAVOR backend (attn_implementation="favor#"), in models that hand '
+                "their cached keys to attention as they are; a model with sliding windows too needs "
+                "FavorCache(model.config). Others need transformers' DynamicCache."
+            )
+
+    def read(self, options: Any) -> StreamState:
+        """The state, for attention to go on from and to change.
+
+        Args:
+            options: all that the state depends on; the same for all tokens.
+
+        Raises:
+            RuntimeError: if the new tokens were read before.
+            ValueError: if the options are not those of the first tokens.
+        """
+        if not self._unread:
+            raise RuntimeError(
+                "two attention layers read the same cached keys, as in models that share them between layers; a "
+                "FavorCache cannot tell the layers apart: use transformers' DynamicCache."
+            )
         self._unread = False
+        if self.state.memory is None:
+            self._options = options
+        elif self._options != options:
+            raise ValueError(
+                "the backend or its options have changed since the first tokens of this FavorCache (redraw_interval in "
+                "training changes the directions too): set them back, or call reset() and begin again."
+            )
         return self.state
 
     def get_seq_length(self) -> int:
@@ -61,7 +87,12 @@ class StateLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask is about: all, so that padding is found where it is."""
+        """Length and offset of the keys that a mask is about: all, so that padding is found where it is.
+
+        Raises:
+            RuntimeError: as in `update`; a mask is made before the layers run.
+        """
+        self._check()
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -108,12 +139,16 @@ class StateLayer(CacheLayerMixin):
 class FavorCache(DynamicCache):
     """Cache for `generate` whose size, and so the time of a token, does not grow with the length.
 
+        favor.configure(model, "favor#", exact_below=0)
         model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
 
     Layers of full attention keep the state of `favor.kernels.extend`; the others of a hybrid model (sliding windows)
     what they keep in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding.
     Sampling, beam search, prompts that are continued and batches padded at the left work; padding together with the
-    option `window`, exact heads, `exact_below` above 0 and assisted generation are refused.
+    option `window`, exact heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The
+    first piece of a sequence is computed like any causal attention, later ones of many tokens less fast. A layer that
+    does not read its state is noticed at the next pass. An encoder-decoder takes
+    `EncoderDecoderCache(FavorCache(), DynamicCache())`.
 
     Args:
         config: of the model. Default None: all layers are of full attention.
@@ -127,7 +162,7 @@ class FavorCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
+        """Bytes of states, keys and values."""
         states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StateLayer)]
         others = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
         return sum(states) + sum(tensor.nbytes for tensor in others if tensor is not None)
@@ -138,12 +173,13 @@ def layer_of(key: Tensor) -> StateLayer | None:
     return getattr(key, _MARK, None)
 
 
-def state_of(layer: StateLayer, query: Tensor) -> StreamState:
-    """The state for these queries to go on from.
+def state_of(layer: StateLayer, query: Tensor, options: Any) -> StreamState:
+    """The state for these queries to go on from; see `StateLayer.read`.
 
     Raises:
         RuntimeError: if gradients are wanted, which a state does not pass on.
     """
+    state = layer.read(options)
     if torch.is_grad_enabled() and query.requires_grad:
         raise RuntimeError("a FavorCache is for inference and passes no gradient to past tokens: use torch.no_grad().")
-    return layer.read()
+    return state

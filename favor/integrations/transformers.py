@@ -114,7 +114,7 @@ def favor_attention_forward(
             scale=scaling,
             seed=plan.seed,
             layer=layer,
-            redraw=redraw_epoch(module, plan.redraw_interval),
+            redraw=redraw,
             orthogonal=plan.orthogonal,
             use_statistics=not decodes(module),
             parameters=None if plan.statistics == "corrected" else stored,
@@ -126,9 +126,8 @@ def favor_attention_forward(
         )
         return out.transpose(1, 2)
 
-    choice = stored_choice(module)
-    state = kwargs.get("favor_state") if cached is None else state_of(cached, query)
-    if state is not None and (plan.exact_below or choice.get("exact_heads")):
+    choice, state = stored_choice(module), kwargs.get("favor_state")
+    if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
@@ -142,6 +141,9 @@ def favor_attention_forward(
     weighted = stored is not None and stored.log_weights is not None
     # Loaded as a part of another model, a layer may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
+    redraw = redraw_epoch(module, plan.redraw_interval)
+    if cached is not None:
+        state = state_of(cached, query, (backend, plan, dict(choice), redraw))
     out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 

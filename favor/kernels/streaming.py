@@ -84,8 +84,18 @@ def extend(
 
     Returns:
         `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
+
+    Raises:
+        ValueError: if the state was begun with a longer window.
     """
     dtype, heads = offset.dtype, key.shape[1]
+    if state.block and state.block[0].shape[2] >= window:
+        raise ValueError(
+            f"the state holds {state.block[0].shape[2]} tokens of a block, so it was begun with a longer window than "
+            f"{window}; begin again with a new StreamState()."
+        )
+    if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
+        state.change(torch.clone)  # what inference mode made cannot be changed in place outside of it
     if state.memory is None:
         sizes = (key.shape[0], heads, offset.shape[-1], value.shape[-1])
         state.memory = DecodeState.empty(*sizes, dtype=dtype, device=key.device)

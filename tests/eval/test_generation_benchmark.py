@@ -23,8 +23,8 @@ def test_report_holds_times_and_bytes(tmp_path):
 def test_no_time_where_the_caches_disagree(tmp_path, monkeypatch, capsys):
     read = favor.integrations.generation.StateLayer.read
 
-    def forget(self):
-        state = read(self)
+    def forget(self, options):
+        state = read(self, options)
         if state.memory is not None:
             state.memory.summary.zero_()
         return state

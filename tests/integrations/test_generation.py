@@ -4,7 +4,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    DiffLlamaConfig,
     DynamicCache,
+    EncoderDecoderCache,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -15,6 +19,7 @@ import favor
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
+LAYERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=32),
     "gpt2": lambda: GPT2Config(**SIZES, n_positions=128),
@@ -110,8 +115,68 @@ def test_size_does_not_grow():
 def test_a_layer_that_does_not_read_its_state_is_an_error():
     model = make()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="did not read its state"):
+    with pytest.raises(RuntimeError, match="did not read the state of its FavorCache"):
         generate(model, favor.FavorCache(), prompt(9))
+
+
+def test_layers_that_share_keys_are_an_error():
+    torch.manual_seed(0)
+    config = DiffLlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=32)
+    model = favor.configure(AutoModelForCausalLM.from_config(config).eval(), "favor+", exact_below=0)
+    with pytest.raises(RuntimeError, match="two attention layers read the same cached keys"):
+        generate(model, favor.FavorCache(), prompt(9))
+
+
+@pytest.mark.parametrize("change", [{"window": 4}, {"window": 0}, {"seed": 5}, {"num_features": 24}])
+def test_options_changed_on_the_way_are_an_error(change):
+    model, cache = make(window=8), favor.FavorCache()
+    with torch.no_grad():
+        model(**prompt(15), past_key_values=cache)
+        favor.configure(model, **change)
+        with pytest.raises(ValueError, match="have changed since the first tokens"):
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_encoder_decoder():
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in LAYERS.items()}
+    config = BartConfig(vocab_size=40, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    model = BartForConditionalGeneration(config).eval()
+    favor.configure(model, "favor+", num_features=16, exact_below=0)
+    cache = EncoderDecoderCache(favor.FavorCache(), DynamicCache())
+    inputs = prompt(11, 11)
+    expected, found = (generate(model, own, inputs) for own in (None, cache))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert cache.self_attention_cache.get_seq_length() == 20
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_cache_are_chosen():
+    model, ids = make(window=8), prompt(13, 13, 13)["input_ids"]
+    ids[1:] = ids[1:].flip(1)
+    rows, more = torch.tensor([2, 0, 0]), torch.tensor([[7], [8], [9]])
+    with torch.inference_mode():
+        expected = model(torch.cat([ids[rows], more], dim=1)).logits[:, -1]
+        cache, twice = favor.FavorCache(), favor.FavorCache()
+        model(ids, past_key_values=cache)
+        model(ids[2:], past_key_values=twice)
+    with torch.no_grad():  # what inference mode made is used outside of it
+        cache.layers[0].batch_select_indices(rows)
+        cache.layers[1].batch_select_indices(rows)
+        torch.testing.assert_close(model(more, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+        for layer in twice.layers:
+            layer.batch_repeat_interleave(3)
+        found = model(more, past_key_values=twice).logits[0, -1]
+    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_made_in_inference_mode_goes_on_outside_of_it():
+    model, cache, ids = make(), favor.FavorCache(), prompt(13)["input_ids"]
+    with torch.inference_mode():
+        model(ids[:, :9], past_key_values=cache)
+    with torch.no_grad():
+        found = model(ids[:, 9:], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 9:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

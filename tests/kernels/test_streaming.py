@@ -91,6 +91,15 @@ def test_what_a_state_is_not_for(change, message):
         favor.favor_attention(*rows, **{"features": "pos", "is_causal": True, "state": StreamState(), **change})
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_shorter_window_on_the_way_is_refused(window):
+    inputs = make_inputs(6, features=8)
+    query_bias, state = torch.zeros(*inputs[0].shape[:3], dtype=torch.float64), StreamState()
+    extend(*inputs, state, window=8, query_bias=query_bias)
+    with pytest.raises(ValueError, match=f"holds 6 tokens .* longer window than {window}"):
+        extend(*inputs, state, window=window, query_bias=query_bias if window else None)
+
+
 @pytest.mark.parametrize("window", [0, 7])
 def test_a_prompt_leaves_the_state_of_its_tokens(window):
     inputs = make_inputs(40, groups=2, batch=2, features=20)
