@@ -132,8 +132,6 @@ class _Form:
 
 
 def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.device.type == "cpu":
-        return rows.to(dtype).square().sum(-1)
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass, no copy in `dtype`
 
 

@@ -25,34 +25,24 @@ from torch import Tensor
 
 from favor.kernels.sequences import Sequence, sequences
 
-# Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from.
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 2**18, 2**20
+# Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from; but a
+# block costs some twenty calls, however small it is.
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 2**19, 2**20
 
 
 class Buffer:
-    """Memory for one block of products, used again for the next; fresh pages each time cost more than the arithmetic.
+    """Memory for one product, used again for the next; fresh pages each time cost more than the arithmetic."""
 
-    Args:
-        inputs: what the blocks are made from.
-        blocks: ranges from `Inputs.blocks`.
-        groups: query heads of a key head, for blocks of queries.
-        width: the other dimension of the products, default the number of features.
-    """
+    def __init__(self, like: Tensor) -> None:
+        self._memory = like.new_empty(0)
 
-    def __init__(
-        self, inputs: Inputs, blocks: list[tuple[int, int]], groups: int = 1, width: int | None = None
-    ) -> None:
-        longest = max((stop - start for start, stop in blocks), default=0)
-        width = width or inputs.to_key.shape[1]
-        self._memory = inputs.to_key.new_empty(inputs.heads * groups * longest * width)
-
-    def product(self, rows: Tensor, columns: Tensor, plus: Tensor | None = None) -> Tensor:
-        """Rows `[N, R, w]` x columns `[N, w, C]`, plus a row or a column; valid until the next product."""
+    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Rows `[N, R, w]` x columns `[N, w, C]`; valid until the next product."""
         shape = (rows.shape[0], rows.shape[1], columns.shape[2])
-        block = self._memory[: math.prod(shape)].view(shape)
-        if plus is None:
-            return torch.bmm(rows, columns, out=block)
-        return torch.baddbmm(plus, rows, columns, out=block)
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = rows.new_empty(size)
+        return torch.bmm(rows, columns, out=self._memory[:size].view(shape))
 
 
 class Gradients(NamedTuple):
@@ -132,9 +122,9 @@ class Inputs:
         rows = tensor[:, :, start:stop].to(self.to_key.dtype).reshape(self.heads, -1, tensor.shape[-1])
         return rows if self.hidden is None else rows.masked_fill(self.hidden[:, start:stop], 0.0)
 
-    def blocks(self, rows: int, length: int) -> list[tuple[int, int]]:
+    def blocks(self, rows: int, length: int, smallest: int = _SMALLEST_BLOCK) -> list[tuple[int, int]]:
         """Ranges that cover `length` tokens; each token has `rows` rows of features."""
-        budget = min(max(rows * length * self.to_query.shape[-1] // 8, _SMALLEST_BLOCK), _LARGEST_BLOCK)
+        budget = min(max(rows * length * self.to_query.shape[-1] // 8, smallest), _LARGEST_BLOCK)
         size = max(64, budget // (rows * self.to_key.shape[1]) // 64 * 64)
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -156,13 +146,16 @@ def forward(
         output `[B, H, L, dv]`, nothing (the backward pass normalises again), logarithm of the weight of each landmark
         with its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
     """
+    operands = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    parts = [(sequence, Inputs.of(sequence)) for sequence in sequences(*operands)]
+    landmarks = [_landmarks(inputs) for _, inputs in parts]
+    # Only now, so that it can take the memory of blocks of keys.
     out = empty_output(query, value)
-    weights, summaries = [], []
-    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
-        weight, summary = _forward(Inputs.of(sequence), out[sequence.rows])
-        weights.append(weight.view(*sequence.key.shape[:2], -1))
-        summaries.append(summary.view(*sequence.key.shape[:2], -1, value.shape[3]))
-    return out, offset.new_empty(0), _join(weights), _join(summaries)
+    for (sequence, inputs), found in zip(parts, landmarks, strict=True):
+        _read(inputs, *found, out[sequence.rows])
+    shape = (-1, *offset.shape[1:])
+    weight, summary = (_join(list(tensors)) for tensors in zip(*landmarks, strict=True))
+    return out, offset.new_empty(0), weight.view(shape), summary.view(*shape, value.shape[3])
 
 
 def backward(
@@ -184,14 +177,14 @@ def backward(
 ) -> Gradients:
     """Gradients of the loss, from that of the output and from what `forward` returned."""
     grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
-    inputs_of = sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    for sequence in inputs_of:
+    buffers = (Buffer(offset), Buffer(offset))
+    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
         inputs = Inputs.of(sequence)
         landmarks = sequence.landmarks
         log_weight, state = weight[landmarks].flatten(0, 1).unsqueeze(1), summary[landmarks].flatten(0, 1)
         here = (grad[sequence.rows], out[sequence.rows])
-        gathered, shares = _backward_queries(inputs, *here, log_weight, state, sequence, grads)
-        _backward_keys(inputs, log_weight, gathered, shares, sequence, grads)
+        gathered, shares = _backward_queries(inputs, buffers, *here, log_weight, state, sequence, grads)
+        _backward_keys(inputs, buffers, log_weight, gathered, shares, sequence, grads)
     return grads
 
 
@@ -203,42 +196,41 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         and the same sum of values `[N, M, dv]`.
     """
     n, features = inputs.to_key.shape[:2]
-    top = inputs.to_key.new_full((n, features, 1), -torch.inf)
-    total, state = torch.zeros_like(top), inputs.to_key.new_zeros(n, features, inputs.width)
-    blocks = inputs.blocks(n, stop)
-    memory = Buffer(inputs, blocks)
-    for start, end in blocks:
-        columns = inputs.keys(inputs.key, start, end).transpose(1, 2)
-        weights = memory.product(inputs.to_key, columns, inputs.bias[:, start:end].transpose(1, 2))
+    # Finite where nothing is visible yet: exp(-inf - top) is 0 there.
+    top = inputs.to_key.new_full((n, features, 1), torch.finfo(inputs.to_key.dtype).min)
+    total, buffer = torch.zeros_like(top), Buffer(top)
+    state = inputs.to_key.new_zeros(n, features, inputs.width)
+    for start, end in inputs.blocks(n, stop):
+        columns, bias = inputs.keys(inputs.key, start, end).transpose(1, 2), inputs.bias[:, start:end].transpose(1, 2)
+        weights = buffer.product(inputs.to_key, columns).add_(bias)
         risen = torch.maximum(top, weights.amax(2, keepdim=True))
-        base = risen.masked_fill(risen == -torch.inf, 0.0)
-        decay = (top - base).exp_()
-        weights.sub_(base).exp_()
-        total.mul_(decay).add_(weights.sum(2, keepdim=True))
+        decay = (top - risen).exp_()
+        total.mul_(decay).add_(weights.sub_(risen).exp_().sum(2, keepdim=True))
         state.mul_(decay).baddbmm_(weights, inputs.keys(inputs.value, start, end))
         top = risen
-    return top.masked_fill_(top == -torch.inf, 0.0), total, state
+    return top.masked_fill_(total == 0, 0.0), total, state
 
 
-def _forward(inputs: Inputs, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes the output; returns log weight `[N, 1, M]` and summary `[N, M, dv]` of the landmarks."""
+def _landmarks(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Log weight `[N, 1, M]` and summary `[N, M, dv]` of the landmarks."""
     top, total, state = summarise(inputs, inputs.key.shape[2])
     # Without a visible key everything is zero: a finite weight and a summary of zeros.
-    total = total.masked_fill(total == 0, 1.0)
-    summary = state.div_(total)
-    log_weight = (top + total.log()).transpose(1, 2) + inputs.offset
-    project = inputs.to_query.transpose(1, 2)
-    blocks = inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2])
-    buffer, rows = Buffer(inputs, blocks, inputs.groups), Buffer(inputs, blocks, inputs.groups, inputs.width)
-    for start, stop in blocks:
-        weights = buffer.product(inputs.queries(inputs.query, start, stop), project, log_weight)
-        torch.softmax(weights, -1, out=weights)
-        out[:, :, start:stop] = rows.product(weights, summary).view_as(out[:, :, start:stop])
-    return log_weight, summary
+    total.masked_fill_(total == 0, 1.0)
+    return (top + total.log()).transpose(1, 2) + inputs.offset, state.div_(total)
+
+
+def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor) -> None:
+    """Writes the output."""
+    project, buffer = inputs.to_query.transpose(1, 2), Buffer(summary)
+    for start, stop in inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2], _SMALLEST_BLOCK // 2):
+        weights = buffer.product(inputs.queries(inputs.query, start, stop), project).add_(log_weight)
+        torch.softmax(weights, 2, out=weights)
+        write(out, start, stop, weights @ summary)
 
 
 def _backward_queries(
     inputs: Inputs,
+    buffers: tuple[Buffer, Buffer],
     grad: Tensor,
     out: Tensor,
     log_weight: Tensor,
@@ -249,40 +241,50 @@ def _backward_queries(
     """Gradient of the queries; returns what the landmarks gather, `[N, M, dv]` and `[N, 1, M]`."""
     gathered, shares = torch.zeros_like(summary), torch.zeros_like(log_weight)
     project, back = inputs.to_query.transpose(1, 2), summary.transpose(1, 2)
-    dq, blocks = grads.query[sequence.rows], inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2])
-    first, second = Buffer(inputs, blocks, inputs.groups), Buffer(inputs, blocks, inputs.groups)
-    for start, stop in blocks:
+    dq, (first, second) = grads.query[sequence.rows], buffers
+    for start, stop in inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2]):
         rows, g = inputs.queries(inputs.query, start, stop), inputs.queries(grad, start, stop)
         delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
-        weights = first.product(rows, project, log_weight)
-        torch.softmax(weights, -1, out=weights)
+        weights = first.product(rows, project).add_(log_weight)
+        torch.softmax(weights, 2, out=weights)
         gathered.baddbmm_(weights.transpose(1, 2), g)
+        shares.baddbmm_(delta.transpose(1, 2), weights)
         slopes = second.product(g, back).sub_(delta).mul_(weights)
-        dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
-        shares += weights.mul_(delta).sum(1, keepdim=True)
+        write(dq, start, stop, slopes @ inputs.to_query)
         if grads.offset.numel():
             sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
     return gathered, shares
 
 
 def _backward_keys(
-    inputs: Inputs, log_weight: Tensor, gathered: Tensor, shares: Tensor, sequence: Sequence, grads: Gradients
+    inputs: Inputs,
+    buffers: tuple[Buffer, Buffer],
+    log_weight: Tensor,
+    gathered: Tensor,
+    shares: Tensor,
+    sequence: Sequence,
+    grads: Gradients,
 ) -> None:
     project, back = inputs.to_key.transpose(1, 2), gathered.transpose(1, 2)
-    shift = inputs.offset - log_weight
+    shift, ones = inputs.offset - log_weight, torch.ones_like(shares).transpose(1, 2)
     dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
-    blocks = inputs.blocks(inputs.heads, inputs.key.shape[2])
-    first, second = Buffer(inputs, blocks), Buffer(inputs, blocks)
-    for start, stop in blocks:
+    first, second = buffers
+    for start, stop in inputs.blocks(inputs.heads, inputs.key.shape[2]):
         rows, values = inputs.keys(inputs.key, start, stop), inputs.keys(inputs.value, start, stop)
-        weights = first.product(rows, project, shift).add_(inputs.bias[:, start:stop]).exp_()
-        dv[:, :, start:stop] = (weights @ gathered).view_as(dv[:, :, start:stop])
+        weights = first.product(rows, project).add_(shift).add_(inputs.bias[:, start:stop]).exp_()
+        write(dv, start, stop, weights @ gathered)
         slopes = second.product(values, back).sub_(shares).mul_(weights)
-        dk[:, :, start:stop] = (slopes @ inputs.to_key).view_as(dk[:, :, start:stop])
-        dbias[:, :, start:stop] = slopes.sum(2).view_as(dbias[:, :, start:stop])
+        write(dk, start, stop, slopes @ inputs.to_key)
+        write(dbias, start, stop, slopes @ ones)
         if grads.offset.numel():
             sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
             sequence.accumulate(grads.offset, slopes.sum(1))
+
+
+def write(target: Tensor, start: int, stop: int, rows: Tensor) -> None:
+    """Writes rows of a block, `[N, G (stop - start), ...]`, into a tensor `[B, H, L, ...]`."""
+    block = target[:, :, start:stop]
+    block.copy_(rows.view_as(block))
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -8,7 +8,9 @@ queries of the chunk see those, so each row has a term of 1 and its normaliser d
 chunk may exceed the anchor; if any does by more than e^50 the chunk is cut in two. A chunk of one token is exact.
 
 The backward pass computes features and states again: forward in time for the queries, backward in time for the keys,
-whose state gathers the gradients of later queries. It divides nothing: weights are exp(logit - log normaliser).
+whose state gathers the gradients of later queries. It divides nothing: weights are exp(logit - log normaliser). The
+weights of later queries are at most 1 at the anchor of the chunk, since they see its keys too, and anchors rise with
+time, so moving that state back to an earlier anchor never overflows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Buffer, Gradients, Inputs, empty_gradients, empty_output, summarise
+from favor.kernels.chunked import Buffer, Gradients, Inputs, empty_gradients, empty_output, summarise, write
 from favor.kernels.sequences import Sequence, sequences
 
 # Products inside a chunk cost its size squared; below, passing the state on does.
@@ -99,7 +101,7 @@ def forward(
         inputs = Inputs.of(sequence)
         own_out, own_lse = out[sequence.rows], lse[sequence.rows]
         state, size = _State.before(inputs), chunk_size or _size(inputs)
-        project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs, [(0, size)], inputs.groups)
+        project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs.to_key)
         for chunk in _chunks(inputs, state, size):
             values = inputs.keys(inputs.value, *chunk.keys)
             weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project)
@@ -152,7 +154,7 @@ def backward(
 def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
     """Chunks in order; moves the state to the anchor of each before handing it out."""
     length, prefix = inputs.query.shape[2], inputs.key.shape[2] - inputs.query.shape[2]
-    start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs, [(0, size)])
+    start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
     while start < length:
         stop = min(start + size, length)
         logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project)
@@ -184,7 +186,7 @@ def _backward_queries(
     anchors, state = [], _State.before(inputs)
     dq, project = grads.query[sequence.rows], inputs.to_query.transpose(1, 2)
     size = _size(inputs)
-    first, second = (Buffer(inputs, [(0, size)], inputs.groups) for _ in range(2))
+    first, second, third = (Buffer(inputs.to_key) for _ in range(3))
     for chunk in _chunks(inputs, state, size):
         start, stop = chunk.start, chunk.stop
         rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
@@ -193,7 +195,7 @@ def _backward_queries(
         slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
         slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
         slopes *= weights
-        dq[:, :, start:stop] = (slopes @ inputs.to_query).view_as(dq[:, :, start:stop])
+        write(dq, start, stop, third.product(slopes, inputs.to_query))
         if grads.offset.numel():
             sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
             sequence.accumulate(grads.offset, slopes.sum(1))
@@ -211,56 +213,34 @@ def _backward_keys(
     sequence: Sequence,
     grads: Gradients,
 ) -> None:
-    n, features = inputs.to_key.shape[:2]
     prefix = inputs.key.shape[2] - inputs.query.shape[2]
-    later = _Later(
-        inputs.to_key.new_full((n, 1, features), -torch.inf),
-        inputs.to_key.new_zeros(n, 1, features),
-        inputs.to_key.new_zeros(n, features, inputs.width),
-    )
+    memory = [Buffer(inputs.to_key) for _ in range(4)]
+    # What later queries send back: sums of their weights, at the anchor of the chunk, times gradient and times delta.
+    gathered, shares = inputs.to_key.new_zeros(*inputs.to_key.shape[:2], inputs.width), torch.zeros_like(inputs.offset)
+    project, above = inputs.to_query.transpose(1, 2), torch.full_like(shares, torch.inf)
     for start, stop, anchor in reversed(anchors):
-        rows, logits = _key_logits(inputs, prefix + start, prefix + stop)
-        values = inputs.keys(inputs.value, prefix + start, prefix + stop)
+        # Anchors rise with time, except over chunks before the first visible key.
+        decay, above = (anchor - above).clamp_(max=0.0).exp_(), anchor
+        gathered.mul_(decay.transpose(1, 2))
+        shares.mul_(decay)
         g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
-        query_logits = inputs.queries(inputs.query, start, stop) @ inputs.to_query.transpose(1, 2)
-        query_logits -= log_total
-        weights = (query_logits + anchor).exp_()
-        own = (logits - anchor).exp_()
-        scores = _lower(weights @ own.transpose(1, 2))
-        slopes = own.mul_(_lower((g @ values.transpose(1, 2)).sub_(delta)).transpose(1, 2) @ weights)
-        dv, further = later.reach(logits, values)
-        dv.baddbmm_(scores.transpose(1, 2), g)
-        slopes += further
-        _store_keys(inputs, prefix + start, prefix + stop, rows, dv, slopes, sequence, grads)
-        later.add(query_logits, g, delta)
-    for start, stop in inputs.blocks(n, prefix):
-        rows, logits = _key_logits(inputs, start, stop)
-        dv, slopes = later.reach(logits, inputs.keys(inputs.value, start, stop))
-        _store_keys(inputs, start, stop, rows, dv, slopes, sequence, grads)
-
-
-@dataclass
-class _Later:
-    """What later queries send back: sums of exp(query logit - log normaliser - top) times delta and times gradient."""
-
-    top: Tensor
-    shares: Tensor
-    gathered: Tensor
-
-    def reach(self, logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of values `[N, C, dv]` and of key logits `[N, C, M]` from all later queries."""
-        weights = (logits + self.top).exp_()  # at most 1: a later query sees these keys
-        slopes = (values @ self.gathered.transpose(1, 2)).sub_(self.shares).mul_(weights)
-        return weights @ self.gathered, slopes
-
-    def add(self, logits: Tensor, grad: Tensor, delta: Tensor) -> None:
-        """Adds queries, given their logits `[N, G C, M]` less their log normaliser."""
-        risen = torch.maximum(self.top, logits.amax(1, keepdim=True))
-        base = risen.masked_fill(risen == -torch.inf, 0.0)
-        decay, weights = (self.top - base).exp_(), logits.sub_(base).exp_()
-        self.gathered.mul_(decay.transpose(1, 2)).baddbmm_(weights.transpose(1, 2), grad)
-        self.shares.mul_(decay).add_(weights.mul_(delta).sum(1, keepdim=True))
-        self.top = risen
+        queries = inputs.queries(inputs.query, start, stop)
+        weights = memory[0].product(queries, project).add_(anchor).sub_(log_total).exp_()
+        first, last = prefix + start, prefix + stop
+        rows, own = _key_weights(inputs, memory[1], anchor, first, last)
+        values = inputs.keys(inputs.value, first, last)
+        dv = memory[3].product(own, gathered).baddbmm_(_lower(weights @ own.transpose(1, 2)).transpose(1, 2), g)
+        slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares)
+        slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)).transpose(1, 2), weights).mul_(own)
+        _store_keys(inputs, memory[3], first, last, rows, dv, slopes, sequence, grads)
+        gathered.baddbmm_(weights.transpose(1, 2), g)
+        shares.baddbmm_(delta.transpose(1, 2), weights)
+    for start, stop in inputs.blocks(inputs.heads, prefix):
+        rows, own = _key_weights(inputs, memory[1], above, start, stop)
+        slopes = (
+            memory[2].product(inputs.keys(inputs.value, start, stop), gathered.transpose(1, 2)).sub_(shares).mul_(own)
+        )
+        _store_keys(inputs, memory[3], start, stop, rows, memory[3].product(own, gathered), slopes, sequence, grads)
 
 
 def _of_rows(
@@ -271,13 +251,16 @@ def _of_rows(
     return g, delta, inputs.queries(lse.unsqueeze(3), start, stop)
 
 
-def _key_logits(inputs: Inputs, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Rows of the keys, and exp(key logits + offset - anchor) `[N, C, M]`."""
     rows = inputs.keys(inputs.key, start, stop)
-    return rows, (rows @ inputs.to_key.transpose(1, 2)).add_(inputs.bias[:, start:stop]).add_(inputs.offset)
+    logits = buffer.product(rows, inputs.to_key.transpose(1, 2)).add_(inputs.offset - anchor)
+    return rows, logits.add_(inputs.bias[:, start:stop]).exp_()
 
 
 def _store_keys(
     inputs: Inputs,
+    buffer: Buffer,
     start: int,
     stop: int,
     rows: Tensor,
@@ -286,17 +269,14 @@ def _store_keys(
     sequence: Sequence,
     grads: Gradients,
 ) -> None:
-    span = slice(start, stop)
-    key, value, bias = (grad[sequence.columns][:, :, span] for grad in (grads.key, grads.value, grads.key_bias))
-    key.copy_((slopes @ inputs.to_key).view_as(key))
-    value.copy_(dv.view_as(value))
-    bias.copy_(slopes.sum(2).view_as(bias))
+    write(grads.value[sequence.columns], start, stop, dv)
+    write(grads.key[sequence.columns], start, stop, buffer.product(slopes, inputs.to_key))
+    write(grads.key_bias[sequence.columns], start, stop, slopes.sum(2))
     if grads.offset.numel():
         sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
 
 
 def _lower(scores: Tensor) -> Tensor:
     """Scores `[N, G C, C]` of each query on the keys of its chunk, zero for later keys."""
-    size = scores.shape[2]
-    later = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu_(1)
-    return scores.view(scores.shape[0], -1, size, size).masked_fill_(later, 0.0).view_as(scores)
+    scores.unflatten(1, (-1, scores.shape[2])).tril_()
+    return scores
