@@ -176,7 +176,7 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
 
 
 def _size(inputs: Inputs) -> int:
-    return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 2 * CHUNK_SIZE
+    return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 3 * CHUNK_SIZE // 2
 
 
 def _backward_queries(
