@@ -186,7 +186,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
     """Error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
-    arguments = asr_arguments.parse(list(words))
+    arguments = asr_arguments.Arguments.parse(list(words))
     data, folder = arguments.data, Path(arguments.train.output_dir)
     processor = make_processor(arguments, ())
     model = make_model(arguments, processor, seed).to(PartialState().device)
@@ -270,7 +270,7 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         common = ["--model_name_or_path", arguments.model_name_or_path, *rest]
     report.records(arguments.output_dir, common)
     for arm in arguments.arms:
-        asr_arguments.parse([*common, *arm.words(), "--output_dir", str(arguments.output_dir)])
+        asr_arguments.Arguments.parse([*common, *arm.words(), "--output_dir", str(arguments.output_dir)])
     failures = []
     cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.arms]
     for number, (seed, arm) in enumerate(cells, 1):

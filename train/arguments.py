@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser, SchedulerType
 
@@ -11,6 +11,7 @@ import favor
 from favor.optim.softmax_bound import CURVATURES
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
+DEFAULT_SEED = 42
 # Arguments on which the result of a run does not depend.
 FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
 
@@ -197,31 +198,44 @@ class HeadArguments:
                 raise ValueError(f"{name} is an option of head_optimizer {SOFTMAX_BOUND}, not of {self.head_optimizer}")
 
 
+Groups = TypeVar("Groups", bound="ArgumentGroups")
+
+
+class ArgumentGroups:
+    """Base of a dataclass whose fields are dataclasses of arguments: one command line, one dictionary."""
+
+    free: ClassVar[tuple[str, ...]] = FREE
+
+    @classmethod
+    def parse(cls: type[Groups], argv: list[str] | None, description: str | None = None) -> Groups:
+        """Reads a command line, without the program's name; None is that of this process.
+
+        Raises:
+            ValueError: for a value that cannot be used; the message says which, and what was expected.
+        """
+        hints = get_type_hints(cls)
+        kinds: Any = [hints[group.name] for group in fields(cls)]  # type: ignore[arg-type]
+        parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
+        return cls(*parser.parse_args_into_dataclasses(argv))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument with its value."""
+        groups = [asdict(getattr(self, group.name)) for group in fields(self)]  # type: ignore[arg-type]
+        return {name: value for group in groups for name, value in group.items()}
+
+    def settings(self, num_processes: int) -> dict[str, Any]:
+        """What the result depends on."""
+        kept = {name: value for name, value in self.to_dict().items() if name not in self.free}
+        return kept | {"num_processes": num_processes}
+
+
 @dataclass
-class Arguments:
-    """All arguments of a run."""
+class Arguments(ArgumentGroups):
+    """All arguments of a fine-tuning; its `settings` are those of one seed."""
+
+    free: ClassVar[tuple[str, ...]] = (*FREE, "seed", "seeds")
 
     model: ModelArguments
     data: DataArguments
     train: TrainArguments
     head: HeadArguments
-
-    def settings(self, num_processes: int) -> dict[str, Any]:
-        """What the result of one seed depends on."""
-        kept = {name: value for name, value in self.to_dict().items() if name not in (*FREE, "seed", "seeds")}
-        return kept | {"num_processes": num_processes}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every argument with its value."""
-        return asdict(self.model) | asdict(self.data) | asdict(self.train) | asdict(self.head)
-
-
-def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
-    """Reads a command line, without the program's name; None is that of this process.
-
-    Raises:
-        ValueError: for a value that cannot be used; the message says which, and what was expected.
-    """
-    kinds: Any = (ModelArguments, DataArguments, TrainArguments, HeadArguments)
-    parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
-    return Arguments(*parser.parse_args_into_dataclasses(argv))

@@ -23,7 +23,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from favor.train import checkpoint, loop, report
-from favor.train.asr_arguments import Arguments, SpeechTrainArguments, parse
+from favor.train.arguments import DEFAULT_SEED
+from favor.train.asr_arguments import Arguments, SpeechTrainArguments
 from favor.train.average import weight_average
 from favor.train.optimizers import adamw_groups
 from favor.train.speech_data import Skipped, Utterance, check_lengths, long_enough
@@ -89,7 +90,7 @@ def train_model(
     folder: Path,
 ) -> dict[str, Any]:
     """The whole training; model and processor end up in `folder`. Returns what the results say of it."""
-    train, seed = arguments.train, 42 if arguments.train.seed is None else arguments.train.seed
+    train, seed = arguments.train, DEFAULT_SEED if arguments.train.seed is None else arguments.train.seed
     accelerator = loop.make_accelerator(train, folder)
     utterances, evaluation, reports = data
     processor = make_processor(arguments, utterances)
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments, files or transcripts that cannot be used; the message says which and why.
         FloatingPointError: if the loss is not finite.
     """
-    arguments = parse(argv, __doc__)
+    arguments = Arguments.parse(argv, __doc__)
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:

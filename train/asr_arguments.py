@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from transformers import HfArgumentParser, SchedulerType
+from transformers import SchedulerType
 
 from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
 from favor.models.conformer.tokenization_conformer import MODEL_TYPES
-from favor.train.arguments import BackendArguments, RunArguments, check_positive, option
+from favor.train.arguments import FREE, ArgumentGroups, BackendArguments, RunArguments, check_positive, option
 
 ARCHITECTURES = ("ctc", "transducer")
 
@@ -120,22 +120,14 @@ class SpeechTrainArguments(RunArguments):
 
 
 @dataclass
-class Arguments:
+class Arguments(ArgumentGroups):
     """All arguments of a run."""
+
+    free: ClassVar[tuple[str, ...]] = (*FREE, "num_workers")
 
     model: SpeechModelArguments
     data: SpeechDataArguments
     train: SpeechTrainArguments
-
-    def settings(self, num_processes: int) -> dict[str, Any]:
-        """What the result depends on."""
-        free = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to", "num_workers")
-        settings = {name: value for name, value in self.to_dict().items() if name not in free}
-        return settings | {"num_processes": num_processes}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every argument with its value."""
-        return asdict(self.model) | asdict(self.data) | asdict(self.train)
 
 
 def check_choice(arguments: Any, name: str, allowed: Any) -> None:
@@ -143,14 +135,3 @@ def check_choice(arguments: Any, name: str, allowed: Any) -> None:
     if getattr(arguments, name) not in allowed:
         names = ", ".join(choice for choice in allowed if choice is not None)
         raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")
-
-
-def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
-    """Reads a command line, without the program's name; None is that of this process.
-
-    Raises:
-        ValueError: for a value that cannot be used; the message says which, and what was expected.
-    """
-    kinds: Any = (SpeechModelArguments, SpeechDataArguments, SpeechTrainArguments)
-    parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
-    return Arguments(*parser.parse_args_into_dataclasses(argv))

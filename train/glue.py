@@ -26,7 +26,7 @@ from transformers import AutoModelForSequenceClassification
 import favor
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import checkpoint, loop, report
-from favor.train.arguments import Arguments, ModelArguments, parse
+from favor.train.arguments import DEFAULT_SEED, Arguments, ModelArguments
 from favor.train.batches import make_loaders
 from favor.train.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.metrics import load_glue_metric
@@ -155,14 +155,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments, files or rows that cannot be used; the message says which and why.
     """
-    arguments = parse(argv, __doc__)
+    arguments = Arguments.parse(argv, __doc__)
     train, task = arguments.train, get_task(arguments.data.task_name)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:
         transformers.utils.logging.set_verbosity_error()
         datasets.disable_progress_bars()
     output = Path(train.output_dir)
-    seeds = train.seeds or [42 if train.seed is None else train.seed]
+    seeds = train.seeds or [DEFAULT_SEED if train.seed is None else train.seed]
     folders = {seed: output / f"seed_{seed}" if len(seeds) > 1 else output for seed in seeds}
     settings = arguments.settings(accelerator.num_processes)
     for folder in {output, *folders.values()}:

@@ -17,7 +17,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, HfArgumentParser, PreTrainedModel
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling, PreTrainedModel
 
 import favor
 from favor.models.bert import PerformerBertForMaskedLM
 from favor.train import checkpoint, loop, report
 from favor.train.arguments import (
-    FREE,
+    DEFAULT_SEED,
     SOFTMAX_BOUND,
+    ArgumentGroups,
     BatchedRunArguments,
     HeadArguments,
     ModelArguments,
@@ -44,8 +45,6 @@ from favor.train.batches import EpochSampler, mix
 from favor.train.optimizers import make_optimizer
 from favor.train.pretrained import check_positions, load_switched, load_tokenizer
 from favor.train.text import samples
-
-DEFAULT_SEED = 42
 
 
 @dataclass(kw_only=True)
@@ -72,28 +71,13 @@ class TextArguments:
 
 
 @dataclass
-class Arguments:
+class Arguments(ArgumentGroups):
     """All arguments of a run."""
 
     model: ModelArguments
     text: TextArguments
     train: BatchedRunArguments
     head: HeadArguments
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every argument with its value."""
-        return asdict(self.model) | asdict(self.text) | asdict(self.train) | asdict(self.head)
-
-
-def parse(argv: list[str] | None, description: str | None = None) -> Arguments:
-    """Reads a command line, without the program's name; None is that of this process.
-
-    Raises:
-        ValueError: for a value that cannot be used; the message says which, and what was expected.
-    """
-    kinds: Any = (ModelArguments, TextArguments, BatchedRunArguments, HeadArguments)
-    parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
-    return Arguments(*parser.parse_args_into_dataclasses(argv))
 
 
 class VisitSampler(EpochSampler):
@@ -259,12 +243,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    arguments = parse(argv, __doc__)
+    arguments = Arguments.parse(argv, __doc__)
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     seed = DEFAULT_SEED if train.seed is None else train.seed
-    settings = {name: value for name, value in arguments.to_dict().items() if name not in FREE}
-    settings |= {"seed": seed, "num_processes": accelerator.num_processes}
+    settings = arguments.settings(accelerator.num_processes) | {"seed": seed}
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
     if train.resume and (folder / checkpoint.RESULTS).exists():
         return json.loads((folder / checkpoint.RESULTS).read_text())

@@ -101,7 +101,7 @@ def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments
     """
     parser = HfArgumentParser(NstArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
     nst, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    student = asr_arguments.parse([*rest, "--output_dir", nst.output_dir])
+    student = asr_arguments.Arguments.parse([*rest, "--output_dir", nst.output_dir])
     source = nst.unlabelled_dir or student.data.data_dir
     if source is None or not Path(source).exists():
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,18 +121,15 @@ class StateLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows of the batch in another order, for beam search."""
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.state.change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row of the batch several times."""
-        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.state.change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Some rows of the batch."""
-        self._change(lambda tensor: tensor[indices])
-
-    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.state.change(function)
+        self.state.change(lambda tensor: tensor[indices])
 
 
 class FavorCache(DynamicCache):

@@ -114,11 +114,9 @@ def forward(
             unseen = total == 0
             rows /= total.masked_fill(unseen, 1.0)
             top = total.log_().add_(top).masked_fill_(unseen, torch.inf)
-            span = slice(chunk.start, chunk.stop)
-            own_out[:, :, span], own_lse[:, :, span] = (
-                rows.view_as(own_out[:, :, span]),
-                top.view_as(own_lse[:, :, span]),
-            )
+            span = (chunk.start, chunk.stop)
+            write(own_out, *span, rows)
+            write(own_lse, *span, top)
             state.add(chunk.weights, values)
     return out, lse, offset.new_empty(0), offset.new_empty(0)
 
@@ -237,9 +235,8 @@ def _backward_keys(
         shares.baddbmm_(delta.transpose(1, 2), weights)
     for start, stop in inputs.blocks(inputs.heads, prefix):
         rows, own = _key_weights(inputs, memory[1], above, start, stop)
-        slopes = (
-            memory[2].product(inputs.keys(inputs.value, start, stop), gathered.transpose(1, 2)).sub_(shares).mul_(own)
-        )
+        values = inputs.keys(inputs.value, start, stop)
+        slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares).mul_(own)
         _store_keys(inputs, memory[3], start, stop, rows, memory[3].product(own, gathered), slopes, sequence, grads)
 
 

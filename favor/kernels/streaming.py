@@ -28,7 +28,8 @@ class StreamState:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        memory = () if self.memory is None else (self.memory.log_weight, self.memory.summary)
+        return sum(tensor.nbytes for tensor in (*memory, *self.block))
 
     @torch.no_grad()
     def begin(
@@ -51,10 +52,6 @@ class StreamState:
         if self.memory is not None:
             self.memory = DecodeState(function(self.memory.log_weight), function(self.memory.summary))
         self.block = tuple(map(function, self.block))
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        memory = () if self.memory is None else (self.memory.log_weight, self.memory.summary)
-        return (*memory, *self.block)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from transformers import (
 
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import checkpoint, glue, report
-from favor.train.arguments import parse
+from favor.train.arguments import Arguments
 from favor.train.glue_data import load_glue
 from favor.train.metrics import load_glue_metric
 from favor.train.optimizers import make_optimizer
@@ -282,7 +282,7 @@ def test_accumulated_steps_are_those_of_large_batches(train, tmp_path, monkeypat
 
 
 def test_weight_decay_spares_vectors(bert_folder):
-    arguments = parse(["--model_name_or_path", str(bert_folder), "--task_name", "rte", "--output_dir", "o"])
+    arguments = Arguments.parse(["--model_name_or_path", str(bert_folder), "--task_name", "rte", "--output_dir", "o"])
     model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
     optimizer, _ = make_optimizer(model, arguments.train, arguments.head, 2)
     decayed, spared = optimizer.param_groups

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
 from favor.train import checkpoint
-from favor.train.arguments import parse
+from favor.train.arguments import Arguments
 from favor.train.optimizers import find_head, make_optimizer
 
 BOUND = {"head_optimizer": "softmax_bound"}
@@ -25,7 +25,9 @@ def close(one, other, atol):
 
 
 def given(bert_folder, *words):
-    return parse(["--model_name_or_path", str(bert_folder), "--task_name", "sst2", "--output_dir", "o", *words])
+    return Arguments.parse(
+        ["--model_name_or_path", str(bert_folder), "--task_name", "sst2", "--output_dir", "o", *words]
+    )
 
 
 def test_every_parameter_has_one_optimizer_and_options_arrive(bert_folder):

@@ -88,7 +88,7 @@ def test_folder_holds_the_model_with_its_backend_and_its_scores(adapt, text, ber
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run").eval()
     assert type(model).__name__ == "PerformerBertForMaskedLM"
     assert model.config._attn_implementation == "favor#"
-    arguments = mlm.parse(
+    arguments = mlm.Arguments.parse(
         [
             *("--model_name_or_path", str(bert_folder), "--train_file", str(text), "--eval_file", str(text)),
             *("--output_dir", "o", "--max_length", "32", "--max_eval_samples", "10"),
