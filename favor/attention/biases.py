@@ -108,7 +108,7 @@ class _Form:
         if self.matrix is not None:
             moved = rows.to(dtype)
             moved = moved if self.shift is None else moved - self.shift.unsqueeze(-2)
-            value = (moved @ self.matrix).square().sum(-1) / -2
+            value = _squares(moved @ self.matrix, dtype) / -2
         if self.linear is not None:
             tilt = (rows.to(dtype) @ self.linear.unsqueeze(-1)).squeeze(-1)
             value = tilt if value is None else value + tilt

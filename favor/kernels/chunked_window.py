@@ -12,178 +12,19 @@ its block:
 In a causal layer with more keys than queries, queries are the last rows; blocks are counted from the first key.
 
 The backward pass mirrors it: what the queries of a block send to its landmarks is gathered per block, and joined for
-the keys of each block over all other blocks, by the same sweeps. Blocks come first in the tensors of this file:
-`[s, N, ...]` for s blocks and N = batch x key heads, flattened to one dimension for matrix products.
+the keys of each block over all other blocks, by the same sums. Log weights and means of the landmarks are `[N, b, M]`
+and `[N, b, M, dv]` here, for b blocks and N = batch x key heads.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Gradients, Inputs, empty_gradients, empty_output
+from favor.kernels.chunked import Buffer, Gradients, empty_gradients, empty_output, write
+from favor.kernels.chunked_window_blocks import Blocks, Span
 from favor.kernels.chunked_window_states import States
 from favor.kernels.sequences import Sequence, sequences
-
-_SPAN = 2**20  # numbers in the logits of the blocks that are worked on together
-
-
-class _Memory:
-    """Memory for one product at a time, used again for the next; fresh pages each time cost more than arithmetic."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._flat = inputs.to_key.new_empty(0)
-
-    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Rows `[n, R, w]` x columns `[n, w, C]`; valid until the next product."""
-        shape = (rows.shape[0], rows.shape[1], columns.shape[2])
-        if self._flat.numel() < math.prod(shape):
-            self._flat = rows.new_empty(math.prod(shape))
-        return torch.bmm(rows, columns, out=self._flat[: math.prod(shape)].view(shape))
-
-
-@dataclass
-class _Blocks:
-    """A sequence cut into blocks.
-
-    Attributes:
-        inputs: the sequence.
-        size: tokens of a block.
-        prefix: keys before the first query.
-        is_causal: whether later blocks, and later keys of the same block, are out of sight.
-    """
-
-    inputs: Inputs
-    size: int
-    prefix: int
-    is_causal: bool
-
-    @property
-    def number(self) -> int:
-        return -(-self.inputs.key.shape[2] // self.size)
-
-    def spans(self, *, of_queries: bool) -> list[tuple[int, int]]:
-        """Ranges of blocks to work on together; those before the first query only for keys."""
-        inputs, first = self.inputs, self.prefix // self.size if of_queries else 0
-        rows = inputs.heads * self.size * (inputs.groups if of_queries else 1)
-        step = max(1, _SPAN // (rows * (inputs.to_key.shape[1] + self.size)))
-        return [(start, min(start + step, self.number)) for start in range(first, self.number, step)]
-
-    def load(self, target: Tensor, tensor: Tensor, span: tuple[int, int], *, of_queries: bool) -> Tensor:
-        """Copies rows of `[B, H, L, w]` that lie in these blocks into `[s N, G size, w]`, zeros past the ends."""
-        shift = self.prefix if of_queries else 0
-        start, stop = span[0] * self.size - shift, span[1] * self.size - shift
-        rows = tensor[:, :, max(start, 0) : stop]
-        missing = (max(-start, 0), max(stop - tensor.shape[2], 0))
-        if any(missing):
-            rows = torch.nn.functional.pad(rows, (0, 0, *missing))
-        number, (batch, heads) = span[1] - span[0], self.inputs.key.shape[:2]
-        rows = rows.unflatten(2, (number, self.size)).unflatten(1, (heads, -1)).permute(3, 0, 1, 2, 4, 5)
-        target.unflatten(0, (number, batch, heads)).unflatten(3, (-1, self.size)).copy_(rows)
-        return target
-
-    def cut(self, tensor: Tensor, span: tuple[int, int], *, of_queries: bool) -> Tensor:
-        """The same rows in memory of their own."""
-        rows = self.size * tensor.shape[1] // self.inputs.key.shape[1]
-        shape = ((span[1] - span[0]) * self.inputs.heads, rows, tensor.shape[3])
-        return self.load(self.inputs.to_query.new_empty(shape), tensor, span, of_queries=of_queries)
-
-    def load_keys(self, target: Tensor, tensor: Tensor, span: tuple[int, int]) -> Tensor:
-        """Copies rows of keys or values; hidden ones are zeros, whatever they hold."""
-        self.load(target, tensor, span, of_queries=False)
-        hidden = self.hidden(span)
-        return target if hidden is None else target.masked_fill_(hidden, 0.0)
-
-    def load_bias(self, target: Tensor, span: tuple[int, int]) -> None:
-        """Copies the bias of the keys into `[s N, size, 1]`, -inf past the end."""
-        self.load(target, self.inputs.bias.view(*self.inputs.key.shape[:3], 1), span, of_queries=False)
-        hidden = self.hidden(span)
-        if hidden is not None:
-            target.masked_fill_(hidden, -torch.inf)
-
-    def hidden(self, span: tuple[int, int]) -> Tensor | None:
-        """`[s N, size, 1]`, True for keys out of sight; None if there are none."""
-        if self.inputs.hidden is None and span[1] * self.size <= self.inputs.key.shape[2]:
-            return None
-        bias = self.inputs.bias
-        visible = torch.ones_like(bias) if self.inputs.hidden is None else (~self.inputs.hidden).to(bias.dtype)
-        return self.cut(visible.view(*self.inputs.key.shape[:3], 1), span, of_queries=False) == 0
-
-    def store(self, target: Tensor, rows: Tensor, span: tuple[int, int], *, of_queries: bool) -> None:
-        """Writes `[s N, G size, w]` into `[B, H, L, w]`; the reverse of `cut`."""
-        shift = self.prefix if of_queries else 0
-        start, stop = span[0] * self.size - shift, span[1] * self.size - shift
-        rows = rows.reshape(span[1] - span[0], self.inputs.heads, -1, self.size, rows.shape[-1]).permute(1, 2, 0, 3, 4)
-        rows = rows.reshape(*target.shape[:2], stop - start, target.shape[-1])
-        first = max(start, 0)
-        target[:, :, first:stop] = rows[:, :, first - start : target.shape[2] - start]
-
-    def buffer(self, rows: int, width: int, *, of_queries: bool = False) -> Tensor:
-        """Uninitialised `[s N, rows, width]` for the longest span."""
-        longest = max((stop - start for start, stop in self.spans(of_queries=of_queries)), default=0)
-        return self.inputs.to_key.new_empty(longest * self.inputs.heads, rows, width)
-
-    def repeated(self, target: Tensor, per_head: Tensor) -> None:
-        """Copies `[N, ...]` into `[s N, ...]`, for each block of a span."""
-        target.unflatten(0, (-1, self.inputs.heads)).copy_(per_head)
-
-    def hide(self, logits: Tensor) -> None:
-        """Puts -inf where a query of a causal layer would see a later key of its block, `[s N, G size, size]`."""
-        if self.is_causal:
-            later = torch.ones(self.size, self.size, dtype=torch.bool, device=logits.device).triu_(1)
-            logits.unflatten(1, (-1, self.size)).masked_fill_(later, -torch.inf)
-
-
-class _Reader:
-    """Reads, for the queries of a span of blocks, M landmarks and the `size` keys of their block, side by side.
-
-    Query bias and log weights are two more columns of the factors of one product, which then needs no further pass.
-
-    Attributes:
-        rows: queries `[s N, G size, d + 2]`, with a column of ones and the query bias.
-        targets: directions and scaled keys `[s N, M + size, d + 2]`, with log weights (or 0, -inf) and 0 (or -1).
-        values: `[s N, size, dv]`.
-        features: M.
-    """
-
-    def __init__(
-        self, inputs: Inputs, blocks: _Blocks, query_bias: Tensor, landmarks: tuple[Tensor, Tensor], scale: float
-    ) -> None:
-        (self.features, self.dim), size = inputs.to_query.shape[1:], blocks.size
-        self.inputs, self.blocks, self.query_bias, self.scale = inputs, blocks, query_bias, scale
-        self.weight, self.summary = landmarks
-        self._memory, self._values = _Memory(inputs), blocks.buffer(size, inputs.width, of_queries=True)
-        self._rows = blocks.buffer(inputs.groups * size, self.dim + 2, of_queries=True)
-        self._rows[:, :, self.dim] = 1.0
-        self._targets = blocks.buffer(self.features + size, self.dim + 2, of_queries=True)
-        blocks.repeated(self._targets[:, : self.features, : self.dim], inputs.to_query)
-        self._targets[:, : self.features, -1], self._targets[:, self.features :, -1] = 0.0, -1.0
-
-    def read(self, span: tuple[int, int]) -> Tensor:
-        """Attention weights `[s N, G size, M + size]`; they and the attributes are valid until the next reading."""
-        blocks, features, dim = self.blocks, self.features, self.dim
-        number = (span[1] - span[0]) * self.inputs.heads
-        self.rows, self.targets = self._rows[:number], self._targets[:number]
-        blocks.load(self.rows[:, :, :dim], self.inputs.query, span, of_queries=True)
-        blocks.load(self.rows[:, :, dim + 1 :], self.query_bias, span, of_queries=True)
-        blocks.load_keys(self.targets[:, features:, :dim], self.inputs.key, span).mul_(self.scale)
-        self.targets[:, :features, dim] = self.weight[slice(*span)].flatten(0, 1)
-        self.targets[:, features:, dim], hidden = 0.0, blocks.hidden(span)
-        if hidden is not None:
-            self.targets[:, features:, dim].masked_fill_(hidden[..., 0], -torch.inf)
-        self.values = blocks.load_keys(self._values[:number], self.inputs.value, span)
-        logits = self._memory.product(self.rows, self.targets.transpose(1, 2))
-        blocks.hide(logits[:, :, features:])
-        dead = None if hidden is None else (logits == -torch.inf).all(-1, keepdim=True)  # queries that see nothing
-        torch.softmax(logits, -1, out=logits)
-        return logits if dead is None else logits.masked_fill_(dead, 0.0)
-
-    def means(self, span: tuple[int, int]) -> Tensor:
-        """Means of the values of the landmarks, `[s N, M, dv]`."""
-        return self.summary[slice(*span)].flatten(0, 1)
 
 
 def first_block(cu_k: Tensor | None, index: int, window: int) -> int:
@@ -216,24 +57,19 @@ def forward(
     """Attention output and what the backward pass needs; arguments as in `favor.kernels.linear_attention`.
 
     Returns:
-        output `[B, H, L, dv]`, nothing (the backward pass normalises again), and log weights and summaries of the
-        landmarks of every block, see `empty_landmarks`.
+        output `[B, H, L, dv]`, logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible, and log
+        weights and summaries of the landmarks of every block, see `empty_landmarks`.
     """
-    out, landmarks = empty_output(query, value), empty_landmarks(offset, value, window, cu_k)
+    out, lse = empty_output(query, value), offset.new_empty(query.shape[:3])
+    landmarks, buffers = empty_landmarks(offset, value, window, cu_k), (Buffer(offset), Buffer(offset))
     operands = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     for index, sequence in enumerate(sequences(*operands)):
-        inputs, blocks = _cut(sequence, window, is_causal)
-        first = first_block(cu_k, index, window)
-        weight, summary = (tensor[first : first + blocks.number].flatten(1, 2) for tensor in landmarks)
-        _summarise(inputs, blocks, weight, summary)
-        own, own_bias = out[sequence.rows], query_bias[sequence.rows].unsqueeze(-1)
-        reader, memory = _Reader(inputs, blocks, own_bias, (weight, summary), scale), _Memory(inputs)
-        for span in blocks.spans(of_queries=True):
-            weights = reader.read(span)
-            rows = memory.product(weights[:, :, : reader.features], reader.means(span))
-            rows.baddbmm_(weights[:, :, reader.features :], reader.values)
-            blocks.store(own, rows, span, of_queries=True)
-    return out, offset.new_empty(0), *landmarks
+        for part, blocks in Blocks.parts(sequence, window, is_causal):
+            weight, summary = _own(landmarks, first_block(cu_k, index, window), blocks, part)
+            _summarise(blocks, buffers, weight, summary)
+            here = (query_bias[part.rows], out[part.rows], lse[part.rows])
+            _read(blocks, buffers, weight, summary, scale, *here)
+    return out, lse, *landmarks
 
 
 def backward(
@@ -260,60 +96,103 @@ def backward(
     """Gradients of the loss, from that of the output and from what `forward` returned; last that of `query_bias`."""
     operands = (query, key, value, query_directions, key_directions, offset, key_bias)
     grads, dquery_bias = empty_gradients(*operands, for_directions), torch.empty_like(query_bias)
+    buffers = tuple(Buffer(offset) for _ in range(4))
     for index, sequence in enumerate(sequences(*operands, cu_q, cu_k)):
-        inputs, blocks = _cut(sequence, window, is_causal)
-        first = first_block(cu_k, index, window)
-        own_weight, own_summary = (t[first : first + blocks.number].flatten(1, 2) for t in (weight, summary))
-        bias = (query_bias[sequence.rows].unsqueeze(-1), dquery_bias[sequence.rows].unsqueeze(-1))
-        if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
-            grads.key[sequence.columns].zero_()
-            grads.value[sequence.columns].zero_()
-        here = (grad[sequence.rows], out[sequence.rows])
-        sent = _backward_queries(inputs, blocks, *here, *bias, own_weight, own_summary, scale, sequence, grads)
-        _backward_keys(inputs, blocks, sent.outside(before=not is_causal, after=True), sequence, grads)
+        for part, blocks in Blocks.parts(sequence, window, is_causal):
+            own = _own((weight, summary), first_block(cu_k, index, window), blocks, part)
+            if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
+                grads.key[part.columns].zero_()
+                grads.value[part.columns].zero_()
+            here = (grad[part.rows], out[part.rows], lse[part.rows], query_bias[part.rows], dquery_bias[part.rows])
+            sent = _backward_queries(blocks, buffers, *here, *own, scale, part, grads)
+            _backward_keys(blocks, buffers, sent.outside(before=not is_causal, after=True), part, grads)
     return grads, dquery_bias
 
 
-def _cut(sequence: Sequence, window: int, is_causal: bool) -> tuple[Inputs, _Blocks]:
-    inputs = Inputs.of(sequence)
-    prefix = inputs.key.shape[2] - inputs.query.shape[2] if is_causal else 0
-    return inputs, _Blocks(inputs, window, prefix, is_causal)
+def _own(landmarks: tuple[Tensor, Tensor], first: int, blocks: Blocks, part: Sequence) -> tuple[Tensor, Tensor]:
+    """Views of the log weights `[N, b, M]` and means `[N, b, M, dv]` of a part."""
+    index = (slice(first, first + blocks.number), *part.columns[:2])
+    weight, summary = (tensor[index].movedim(0, 2).flatten(0, 1) for tensor in landmarks)
+    return weight, summary
 
 
-def _summarise(inputs: Inputs, blocks: _Blocks, weight: Tensor, summary: Tensor) -> None:
-    """Writes log weight `[b, N, M]`, -inf without a key, and summary `[b, N, M, dv]` of the keys outside each block."""
-    states, memory = States.uninitialised(inputs, blocks.number), _Memory(inputs)
-    (features, dim), size = inputs.to_key.shape[1:], blocks.size
-    left, right = blocks.buffer(features, dim + 1), blocks.buffer(size, dim + 1)
-    blocks.repeated(left[:, :, :dim], inputs.to_key)
-    left[:, :, dim] = 1.0
-    own = blocks.buffer(size, inputs.width)
-    for span in blocks.spans(of_queries=False):
-        number = (span[1] - span[0]) * inputs.heads
-        blocks.load_keys(right[:number, :, :dim], inputs.key, span)
-        blocks.load_bias(right[:number, :, dim:], span)
-        weights = memory.product(left[:number], right[:number].transpose(1, 2))
-        top, total, values = (tensor[slice(*span)].flatten(0, 1) for tensor in states)
-        torch.amax(weights, 2, keepdim=True, out=top)
+def _summarise(blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, summary: Tensor) -> None:
+    """Writes log weights, -inf without a key, and means of the keys outside each block."""
+    inputs = blocks.inputs
+    states, project = States.uninitialised(inputs, blocks.number), inputs.to_key.transpose(1, 2)
+    for span in blocks.spans():
+        weights = buffers[0].product(blocks.keys(inputs.key, span), project)
+        weights = blocks.apart(weights.add_(inputs.bias[:, slice(*span.keys)]), span)
+        top = weights.amax(1, keepdim=True)
         weights.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
-        torch.sum(weights, 2, keepdim=True, out=total)
-        torch.bmm(weights, blocks.load_keys(own[:number], inputs.value, span), out=values)
+        states.write(span.blocks, top=top, total=weights.sum(1))
+        states.write_values(span.blocks, weights.transpose(1, 2), blocks.apart(blocks.keys(inputs.value, span), span))
     top, total, values = states.outside(before=True, after=not blocks.is_causal, values=summary)
-    values.div_(total.masked_fill(total == 0, 1.0))
-    torch.add(top + total.log(), inputs.offset.transpose(1, 2), out=weight.unsqueeze(-1))
+    values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
+    torch.add(top + total.log(), inputs.offset, out=weight)
+
+
+def _read(
+    blocks: Blocks,
+    buffers: tuple[Buffer, ...],
+    weight: Tensor,
+    summary: Tensor,
+    scale: float,
+    query_bias: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Writes the output and the logarithm of its normaliser."""
+    for span in _with_queries(blocks):
+        far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
+        top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
+        top.masked_fill_(top == -torch.inf, 0.0)
+        total = far.sub_(top).exp_().sum(2, keepdim=True)
+        total += near.sub_(top + bias).exp_().sum(2, keepdim=True)
+        rows = far @ _of_span(summary, span)
+        rows.baddbmm_(near, blocks.apart(blocks.keys(blocks.inputs.value, span), span))
+        dead = total == 0
+        blocks.write_queries(out, rows.div_(total.masked_fill(dead, 1.0)), span)
+        blocks.write_queries(lse, total.log_().add_(top).masked_fill_(dead, torch.inf), span)
+
+
+def _with_queries(blocks: Blocks) -> list[Span]:
+    return [span for span in blocks.spans() if span.queries[1]]
+
+
+def _of_span(landmarks: Tensor, span: Span) -> Tensor:
+    """Landmarks of the blocks of a span, `[N s, M, dv]`."""
+    return landmarks[:, slice(*span.blocks)].flatten(0, 1)
+
+
+def _logits(
+    blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, scale: float, query_bias: Tensor, span: Span
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the landmarks and, without the query bias, of the own block; and that bias `[N s, rows, 1]`."""
+    inputs = blocks.inputs
+    rows = blocks.queries(inputs.query, span)
+    far = blocks.apart(buffers[0].product(rows, inputs.to_query.transpose(1, 2)), span)
+    far.add_(_of_span(weight.unsqueeze(-2), span))
+    keys = blocks.apart(blocks.keys(inputs.key, span), span)
+    near = buffers[1].product(blocks.apart(rows, span) * scale, keys.transpose(1, 2))
+    unseen = blocks.unseen(span)
+    if unseen is not None:
+        near.masked_fill_(unseen, -torch.inf)
+    return far, near, blocks.apart(blocks.queries(query_bias.unsqueeze(-1), span), span)
 
 
 def _backward_queries(
-    inputs: Inputs,
-    blocks: _Blocks,
+    blocks: Blocks,
+    buffers: tuple[Buffer, ...],
     grad: Tensor,
     out: Tensor,
+    lse: Tensor,
     query_bias: Tensor,
     dquery_bias: Tensor,
     weight: Tensor,
     summary: Tensor,
     scale: float,
-    sequence: Sequence,
+    part: Sequence,
     grads: Gradients,
 ) -> States:
     """Gradients of queries and query bias, and those of keys and values inside the blocks.
@@ -321,58 +200,63 @@ def _backward_queries(
     Returns:
         what the landmarks of each block gather, with the negative of their log weight as top.
     """
+    inputs = blocks.inputs
     sent = States.uninitialised(inputs, blocks.number)
-    torch.neg(weight.unsqueeze(-1), out=sent.top)
+    torch.neg(weight, out=sent.top)
     sent.top.masked_fill_(sent.top == torch.inf, -torch.inf)
-    unread = blocks.prefix // blocks.size  # blocks before the first query
-    sent.total[:unread], sent.values[:unread] = 0.0, 0.0
-    dq, dk, dv = grads.query[sequence.rows], grads.key[sequence.columns], grads.value[sequence.columns]
-    reader, memory = _Reader(inputs, blocks, query_bias, (weight, summary), scale), _Memory(inputs)
-    features, dim = reader.features, reader.dim
-    for span in blocks.spans(of_queries=True):
-        weights, g = reader.read(span), blocks.cut(grad, span, of_queries=True)
-        to_landmarks, to_keys = weights[:, :, :features], weights[:, :, features:]
-        delta = (g * blocks.cut(out, span, of_queries=True)).sum(2, keepdim=True)
-        _, total, values = (tensor[slice(*span)].flatten(0, 1) for tensor in sent)
-        torch.bmm(to_landmarks.transpose(1, 2), g, out=values)
-        torch.bmm(to_landmarks.transpose(1, 2), delta, out=total)
-        blocks.store(dv, to_keys.transpose(1, 2) @ g, span, of_queries=False)
-        targets = torch.cat((reader.means(span), reader.values), dim=1).transpose(1, 2)
-        slopes = memory.product(g, targets).sub_(delta).mul_(weights)
-        blocks.store(dq, slopes @ reader.targets[:, :, :dim], span, of_queries=True)
-        outside, inside, rows = slopes[:, :, :features], slopes[:, :, features:], reader.rows[:, :, :dim]
-        blocks.store(dk, (inside.transpose(1, 2) @ rows).mul_(scale), span, of_queries=False)
-        blocks.store(dquery_bias, outside.sum(2, keepdim=True), span, of_queries=True)
+    spans = _with_queries(blocks)
+    unread = spans[0].blocks[0] if spans else blocks.number  # blocks before the first query
+    sent.total[:, :unread], sent.values[:, :unread] = 0.0, 0.0
+    dq, dk, dv = grads.query[part.rows], grads.key[part.columns], grads.value[part.columns]
+    for span in spans:
+
+        def load(tensor: Tensor, span: Span = span) -> Tensor:
+            return blocks.apart(blocks.queries(tensor, span), span)
+
+        far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
+        norm = load(lse.unsqueeze(-1))
+        far.sub_(norm).exp_()
+        near.sub_(norm + bias).exp_()
+        rows, g = load(inputs.query), load(grad)
+        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+        delta = (g * load(out)).sum(2, keepdim=True)
+        sent.write(span.blocks, total=delta.transpose(1, 2) @ far)
+        sent.write_values(span.blocks, far.transpose(1, 2), g)
+        write(dv, *span.keys, near.transpose(1, 2) @ g)
+        far_slopes = buffers[2].product(g, _of_span(summary, span).transpose(1, 2)).sub_(delta).mul_(far)
+        near_slopes = buffers[3].product(g, values.transpose(1, 2)).sub_(delta).mul_(near)
+        far_rows = far_slopes.view(inputs.heads, -1, far.shape[2])
+        own_rows = blocks.apart(far_rows @ inputs.to_query, span).baddbmm_(near_slopes, keys, alpha=scale)
+        blocks.write_queries(dq, own_rows, span)
+        write(dk, *span.keys, (near_slopes.transpose(1, 2) @ rows).mul_(scale))
+        blocks.write_queries(dquery_bias, far_slopes.sum(2), span)
         if grads.offset.numel():
-            update = (outside.transpose(1, 2) @ rows).unflatten(0, (-1, inputs.heads)).sum(0)
-            sequence.accumulate(grads.query_directions, update)
+            part.accumulate(grads.query_directions, far_rows.transpose(1, 2) @ blocks.queries(inputs.query, span))
     return sent
 
 
-def _backward_keys(inputs: Inputs, blocks: _Blocks, sent: States, sequence: Sequence, grads: Gradients) -> None:
+def _backward_keys(blocks: Blocks, buffers: tuple[Buffer, ...], sent: States, part: Sequence, grads: Gradients) -> None:
     """Adds the gradients that keys and values get from the queries of other blocks."""
-    dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
-    first, second, (features, dim), size = _Memory(inputs), _Memory(inputs), inputs.to_key.shape[1:], blocks.size
-    left, right = blocks.buffer(size, dim + 2), blocks.buffer(features, dim + 2)
-    blocks.repeated(right[:, :, :dim], inputs.to_key)
-    left[:, :, dim], right[:, :, dim + 1] = 1.0, 1.0
-    own = blocks.buffer(size, inputs.width)
-    for span in blocks.spans(of_queries=False):
-        number = (span[1] - span[0]) * inputs.heads
-        top, shares, gathered = (tensor[slice(*span)].flatten(0, 1) for tensor in sent)
-        rows = blocks.load_keys(left[:number, :, :dim], inputs.key, span)
-        blocks.load_bias(left[:number, :, dim + 1 :], span)
-        values, directions = blocks.load_keys(own[:number], inputs.value, span), right[:number, :, :dim]
-        blocks.repeated(right[:number, :, dim : dim + 1], inputs.offset.transpose(1, 2))
-        right[:number, :, dim : dim + 1] += top
-        weights = first.product(left[:number], right[:number].transpose(1, 2)).exp_()
-        inside = blocks.cut(dv, span, of_queries=False)
-        blocks.store(dv, inside.baddbmm_(weights, gathered), span, of_queries=False)
-        slopes = second.product(values, gathered.transpose(1, 2)).sub_(shares.transpose(1, 2)).mul_(weights)
-        inside = blocks.cut(dk, span, of_queries=False)
-        blocks.store(dk, inside.baddbmm_(slopes, directions), span, of_queries=False)
-        blocks.store(dbias.unsqueeze(-1), slopes.sum(2, keepdim=True), span, of_queries=False)
+    inputs, (first, second, *_) = blocks.inputs, buffers
+    dk, dv, dbias = (grad[part.columns] for grad in (grads.key, grads.value, grads.key_bias))
+    project, shift = inputs.to_key.transpose(1, 2), sent.top + inputs.offset
+    for span in blocks.spans():
+        keys = blocks.keys(inputs.key, span)
+        weights = first.product(keys, project).add_(inputs.bias[:, slice(*span.keys)])
+        own = blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)).exp_()
+        gathered = _of_span(sent.values, span)
+        _add(dv, span, own @ gathered)
+        values = blocks.apart(blocks.keys(inputs.value, span), span)
+        slopes = second.product(values, gathered.transpose(1, 2))
+        slopes = slopes.sub_(_of_span(sent.total.unsqueeze(-2), span)).mul_(own).view(weights.shape)
+        _add(dk, span, slopes @ inputs.to_key)
+        write(dbias, *span.keys, slopes.sum(2))
         if grads.offset.numel():
-            heads = (-1, inputs.heads)
-            sequence.accumulate(grads.key_directions, (slopes.transpose(1, 2) @ rows).unflatten(0, heads).sum(0))
-            sequence.accumulate(grads.offset, slopes.sum(1).unflatten(0, heads).sum(0))
+            part.accumulate(grads.key_directions, slopes.transpose(1, 2) @ keys)
+            part.accumulate(grads.offset, slopes.sum(1))
+
+
+def _add(target: Tensor, span: Span, rows: Tensor) -> None:
+    """Adds rows `[N s, tokens, w]` or `[N, s tokens, w]` to the tokens of a span of a tensor `[B, Hk, S, w]`."""
+    block = target[:, :, slice(*span.keys)]
+    block += rows.view_as(block)

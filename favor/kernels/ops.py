@@ -69,7 +69,7 @@ def _(
     triton = pick(kernel, query, value) == "triton"
     if triton:
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    elif window or not is_causal:
+    elif not window and not is_causal:
         lse = offset.new_empty(0)
     if window:
         weight, summary = chunked_window.empty_landmarks(offset, value, window, cu_k)
@@ -160,9 +160,12 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, query_bias, ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, ctx.kernel = inputs
     ctx.save_for_backward(*tensors, *output, query_bias)
+    ctx.set_materialize_grads(False)  # zeros for the landmarks of a window would be many
 
 
-def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Optional[Tensor], *unused: None) -> tuple[Any, ...]:  # noqa: UP045
+    if grad is None:
+        return (None,) * 16
     for_directions = any(ctx.needs_input_grad[3:6])
     options = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, for_directions, ctx.kernel)
     query, key, value, bias, *directions, query_bias = attention_backward(grad, *ctx.saved_tensors, *options)

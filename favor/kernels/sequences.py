@@ -1,10 +1,10 @@
-"""Packed batches: sequences of different lengths one after another, with their cumulative lengths."""
+"""The parts of a batch that kernels work through one by one: packed sequences, and some heads at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 from torch import Tensor
 
@@ -13,12 +13,13 @@ Index = tuple[slice, slice, slice]
 
 @dataclass
 class Sequence:
-    """One sequence of a packed batch, or a whole batch that is not packed; views, not copies.
+    """One sequence of a packed batch, or a whole batch that is not packed, or some heads of these; views, not copies.
 
     Attributes:
         query, key, value, query_directions, key_directions, offset, key_bias: as in `favor.kernels.linear_attention`.
         rows, columns: index of its queries and of its keys in the whole batch.
         landmarks: index of its landmarks among those of all sequences.
+        directions: index of its directions, offsets and their gradients among those of all sequences and key heads.
     """
 
     query: Tensor
@@ -31,14 +32,38 @@ class Sequence:
     rows: Index
     columns: Index
     landmarks: slice
+    directions: tuple[slice, slice]
 
     def accumulate(self, total: Tensor, update: Tensor) -> None:
         """Adds an update per sequence and key head `[N, ...]` to a total `[n, Hk, ...]` (n = 1: shared by all)."""
-        update = update.view(-1, *total.shape[1:])
-        if total.shape[0] == 1:
-            total += update.sum(0, keepdim=True)
-        else:
-            total[self.landmarks] += update
+        own = total[self.directions]
+        update = update.view(-1, *own.shape[1:])
+        own += update.sum(0, keepdim=True) if own.shape[0] == 1 else update
+
+    def parts(self, number: int) -> Iterator[Sequence]:
+        """At most so many key heads at a time, counting those of all sequences of a batch."""
+        batch, heads = self.key.shape[:2]
+        together, number = max(1, number // heads), min(number, heads)
+        groups = self.query.shape[1] // heads
+        for first, head in product(range(0, batch, together), range(0, heads, number)):
+            some, own = slice(first, first + together), slice(head, head + number)
+            asking = slice(groups * head, groups * (head + number))
+            shared = slice(None) if self.offset.shape[0] == 1 else some
+            yield replace(
+                self,
+                query=self.query[some, asking],
+                key=self.key[some, own],
+                value=self.value[some, own],
+                query_directions=self.query_directions[shared, own],
+                key_directions=self.key_directions[shared, own],
+                offset=self.offset[shared, own],
+                key_bias=self.key_bias[some, own],
+                rows=(some, asking, self.rows[2]),
+                columns=(some, own, self.columns[2]),
+                # A packed sequence, which is a batch of one, is told apart by its place in the whole batch.
+                landmarks=self.landmarks if batch == 1 else some,
+                directions=(self.directions[0] if batch == 1 else shared, own),
+            )
 
 
 def sequences(
@@ -73,4 +98,5 @@ def sequences(
             (everything, everything, rows),
             (everything, everything, columns),
             own,
+            (per_sequence, everything),
         )

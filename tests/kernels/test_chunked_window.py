@@ -4,7 +4,7 @@ import pytest
 import torch
 from truth import error, gradients, make_inputs, window_attention
 
-from favor.kernels import chunked_window, linear_attention
+from favor.kernels import chunked_window_blocks, linear_attention
 from favor.kernels.ops import attention_backward, attention_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
@@ -141,7 +141,7 @@ def test_the_size_of_spans_does_not_change_gradients(is_causal, monkeypatch):
     inputs, *_ = prepare(90, "keys first" if is_causal else "padded", groups=2)
     options, weight = {"window": 16, "scale": 0.3, "is_causal": is_causal}, draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
-    monkeypatch.setattr(chunked_window, "_SPAN", 1)
+    monkeypatch.setattr(chunked_window_blocks, "_SPAN", 1)
     for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 
