@@ -68,6 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--skip_memory", action="store_true", help="do not measure peak memory")
     add("--threads", type=int, help="CPU threads; default: those torch takes")
     add("--seed", type=int, default=0)
+    add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
     add("--output_dir", type=Path, default=Path("eval/results"))
     add("--name", help="of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     add("--isolate", action="store_true", help=argparse.SUPPRESS)
@@ -160,7 +161,7 @@ def run_attention(bench: Bench) -> None:
     shape = {
         name: getattr(arguments, name) for name in ("batch_size", "heads", "key_heads", "head_dim", "num_features")
     }
-    same = {name: getattr(arguments, name) for name in ("dtype", "device", "kernel", "seed")}
+    same = {name: getattr(arguments, name) for name in ("dtype", "device", "kernel", "seed", "magnitude")}
     for direction in arguments.directions:
         for pass_name in arguments.passes:
             cell = Cell(1, direction == "causal", pass_name != "forward", **shape, **same)
@@ -229,7 +230,8 @@ def explanation(bench: Bench) -> list[str]:
         ]
     return [
         *lines,
-        f"Inputs: standard normal, batch {a.batch_size}, {a.heads} heads, {a.key_heads} key heads, width {a.head_dim},",
+        f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",
+        f"batch {a.batch_size}, {a.heads} heads, {a.key_heads} key heads, width {a.head_dim},",
         f"{a.num_features} features, {a.dtype}, seed {a.seed}. forward+backward gives the gradients of query, key and",
         "value. Before its time each method is compared with its own formula in float64 on the cell's inputs: up to 64",
         "query rows of one head, with a backward all gradients that follow from them. Largest relative error allowed:",

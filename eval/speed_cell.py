@@ -27,6 +27,7 @@ class Cell:
     device: str = "cpu"
     kernel: str = "auto"
     seed: int = 0
+    magnitude: float = 1.0
 
     @property
     def direction(self) -> str:
@@ -44,19 +45,20 @@ class Cell:
         return getattr(torch, self.dtype).itemsize
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Standard normal query, output gradient `[B, H, L, d]`, key and value `[B, Hk, L, d]`.
+        """Normal query, output gradient `[B, H, L, d]`, key and value `[B, Hk, L, d]`.
 
-        Returned as query, key, value, output gradient; the first three require gradients if the cell has a backward.
+        The standard deviation of query and key is `magnitude`, of the others 1. Returned as query, key, value, output
+        gradient; the first three require gradients if the cell has a backward.
         """
         generator = torch.Generator(device=self.device).manual_seed(self.seed)
 
-        def draw(heads: int, grad: bool) -> Tensor:
+        def draw(heads: int, grad: bool, magnitude: float = 1.0) -> Tensor:
             shape = (self.batch_size, heads, self.length, self.head_dim)
             numbers = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
-            return numbers.requires_grad_(grad and self.backward)
+            return numbers.mul_(magnitude).requires_grad_(grad and self.backward)
 
-        query, key, value = draw(self.heads, True), draw(self.key_heads, True), draw(self.key_heads, True)
-        return query, key, value, draw(self.heads, False)
+        query, key = draw(self.heads, True, self.magnitude), draw(self.key_heads, True, self.magnitude)
+        return query, key, draw(self.key_heads, True), draw(self.heads, False)
 
     @property
     def input_output_bytes(self) -> int:

@@ -29,6 +29,8 @@ from favor.kernels.sequences import Sequence, sequences
 # block costs some twenty calls, however small it is.
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 2**19, 2**20
 
+LOG2E, LN2 = 1 / math.log(2), math.log(2)
+
 
 class Buffer:
     """Memory for one product, used again for the next; fresh pages each time cost more than the arithmetic."""
@@ -36,13 +38,28 @@ class Buffer:
     def __init__(self, like: Tensor) -> None:
         self._memory = like.new_empty(0)
 
-    def product(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Rows `[N, R, w]` x columns `[N, w, C]`; valid until the next product."""
+    def product(self, rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
+        """Rows `[N, R, w]` x columns `[N, w, C]` x a factor; valid until the next product."""
         shape = (rows.shape[0], rows.shape[1], columns.shape[2])
         size = math.prod(shape)
         if self._memory.numel() < size:
             self._memory = rows.new_empty(size)
-        return torch.bmm(rows, columns, out=self._memory[:size].view(shape))
+        out = self._memory[:size].view(shape)
+        return torch.baddbmm(out, rows, columns, beta=0.0, alpha=factor, out=out)
+
+
+def exp2(logits: Tensor) -> Tensor:
+    """2^logits, in place, for `logits` relative to a term of the same sum.
+
+    On a CPU, natural exponents below the normal numbers take up to 200 times as long (exp of MKL), and products with
+    subnormal numbers 100 times. So this is base 2, and what is too small to count is 0.
+    """
+    return vanish(logits.exp2_())
+
+
+def vanish(weights: Tensor) -> Tensor:
+    """Puts 0, in place, where a weight is below 2^-100 (float32) or 2^-996 (float64)."""
+    return torch.threshold_(weights, 2.0**26 * torch.finfo(weights.dtype).tiny, 0.0)
 
 
 class Gradients(NamedTuple):
@@ -63,7 +80,7 @@ class Inputs:
 
     Attributes:
         query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
-        to_query, to_key: directions `[N, M, d]`; offset: `[N, 1, M]`; bias: `[N, S, 1]`.
+        to_query, to_key: directions `[N, M, d]`; offset: `[N, 1, M]`; bias: `[N, S, 1]`; the last two in base 2.
         hidden: `[N, S, 1]`, True for keys with a bias of -inf; None if there are none.
     """
 
@@ -84,7 +101,7 @@ class Inputs:
         def per_head(tensor: Tensor) -> Tensor:
             return tensor.expand(batch, *tensor.shape[1:]).flatten(0, 1)
 
-        bias = sequence.key_bias.reshape(batch * key_heads, -1, 1)
+        bias = sequence.key_bias.reshape(batch * key_heads, -1, 1) * LOG2E
         hidden = bias == -torch.inf
         return cls(
             sequence.query,
@@ -92,7 +109,7 @@ class Inputs:
             sequence.value,
             per_head(sequence.query_directions),
             per_head(sequence.key_directions),
-            per_head(sequence.offset).unsqueeze(1),
+            per_head(sequence.offset).unsqueeze(1) * LOG2E,
             bias,
             hidden if bool(hidden.any()) else None,
         )
@@ -192,20 +209,20 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
     """Landmarks over the keys before `stop`.
 
     Returns:
-        maximum of the key logits `[N, M, 1]` (0 if there is no visible key), sum of exp(logit - maximum) `[N, M, 1]`,
-        and the same sum of values `[N, M, dv]`.
+        maximum of the key logits in base 2 `[N, M, 1]` (0 if there is no visible key), sum of 2^(logit - maximum)
+        `[N, M, 1]`, and the same sum of values `[N, M, dv]`.
     """
     n, features = inputs.to_key.shape[:2]
-    # Finite where nothing is visible yet: exp(-inf - top) is 0 there.
+    # Finite where nothing is visible yet: 2^(-inf - top) is 0 there.
     top = inputs.to_key.new_full((n, features, 1), torch.finfo(inputs.to_key.dtype).min)
     total, buffer = torch.zeros_like(top), Buffer(top)
     state = inputs.to_key.new_zeros(n, features, inputs.width)
     for start, end in inputs.blocks(n, stop):
         columns, bias = inputs.keys(inputs.key, start, end).transpose(1, 2), inputs.bias[:, start:end].transpose(1, 2)
-        weights = buffer.product(inputs.to_key, columns).add_(bias)
+        weights = buffer.product(inputs.to_key, columns, LOG2E).add_(bias)
         risen = torch.maximum(top, weights.amax(2, keepdim=True))
-        decay = (top - risen).exp_()
-        total.mul_(decay).add_(weights.sub_(risen).exp_().sum(2, keepdim=True))
+        decay = (top - risen).exp2_()
+        total.mul_(decay).add_(exp2(weights.sub_(risen)).sum(2, keepdim=True))
         state.mul_(decay).baddbmm_(weights, inputs.keys(inputs.value, start, end))
         top = risen
     return top.masked_fill_(total == 0, 0.0), total, state
@@ -216,7 +233,7 @@ def _landmarks(inputs: Inputs) -> tuple[Tensor, Tensor]:
     top, total, state = summarise(inputs, inputs.key.shape[2])
     # Without a visible key everything is zero: a finite weight and a summary of zeros.
     total.masked_fill_(total == 0, 1.0)
-    return (top + total.log()).transpose(1, 2) + inputs.offset, state.div_(total)
+    return ((top + total.log2()).transpose(1, 2) + inputs.offset) * LN2, state.div_(total)
 
 
 def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor) -> None:
@@ -224,7 +241,7 @@ def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor) -> N
     project, buffer = inputs.to_query.transpose(1, 2), Buffer(summary)
     for start, stop in inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2], _SMALLEST_BLOCK // 2):
         weights = buffer.product(inputs.queries(inputs.query, start, stop), project).add_(log_weight)
-        torch.softmax(weights, 2, out=weights)
+        vanish(torch.softmax(weights, 2, out=weights))
         write(out, start, stop, weights @ summary)
 
 
@@ -246,7 +263,7 @@ def _backward_queries(
         rows, g = inputs.queries(inputs.query, start, stop), inputs.queries(grad, start, stop)
         delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
         weights = first.product(rows, project).add_(log_weight)
-        torch.softmax(weights, 2, out=weights)
+        vanish(torch.softmax(weights, 2, out=weights))
         gathered.baddbmm_(weights.transpose(1, 2), g)
         shares.baddbmm_(delta.transpose(1, 2), weights)
         slopes = second.product(g, back).sub_(delta).mul_(weights)
@@ -266,12 +283,12 @@ def _backward_keys(
     grads: Gradients,
 ) -> None:
     project, back = inputs.to_key.transpose(1, 2), gathered.transpose(1, 2)
-    shift, ones = inputs.offset - log_weight, torch.ones_like(shares).transpose(1, 2)
+    shift, ones = inputs.offset - log_weight * LOG2E, torch.ones_like(shares).transpose(1, 2)
     dk, dv, dbias = (grad[sequence.columns] for grad in (grads.key, grads.value, grads.key_bias))
     first, second = buffers
     for start, stop in inputs.blocks(inputs.heads, inputs.key.shape[2]):
         rows, values = inputs.keys(inputs.key, start, stop), inputs.keys(inputs.value, start, stop)
-        weights = first.product(rows, project).add_(shift).add_(inputs.bias[:, start:stop]).exp_()
+        weights = exp2(first.product(rows, project, LOG2E).add_(shift).add_(inputs.bias[:, start:stop]))
         write(dv, start, stop, weights @ gathered)
         slopes = second.product(values, back).sub_(shares).mul_(weights)
         write(dk, start, stop, slopes @ inputs.to_key)

@@ -5,10 +5,10 @@ chunk enter through a state, those of the chunk through the products of features
 
 Both are scaled by one anchor per feature: the largest logit among the past keys and the first key of the chunk. All
 queries of the chunk see those, so each row has a term of 1 and its normaliser does not underflow. Later keys of the
-chunk may exceed the anchor; if any does by more than e^50 the chunk is cut in two. A chunk of one token is exact.
+chunk may exceed the anchor; if any does by more than 2^72 the chunk is cut in two. A chunk of one token is exact.
 
 The backward pass computes features and states again: forward in time for the queries, backward in time for the keys,
-whose state gathers the gradients of later queries. It divides nothing: weights are exp(logit - log normaliser). The
+whose state gathers the gradients of later queries. It divides nothing: weights are 2^(logit - log normaliser). The
 weights of later queries are at most 1 at the anchor of the chunk, since they see its keys too, and anchors rise with
 time, so moving that state back to an earlier anchor never overflows.
 """
@@ -21,12 +21,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Buffer, Gradients, Inputs, empty_gradients, empty_output, summarise, write
+from favor.kernels.chunked import (
+    LN2,
+    LOG2E,
+    Buffer,
+    Gradients,
+    Inputs,
+    empty_gradients,
+    empty_output,
+    exp2,
+    summarise,
+    write,
+)
 from favor.kernels.sequences import Sequence, sequences
 
 # Products inside a chunk cost its size squared; below, passing the state on does.
 CHUNK_SIZE, _LONG = 64, 4096
-_STEEPEST = 50.0
+_STEEPEST = 72.0
 
 
 @dataclass
@@ -35,7 +46,7 @@ class _Chunk:
 
     Attributes:
         anchor: `[N, 1, M]`.
-        weights: exp(key logits + offset - anchor), `[N, C, M]`.
+        weights: 2^(key logits + offset - anchor), `[N, C, M]`.
     """
 
     start: int
@@ -51,7 +62,7 @@ class _Chunk:
 
 @dataclass
 class _State:
-    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times exp(-anchor)."""
+    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times 2^-anchor."""
 
     anchor: Tensor
     total: Tensor
@@ -67,7 +78,7 @@ class _State:
 
     def move(self, anchor: Tensor) -> None:
         """Same sums for a new anchor, which is -inf only where nothing has been seen."""
-        decay = (self.anchor - anchor.masked_fill(anchor == -torch.inf, 0.0)).exp_()
+        decay = exp2(self.anchor - anchor.masked_fill(anchor == -torch.inf, 0.0))
         self.total.mul_(decay)
         self.values.mul_(decay.transpose(1, 2))
         self.anchor = anchor
@@ -76,7 +87,7 @@ class _State:
         """Adds keys, given their weights at the present anchor, and lifts the anchor over them."""
         self.total += weights.sum(1, keepdim=True)
         self.values.baddbmm_(weights.transpose(1, 2), values)
-        self.move(self.anchor + weights.amax(1, keepdim=True).clamp_(min=1.0).log_())
+        self.move(self.anchor + weights.amax(1, keepdim=True).clamp_(min=1.0).log2_())
 
 
 def forward(
@@ -104,16 +115,16 @@ def forward(
         project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs.to_key)
         for chunk in _chunks(inputs, state, size):
             values = inputs.keys(inputs.value, *chunk.keys)
-            weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project)
+            weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project, LOG2E)
             weights += chunk.anchor
             top = weights.amax(2, keepdim=True)
-            weights.sub_(top).exp_()
+            exp2(weights.sub_(top))
             scores = _lower(weights @ chunk.weights.transpose(1, 2))
             total = scores.sum(2, keepdim=True).add_(weights @ state.total.transpose(1, 2))
             rows = (scores @ values).baddbmm_(weights, state.values)
             unseen = total == 0
             rows /= total.masked_fill(unseen, 1.0)
-            top = total.log_().add_(top).masked_fill_(unseen, torch.inf)
+            top = total.log_().add_(top, alpha=LN2).masked_fill_(unseen, torch.inf)
             span = (chunk.start, chunk.stop)
             write(own_out, *span, rows)
             write(own_lse, *span, top)
@@ -155,7 +166,7 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
     start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
     while start < length:
         stop = min(start + size, length)
-        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project)
+        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
         logits.add_(inputs.bias[:, prefix + start : prefix + stop]).add_(inputs.offset)
         anchor = torch.maximum(state.anchor, logits[:, :1])
         if inputs.hidden is not None:
@@ -168,7 +179,7 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
         while stop - start > 1 and bool((logits[:, : stop - start] > _STEEPEST).any()):
             stop = (start + stop + 1) // 2
         state.move(anchor)
-        weights = logits[:, : stop - start].exp_()
+        weights = exp2(logits[:, : stop - start])
         yield _Chunk(start, stop, prefix + start, anchor.masked_fill(anchor == -torch.inf, 0.0), weights)
         start = stop
 
@@ -189,7 +200,7 @@ def _backward_queries(
         start, stop = chunk.start, chunk.stop
         rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
         g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
-        weights = first.product(rows, project).add_(chunk.anchor).sub_(log_total).exp_()
+        weights = exp2(first.product(rows, project, LOG2E).add_(chunk.anchor).sub_(log_total))
         slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
         slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
         slopes *= weights
@@ -218,12 +229,12 @@ def _backward_keys(
     project, above = inputs.to_query.transpose(1, 2), torch.full_like(shares, torch.inf)
     for start, stop, anchor in reversed(anchors):
         # Anchors rise with time, except over chunks before the first visible key.
-        decay, above = (anchor - above).clamp_(max=0.0).exp_(), anchor
+        decay, above = exp2((anchor - above).clamp_(max=0.0)), anchor
         gathered.mul_(decay.transpose(1, 2))
         shares.mul_(decay)
         g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
         queries = inputs.queries(inputs.query, start, stop)
-        weights = memory[0].product(queries, project).add_(anchor).sub_(log_total).exp_()
+        weights = exp2(memory[0].product(queries, project, LOG2E).add_(anchor).sub_(log_total))
         first, last = prefix + start, prefix + stop
         rows, own = _key_weights(inputs, memory[1], anchor, first, last)
         values = inputs.keys(inputs.value, first, last)
@@ -245,14 +256,14 @@ def _of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     g = inputs.queries(grad, start, stop)
     delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
-    return g, delta, inputs.queries(lse.unsqueeze(3), start, stop)
+    return g, delta, inputs.queries(lse.unsqueeze(3), start, stop) * LOG2E
 
 
 def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Rows of the keys, and exp(key logits + offset - anchor) `[N, C, M]`."""
+    """Rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
     rows = inputs.keys(inputs.key, start, stop)
-    logits = buffer.product(rows, inputs.to_key.transpose(1, 2)).add_(inputs.offset - anchor)
-    return rows, logits.add_(inputs.bias[:, start:stop]).exp_()
+    logits = buffer.product(rows, inputs.to_key.transpose(1, 2), LOG2E).add_(inputs.offset - anchor)
+    return rows, exp2(logits.add_(inputs.bias[:, start:stop]))
 
 
 def _store_keys(

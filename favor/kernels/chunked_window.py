@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Buffer, Gradients, empty_gradients, empty_output, write
+from favor.kernels.chunked import LN2, LOG2E, Buffer, Gradients, empty_gradients, empty_output, exp2, write
 from favor.kernels.chunked_window_blocks import Blocks, Span
 from favor.kernels.chunked_window_states import States
 from favor.kernels.sequences import Sequence, sequences
@@ -121,15 +121,15 @@ def _summarise(blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, summ
     inputs = blocks.inputs
     states, project = States.uninitialised(inputs, blocks.number), inputs.to_key.transpose(1, 2)
     for span in blocks.spans():
-        weights = buffers[0].product(blocks.keys(inputs.key, span), project)
+        weights = buffers[0].product(blocks.keys(inputs.key, span), project, LOG2E)
         weights = blocks.apart(weights.add_(inputs.bias[:, slice(*span.keys)]), span)
         top = weights.amax(1, keepdim=True)
-        weights.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+        exp2(weights.sub_(top.masked_fill(top == -torch.inf, 0.0)))
         states.write(span.blocks, top=top, total=weights.sum(1))
         states.write_values(span.blocks, weights.transpose(1, 2), blocks.apart(blocks.keys(inputs.value, span), span))
     top, total, values = states.outside(before=True, after=not blocks.is_causal, values=summary)
     values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
-    torch.add(top + total.log(), inputs.offset, out=weight)
+    torch.mul(top + total.log2() + inputs.offset, LN2, out=weight)
 
 
 def _read(
@@ -147,13 +147,13 @@ def _read(
         far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
         top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
         top.masked_fill_(top == -torch.inf, 0.0)
-        total = far.sub_(top).exp_().sum(2, keepdim=True)
-        total += near.sub_(top + bias).exp_().sum(2, keepdim=True)
+        total = exp2(far.sub_(top)).sum(2, keepdim=True)
+        total += exp2(near.sub_(top + bias)).sum(2, keepdim=True)
         rows = far @ _of_span(summary, span)
         rows.baddbmm_(near, blocks.apart(blocks.keys(blocks.inputs.value, span), span))
         dead = total == 0
         blocks.write_queries(out, rows.div_(total.masked_fill(dead, 1.0)), span)
-        blocks.write_queries(lse, total.log_().add_(top).masked_fill_(dead, torch.inf), span)
+        blocks.write_queries(lse, total.log_().add_(top, alpha=LN2).masked_fill_(dead, torch.inf), span)
 
 
 def _with_queries(blocks: Blocks) -> list[Span]:
@@ -168,17 +168,17 @@ def _of_span(landmarks: Tensor, span: Span) -> Tensor:
 def _logits(
     blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, scale: float, query_bias: Tensor, span: Span
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the landmarks and, without the query bias, of the own block; and that bias `[N s, rows, 1]`."""
+    """Logits of the landmarks and, without the query bias, of the own block; and that bias; all in base 2."""
     inputs = blocks.inputs
     rows = blocks.queries(inputs.query, span)
-    far = blocks.apart(buffers[0].product(rows, inputs.to_query.transpose(1, 2)), span)
-    far.add_(_of_span(weight.unsqueeze(-2), span))
+    far = blocks.apart(buffers[0].product(rows, inputs.to_query.transpose(1, 2), LOG2E), span)
+    far.add_(_of_span(weight.unsqueeze(-2), span), alpha=LOG2E)
     keys = blocks.apart(blocks.keys(inputs.key, span), span)
-    near = buffers[1].product(blocks.apart(rows, span) * scale, keys.transpose(1, 2))
+    near = buffers[1].product(blocks.apart(rows, span), keys.transpose(1, 2), scale * LOG2E)
     unseen = blocks.unseen(span)
     if unseen is not None:
         near.masked_fill_(unseen, -torch.inf)
-    return far, near, blocks.apart(blocks.queries(query_bias.unsqueeze(-1), span), span)
+    return far, near, blocks.apart(blocks.queries(query_bias.unsqueeze(-1), span), span) * LOG2E
 
 
 def _backward_queries(
@@ -202,7 +202,7 @@ def _backward_queries(
     """
     inputs = blocks.inputs
     sent = States.uninitialised(inputs, blocks.number)
-    torch.neg(weight, out=sent.top)
+    torch.mul(weight, -LOG2E, out=sent.top)
     sent.top.masked_fill_(sent.top == torch.inf, -torch.inf)
     spans = _with_queries(blocks)
     unread = spans[0].blocks[0] if spans else blocks.number  # blocks before the first query
@@ -214,9 +214,9 @@ def _backward_queries(
             return blocks.apart(blocks.queries(tensor, span), span)
 
         far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
-        norm = load(lse.unsqueeze(-1))
-        far.sub_(norm).exp_()
-        near.sub_(norm + bias).exp_()
+        norm = load(lse.unsqueeze(-1)) * LOG2E
+        exp2(far.sub_(norm))
+        exp2(near.sub_(norm + bias))
         rows, g = load(inputs.query), load(grad)
         keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
         delta = (g * load(out)).sum(2, keepdim=True)
@@ -242,8 +242,8 @@ def _backward_keys(blocks: Blocks, buffers: tuple[Buffer, ...], sent: States, pa
     project, shift = inputs.to_key.transpose(1, 2), sent.top + inputs.offset
     for span in blocks.spans():
         keys = blocks.keys(inputs.key, span)
-        weights = first.product(keys, project).add_(inputs.bias[:, slice(*span.keys)])
-        own = blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)).exp_()
+        weights = first.product(keys, project, LOG2E).add_(inputs.bias[:, slice(*span.keys)])
+        own = exp2(blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)))
         gathered = _of_span(sent.values, span)
         _add(dv, span, own @ gathered)
         values = blocks.apart(blocks.keys(inputs.value, span), span)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Inputs
+from favor.kernels.chunked import Inputs, exp2
 
 # Blocks whose tops differ by less, for every feature, are brought to one scale without loss.
-_WIDEST = 50.0
+_WIDEST = 72.0
 _TOGETHER = 16
 
 
 class States(NamedTuple):
-    """Sums over keys times exp(-top), for each block and feature: `[N, b, M]`, `[N, b, M]`, `[N, b, M, w]`.
+    """Sums over keys times 2^-top, for each block and feature: `[N, b, M]`, `[N, b, M]`, `[N, b, M, w]`.
 
     Top is -inf where there is nothing.
     """
@@ -64,20 +65,39 @@ class States(NamedTuple):
             result.top.copy_(self.top.amax(1, keepdim=True).expand_as(self.top))
             result.top.masked_fill_(seen.sum(1, keepdim=True) - seen.long() == 0, -torch.inf)
             return result
-        if before:
-            result._clear(0)
-            for block in range(1, blocks):
-                result._put(block, result, block - 1, self, block - 1)
-        running = States(*(torch.empty_like(tensor[:, :1]) for tensor in self))
-        running._clear(0)
-        for block in reversed(range(blocks)) if after else ():
-            if before:
-                result._put(block, result, block, running, 0)
-            else:
-                for target, tensor in zip(result, running, strict=True):
-                    target[:, block] = tensor[:, 0]
-            running._put(0, running, 0, self, block)
+        self._sweep(result, list(range(blocks)) if before else list(reversed(range(blocks))))
+        if before and after:
+            later = States(*(torch.empty_like(tensor) for tensor in self))
+            self._sweep(later, list(reversed(range(blocks))))
+            risen = torch.maximum(result.top, later.top)
+            base = risen.masked_fill(risen == -torch.inf, 0.0)
+            for states in (result, later):
+                decay = exp2(states.top - base)
+                states.total.mul_(decay)
+                states.values.mul_(decay.unsqueeze(-1))
+            result.top.copy_(risen)
+            result.total.add_(later.total)
+            result.values.add_(later.values)
         return result
+
+    def _sweep(self, result: States, order: list[int]) -> None:
+        """Puts into each block of `result` the sum over those that come earlier in `order`.
+
+        Its scale is the largest top among these, so that a block depends on no other.
+        """
+        first, *others = order
+        highest = self.top[:, order].cummax(1).values[:, :-1]
+        base = highest.masked_fill(highest == -torch.inf, 0.0)
+        weights = exp2(self.top[:, order[:-1]] - base)
+        result.top[:, first], result.total[:, first], result.values[:, first] = -torch.inf, 0.0, 0.0
+        result.top[:, others] = highest
+        decays = exp2(result.top[:, order[:-1]] - base)
+        for index, (last, block) in enumerate(pairwise(order)):
+            decay, weight = decays[:, index], weights[:, index]
+            torch.mul(result.total[:, last], decay, out=result.total[:, block]).addcmul_(self.total[:, last], weight)
+            decay, weight = decay.unsqueeze(-1), weight.unsqueeze(-1)
+            torch.mul(result.values[:, last], decay, out=result.values[:, block])
+            result.values[:, block].addcmul_(self.values[:, last], weight)
 
     def _level(self) -> bool:
         """Brings all blocks to the largest top of each feature, if that loses nothing."""
@@ -85,24 +105,10 @@ class States(NamedTuple):
         lower = (self.top - highest).masked_fill_(self.top == -torch.inf, 0.0)
         if bool((lower < -_WIDEST).any()):
             return False
-        decay = lower.exp_()
+        decay = exp2(lower)
         self.total.mul_(decay)
         self.values.mul_(decay.unsqueeze(-1))
         return True
-
-    def _clear(self, block: int) -> None:
-        """Leaves nothing in a block."""
-        self.top[:, block], self.total[:, block], self.values[:, block] = -torch.inf, 0.0, 0.0
-
-    def _put(self, block: int, one: States, first: int, other: States, second: int) -> None:
-        """Puts the sum of block `first` of one and `second` of another into a block, which may be one of them."""
-        risen = torch.maximum(one.top[:, first], other.top[:, second])
-        base = risen.masked_fill(risen == -torch.inf, 0.0)
-        decay, weight = (one.top[:, first] - base).exp_(), (other.top[:, second] - base).exp_()
-        torch.mul(one.total[:, first], decay, out=self.total[:, block]).addcmul_(other.total[:, second], weight)
-        decay, weight = decay.unsqueeze(-1), weight.unsqueeze(-1)
-        torch.mul(one.values[:, first], decay, out=self.values[:, block]).addcmul_(other.values[:, second], weight)
-        self.top[:, block] = risen
 
 
 def _others(rows: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from favor.kernels.chunked import Inputs, summarise
+from favor.kernels.chunked import LN2, Inputs, summarise
 from favor.kernels.dispatch import pick, readable
 from favor.kernels.sequences import sequences
 
@@ -65,7 +65,7 @@ class DecodeState:
         top, total, state = summarise(Inputs.of(next(sequences(*operands))), key.shape[2])
         summary = state / total.masked_fill(total == 0, 1.0)
         shape = (*key.shape[:2], -1)
-        return cls((top + total.log()).reshape(shape), summary.reshape(*shape, value.shape[-1]))
+        return cls((LN2 * top + total.log()).reshape(shape), summary.reshape(*shape, value.shape[-1]))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import chunked_causal, linear_attention
+from favor.kernels.chunked import exp2
 
 LENGTHS = [1, 2, 63, 64, 100, 1000, 4097]
 DIMS, FEATURES, GROUPS = [32, 64, 80, 128], [16, 100, 256], [1, 4]
@@ -140,3 +141,24 @@ def test_strides_do_not_matter(is_causal):
     out = linear_attention(*strided, *inputs[3:], is_causal=is_causal)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -100.0), (torch.float64, -996.0)], ids=str)
+def test_weights_are_never_subnormal(dtype, least):
+    """Products with such numbers would take a hundred times as long."""
+    logits = torch.tensor([0.0, 3.0, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor([1.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
+    torch.testing.assert_close(exp2(logits), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_large_norms(is_causal):
+    """Most weights are far below the smallest float32."""
+    inputs = make_inputs(150, groups=2)
+    for i in (3, 4, 6):
+        inputs[i] *= 12
+    weight = torch.randn(1, 4, 150, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = gradients(lambda *t: attention(*t, is_causal=is_causal), inputs, weight)
+    single = [t.float() for t in inputs]
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), single, weight)
+    assert max(error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3

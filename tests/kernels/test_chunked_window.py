@@ -183,3 +183,16 @@ def test_what_does_not_fit_is_refused():
         linear_attention(*inputs, window=4, is_causal=True)
     with pytest.raises(ValueError, match=r'kernel="triton" cannot run: .*float64'):
         linear_attention(*inputs, query_bias=bias, window=4, is_causal=True, kernel="triton")
+
+
+@both
+def test_large_norms(is_causal):
+    """Most weights are far below the smallest float32, and blocks differ in scale by more than that."""
+    inputs, *_ = prepare(150, "dense", groups=2)
+    for i in (3, 4, 6):
+        inputs[i] *= 12
+    options, weight = {"window": 16, "scale": 1.0, "is_causal": is_causal}, draw_weight(inputs)
+    expected = truth(options, None, weight, inputs)
+    found = gradients(attend(options), [t.float() for t in inputs], weight)
+    # The gradient of the query bias is next to nothing here, and what is left of a difference.
+    assert max(error(f, e) for f, e in zip(found[:-1], expected[:-1], strict=True)) < 1e-3

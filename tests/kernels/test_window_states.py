@@ -23,14 +23,14 @@ def draw(blocks, spread, nothing=()):
 
 
 def expected(states, before, after):
-    """Logarithm of the summed totals, and the mean values, of the other blocks."""
+    """Logarithm in base 2 of the summed totals, and the mean values, of the other blocks."""
     blocks = states.top.shape[1]
     index = torch.arange(blocks)
     chosen = (before & (index < index[:, None])) | (after & (index > index[:, None]))
-    scale = (states.top.double()[:, None] + chosen.log()[None, :, :, None]).exp()  # [N, b, b', M]
+    scale = (states.top.double()[:, None] + chosen.log()[None, :, :, None]).exp2()  # [N, b, b', M]
     total = (scale * states.total[:, None]).sum(2)
     values = (scale.unsqueeze(-1) * states.values[:, None]).sum(2)
-    return total.log(), values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
+    return total.log2(), values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
 
 
 @pytest.mark.parametrize(("before", "after"), DIRECTIONS, ids=["others", "before", "after"])
@@ -41,7 +41,7 @@ def test_the_other_blocks_are_summed(blocks, spread, before, after):
     log_total, means = expected(states, before, after)
     found = states.outside(before=before, after=after)
     visible = found.total.masked_fill(found.total == 0, 1.0)
-    torch.testing.assert_close((found.top + found.total.log()).double(), log_total, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close((found.top + found.total.log2()).double(), log_total, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close((found.values / visible.unsqueeze(-1)).double(), means, rtol=1e-5, atol=1e-5)
 
 
@@ -53,5 +53,5 @@ def test_blocks_without_keys_add_nothing(nothing, spread):
     found = states.outside(before=True, after=True)
     assert torch.equal(found.top == -torch.inf, log_total == -torch.inf)
     visible = found.total.masked_fill(found.total == 0, 1.0)
-    torch.testing.assert_close((found.top + visible.log()).double(), log_total, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close((found.top + visible.log2()).double(), log_total, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close((found.values / visible.unsqueeze(-1)).double(), means, rtol=1e-5, atol=1e-5)
