@@ -221,7 +221,7 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         columns, bias = inputs.keys(inputs.key, start, end).transpose(1, 2), inputs.bias[:, start:end].transpose(1, 2)
         weights = buffer.product(inputs.to_key, columns, LOG2E).add_(bias)
         risen = torch.maximum(top, weights.amax(2, keepdim=True))
-        decay = (top - risen).exp2_()
+        decay = exp2(top - risen)
         total.mul_(decay).add_(exp2(weights.sub_(risen)).sum(2, keepdim=True))
         state.mul_(decay).baddbmm_(weights, inputs.keys(inputs.value, start, end))
         top = risen

@@ -144,15 +144,16 @@ def _read(
 ) -> None:
     """Writes the output and the logarithm of its normaliser."""
     for span in _with_queries(blocks):
-        far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
+        inputs, rows = blocks.inputs, blocks.queries(blocks.inputs.query, span)
+        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+        far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
         top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
         top.masked_fill_(top == -torch.inf, 0.0)
         total = exp2(far.sub_(top)).sum(2, keepdim=True)
         total += exp2(near.sub_(top + bias)).sum(2, keepdim=True)
-        rows = far @ _of_span(summary, span)
-        rows.baddbmm_(near, blocks.apart(blocks.keys(blocks.inputs.value, span), span))
+        sums = (far @ _of_span(summary, span)).baddbmm_(near, values)
         dead = total == 0
-        blocks.write_queries(out, rows.div_(total.masked_fill(dead, 1.0)), span)
+        blocks.write_queries(out, sums.div_(total.masked_fill(dead, 1.0)), span)
         blocks.write_queries(lse, total.log_().add_(top, alpha=LN2).masked_fill_(dead, torch.inf), span)
 
 
@@ -166,14 +167,21 @@ def _of_span(landmarks: Tensor, span: Span) -> Tensor:
 
 
 def _logits(
-    blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, scale: float, query_bias: Tensor, span: Span
+    blocks: Blocks,
+    buffers: tuple[Buffer, ...],
+    rows: Tensor,
+    keys: Tensor,
+    weight: Tensor,
+    scale: float,
+    query_bias: Tensor,
+    span: Span,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the landmarks and, without the query bias, of the own block; and that bias; all in base 2."""
-    inputs = blocks.inputs
-    rows = blocks.queries(inputs.query, span)
-    far = blocks.apart(buffers[0].product(rows, inputs.to_query.transpose(1, 2), LOG2E), span)
+    """Logits of the landmarks and, without the query bias, of the own block; and that bias; all in base 2.
+
+    Rows are the queries of the span, `[N, rows, d]`, and keys its keys, `[N s, tokens, d]`.
+    """
+    far = blocks.apart(buffers[0].product(rows, blocks.inputs.to_query.transpose(1, 2), LOG2E), span)
     far.add_(_of_span(weight.unsqueeze(-2), span), alpha=LOG2E)
-    keys = blocks.apart(blocks.keys(inputs.key, span), span)
     near = buffers[1].product(blocks.apart(rows, span), keys.transpose(1, 2), scale * LOG2E)
     unseen = blocks.unseen(span)
     if unseen is not None:
@@ -213,12 +221,13 @@ def _backward_queries(
         def load(tensor: Tensor, span: Span = span) -> Tensor:
             return blocks.apart(blocks.queries(tensor, span), span)
 
-        far, near, bias = _logits(blocks, buffers, weight, scale, query_bias, span)
+        rows = blocks.queries(inputs.query, span)
+        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+        far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
         norm = load(lse.unsqueeze(-1)) * LOG2E
         exp2(far.sub_(norm))
         exp2(near.sub_(norm + bias))
-        rows, g = load(inputs.query), load(grad)
-        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+        g = load(grad)
         delta = (g * load(out)).sum(2, keepdim=True)
         sent.write(span.blocks, total=delta.transpose(1, 2) @ far)
         sent.write_values(span.blocks, far.transpose(1, 2), g)
@@ -228,10 +237,10 @@ def _backward_queries(
         far_rows = far_slopes.view(inputs.heads, -1, far.shape[2])
         own_rows = blocks.apart(far_rows @ inputs.to_query, span).baddbmm_(near_slopes, keys, alpha=scale)
         blocks.write_queries(dq, own_rows, span)
-        write(dk, *span.keys, (near_slopes.transpose(1, 2) @ rows).mul_(scale))
+        write(dk, *span.keys, (near_slopes.transpose(1, 2) @ blocks.apart(rows, span)).mul_(scale))
         blocks.write_queries(dquery_bias, far_slopes.sum(2), span)
         if grads.offset.numel():
-            part.accumulate(grads.query_directions, far_rows.transpose(1, 2) @ blocks.queries(inputs.query, span))
+            part.accumulate(grads.query_directions, far_rows.transpose(1, 2) @ rows)
     return sent
 
 

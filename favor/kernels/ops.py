@@ -165,7 +165,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, grad: Optional[Tensor], *unused: None) -> tuple[Any, ...]:  # noqa: UP045
     if grad is None:
-        return (None,) * 16
+        return (None,) * len(ctx.needs_input_grad)
     for_directions = any(ctx.needs_input_grad[3:6])
     options = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, for_directions, ctx.kernel)
     query, key, value, bias, *directions, query_bias = attention_backward(grad, *ctx.saved_tensors, *options)
