@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from favor.kernels import fused
 from favor.kernels.sequences import Sequence, sequences
 
 # Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from; but a
@@ -163,16 +164,27 @@ def forward(
         output `[B, H, L, dv]`, nothing (the backward pass normalises again), logarithm of the weight of each landmark
         with its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
     """
-    operands = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    parts = [(sequence, Inputs.of(sequence)) for sequence in sequences(*operands)]
-    landmarks = [_landmarks(inputs) for _, inputs in parts]
-    # Only now, so that it can take the memory of blocks of keys.
+    number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    weight = offset.new_empty(number, *offset.shape[1:])
+    summary = offset.new_empty(*weight.shape, value.shape[3])
     out = empty_output(query, value)
-    for (sequence, inputs), found in zip(parts, landmarks, strict=True):
-        _read(inputs, *found, out[sequence.rows])
-    shape = (-1, *offset.shape[1:])
-    weight, summary = (_join(list(tensors)) for tensors in zip(*landmarks, strict=True))
-    return out, offset.new_empty(0), weight.view(shape), summary.view(*shape, value.shape[3])
+    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+        if fused.usable(query, value) and sequence.query.shape[2] and sequence.key.shape[2]:
+            for part in fused.prepared(sequence):
+                own = (part.landmarks, part.columns[1])
+                weight[own], summary[own] = fused.summarise(part)
+                rows = fused.read(part, weight[own], summary[own])
+                if rows.shape == out.shape and rows.stride() == out.stride() and rows.dtype == out.dtype:
+                    out = rows
+                else:
+                    out[part.rows] = rows
+            continue
+        inputs = Inputs.of(sequence)
+        log_weight, means = _landmarks(inputs)
+        _read(inputs, log_weight, means, out[sequence.rows])
+        weight[sequence.landmarks] = log_weight.view(-1, *weight.shape[1:])
+        summary[sequence.landmarks] = means.view(-1, *summary.shape[1:])
+    return out, offset.new_empty(0), weight, summary
 
 
 def backward(
@@ -302,10 +314,6 @@ def write(target: Tensor, start: int, stop: int, rows: Tensor) -> None:
     """Writes rows of a block, `[N, G (stop - start), ...]`, into a tensor `[B, H, L, ...]`."""
     block = target[:, :, start:stop]
     block.copy_(rows.view_as(block))
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:

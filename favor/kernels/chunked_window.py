@@ -21,8 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.kernels import chunked_window_fused, fused
 from favor.kernels.chunked import LN2, LOG2E, Buffer, Gradients, empty_gradients, empty_output, exp2, write
-from favor.kernels.chunked_window_blocks import Blocks, Span
+from favor.kernels.chunked_window_blocks import FUSED_SPAN, SPAN, Blocks, Span
 from favor.kernels.chunked_window_states import States
 from favor.kernels.sequences import Sequence, sequences
 
@@ -63,12 +64,21 @@ def forward(
     out, lse = empty_output(query, value), offset.new_empty(query.shape[:3])
     landmarks, buffers = empty_landmarks(offset, value, window, cu_k), (Buffer(offset), Buffer(offset))
     operands = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    use_fused = fused.usable(query, value)
+    budget = FUSED_SPAN if use_fused else SPAN
     for index, sequence in enumerate(sequences(*operands)):
-        for part, blocks in Blocks.parts(sequence, window, is_causal):
+        for part, blocks in Blocks.parts(sequence, window, is_causal, budget):
             weight, summary = _own(landmarks, first_block(cu_k, index, window), blocks, part)
-            _summarise(blocks, buffers, weight, summary)
-            here = (query_bias[part.rows], out[part.rows], lse[part.rows])
-            _read(blocks, buffers, weight, summary, scale, *here)
+            states = chunked_window_fused.states(blocks) if use_fused else _states(blocks, buffers[0])
+            _summarise(blocks, states, weight, summary)
+            for span in _with_queries(blocks):
+                operands_of_span = (weight, summary, scale, query_bias[part.rows], span)
+                if use_fused:
+                    rows, log = chunked_window_fused.read(blocks, *operands_of_span)
+                else:
+                    rows, log = _read(blocks, buffers, *operands_of_span)
+                blocks.write_queries(out[part.rows], rows, span)
+                blocks.write_queries(lse[part.rows], log.masked_fill_(log == -torch.inf, torch.inf), span)
     return out, lse, *landmarks
 
 
@@ -98,7 +108,7 @@ def backward(
     grads, dquery_bias = empty_gradients(*operands, for_directions), torch.empty_like(query_bias)
     buffers = tuple(Buffer(offset) for _ in range(4))
     for index, sequence in enumerate(sequences(*operands, cu_q, cu_k)):
-        for part, blocks in Blocks.parts(sequence, window, is_causal):
+        for part, blocks in Blocks.parts(sequence, window, is_causal, SPAN):
             own = _own((weight, summary), first_block(cu_k, index, window), blocks, part)
             if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
                 grads.key[part.columns].zero_()
@@ -116,20 +126,25 @@ def _own(landmarks: tuple[Tensor, Tensor], first: int, blocks: Blocks, part: Seq
     return weight, summary
 
 
-def _summarise(blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, summary: Tensor) -> None:
-    """Writes log weights, -inf without a key, and means of the keys outside each block."""
+def _states(blocks: Blocks, buffer: Buffer) -> States:
+    """Sums over the keys of every block."""
     inputs = blocks.inputs
     states, project = States.uninitialised(inputs, blocks.number), inputs.to_key.transpose(1, 2)
     for span in blocks.spans():
-        weights = buffers[0].product(blocks.keys(inputs.key, span), project, LOG2E)
+        weights = buffer.product(blocks.keys(inputs.key, span), project, LOG2E)
         weights = blocks.apart(weights.add_(inputs.bias[:, slice(*span.keys)]), span)
         top = weights.amax(1, keepdim=True)
         exp2(weights.sub_(top.masked_fill(top == -torch.inf, 0.0)))
         states.write(span.blocks, top=top, total=weights.sum(1))
         states.write_values(span.blocks, weights.transpose(1, 2), blocks.apart(blocks.keys(inputs.value, span), span))
+    return states
+
+
+def _summarise(blocks: Blocks, states: States, weight: Tensor, summary: Tensor) -> None:
+    """Writes log weights, -inf without a key, and means of the keys outside each block."""
     top, total, values = states.outside(before=True, after=not blocks.is_causal, values=summary)
     values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
-    torch.mul(top + total.log2() + inputs.offset, LN2, out=weight)
+    torch.mul(top + total.log2() + blocks.inputs.offset, LN2, out=weight)
 
 
 def _read(
@@ -139,22 +154,18 @@ def _read(
     summary: Tensor,
     scale: float,
     query_bias: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Writes the output and the logarithm of its normaliser."""
-    for span in _with_queries(blocks):
-        inputs, rows = blocks.inputs, blocks.queries(blocks.inputs.query, span)
-        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
-        far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
-        top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
-        top.masked_fill_(top == -torch.inf, 0.0)
-        total = exp2(far.sub_(top)).sum(2, keepdim=True)
-        total += exp2(near.sub_(top + bias)).sum(2, keepdim=True)
-        sums = (far @ _of_span(summary, span)).baddbmm_(near, values)
-        dead = total == 0
-        blocks.write_queries(out, sums.div_(total.masked_fill(dead, 1.0)), span)
-        blocks.write_queries(lse, total.log_().add_(top, alpha=LN2).masked_fill_(dead, torch.inf), span)
+    span: Span,
+) -> tuple[Tensor, Tensor]:
+    """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
+    inputs, rows = blocks.inputs, blocks.queries(blocks.inputs.query, span)
+    keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+    far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
+    top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    total = exp2(far.sub_(top)).sum(2, keepdim=True)
+    total += exp2(near.sub_(top + bias)).sum(2, keepdim=True)
+    sums = (far @ _of_span(summary, span)).baddbmm_(near, values)
+    return sums.div_(total.masked_fill(total == 0, 1.0)), total.log_().add_(top, alpha=LN2)
 
 
 def _with_queries(blocks: Blocks) -> list[Span]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from favor.kernels.chunked import Inputs
 from favor.kernels.sequences import Sequence
 
-_SPAN = 2**20  # numbers in the logits of the blocks that are worked on together
+# Numbers in the logits of the blocks that are worked on together; the second where the logits are not in memory.
+SPAN, FUSED_SPAN = 2**20, 2**23
 
 
 @dataclass
@@ -47,24 +48,26 @@ class Blocks:
         inputs: the sequence.
         size: tokens of a block.
         is_causal: whether later blocks, and later keys of the same block, are out of sight.
+        budget: numbers in the logits of a span.
     """
 
     inputs: Inputs
     size: int
     is_causal: bool
+    budget: int
 
     @classmethod
-    def parts(cls, sequence: Sequence, size: int, is_causal: bool) -> Iterator[tuple[Sequence, Blocks]]:
+    def parts(cls, sequence: Sequence, size: int, is_causal: bool, budget: int) -> Iterator[tuple[Sequence, Blocks]]:
         """A sequence, some heads at a time: few enough for one span, whose tokens then lie together in memory.
 
         On a GPU all heads at once.
         """
         groups, tokens = sequence.query.shape[1] // sequence.key.shape[1], max(sequence.key.shape[2], 1)
-        together = max(1, _SPAN // (groups * tokens * (sequence.offset.shape[-1] + size)))
+        together = max(1, budget // (groups * tokens * (sequence.offset.shape[-1] + size)))
         if sequence.key.device.type != "cpu":
             together = sequence.key.shape[0] * sequence.key.shape[1]
         for part in sequence.parts(together):
-            yield part, cls(Inputs.of(part), size, is_causal)
+            yield part, cls(Inputs.of(part), size, is_causal, budget)
 
     @property
     def prefix(self) -> int:
@@ -80,7 +83,7 @@ class Blocks:
         """The whole sequence, in order."""
         size, prefix, length = self.size, self.prefix, self.inputs.key.shape[2]
         rows = self.inputs.heads * self.inputs.groups * size
-        step = max(1, _SPAN // (rows * (self.inputs.to_key.shape[1] + size)))
+        step = max(1, self.budget // (rows * (self.inputs.to_key.shape[1] + size)))
         # Where the number of tokens may change: the first query, and the end.
         cuts = sorted({0, prefix // size, -(-prefix // size), length // size, self.number})
         found = []

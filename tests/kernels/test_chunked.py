@@ -4,7 +4,7 @@ import pytest
 import torch
 from truth import attention, error, gradients, make_inputs
 
-from favor.kernels import chunked_causal, linear_attention
+from favor.kernels import chunked_causal, fused, linear_attention
 from favor.kernels.chunked import exp2
 
 LENGTHS = [1, 2, 63, 64, 100, 1000, 4097]
@@ -18,20 +18,18 @@ CASES = [
 ]
 
 
-def prepare(length, layout, dim, features, groups, is_causal, seed=0):
+def prepare(length, layout, dim, features, groups, is_causal, seed=0, value_dim=None):
     """Float64 inputs, with their packing for the kernel and for the truth."""
     heads = 1 if length > 1000 else 2
+    sizes = {"dim": dim, "value_dim": value_dim, "features": features, "groups": groups, "heads": heads}
     if layout == "packed":
         keys = [0, length, max(1, length // 3), 5]
         rows = [0, length, min(1, length // 3), 4] if is_causal else [0, length // 2, 3, 0]
-        options = {"dim": dim, "features": features, "groups": groups, "heads": heads, "seed": seed}
-        inputs = make_inputs(sum(rows), sum(keys), **options)
+        inputs = make_inputs(sum(rows), sum(keys), seed=seed, **sizes)
         cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
         kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
         return inputs, kernel | {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}, [rows, keys, keys, keys]
-    inputs = make_inputs(
-        length, dim=dim, features=features, groups=groups, heads=heads, batch=1 + (length < 1000), seed=seed
-    )
+    inputs = make_inputs(length, batch=1 + (length < 1000), seed=seed, **sizes)
     if layout == "padded":
         inputs[-1][0, :, : length // 3] = -torch.inf
         inputs[-1][-1, :, length - length // 4 :] = -torch.inf
@@ -44,8 +42,18 @@ def truth(is_causal, lengths, weight, inputs):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_equals_the_definition(case, poisoned):
-    length, layout, is_causal, dim, features, groups = case
-    inputs, packing, lengths = prepare(length, layout, dim, features, groups, is_causal)
+    check(*case)
+
+
+@pytest.mark.parametrize("layout", ["dense", "padded", "packed"])
+@pytest.mark.parametrize(("length", "groups"), [(1, 2), (100, 1), (1000, 3)])
+def test_values_of_another_width(length, groups, layout, poisoned):
+    """The fused kernel of PyTorch does not take these."""
+    check(length, layout, False, 32, 100, groups, value_dim=24)
+
+
+def check(length, layout, is_causal, dim, features, groups, value_dim=None):
+    inputs, packing, lengths = prepare(length, layout, dim, features, groups, is_causal, value_dim=value_dim)
     weight = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], generator=torch.Generator().manual_seed(1))
     expected = truth(is_causal, lengths, weight, inputs)
     found = gradients(
@@ -73,6 +81,19 @@ def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_ca
     assert found[0].dtype == dtype
     for f, p, e in zip(found, plain, expected, strict=True):
         assert error(f, e) <= 2 * error(p, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_copies_of_a_few_heads(dtype, monkeypatch):
+    """Hidden keys and low precision are copied for the fused kernel, some heads at a time."""
+    inputs = make_inputs(40, groups=2, heads=3, batch=2, shared=False)
+    inputs[-1][0, :, 30:] = -torch.inf
+    inputs[:3] = [t.to(dtype) for t in inputs[:3]]
+    inputs[3:] = [t.to(dtype if dtype == torch.float64 else torch.float32) for t in inputs[3:]]
+    expected = linear_attention(*inputs)
+    monkeypatch.setattr(fused, "_COPIED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(linear_attention(*inputs), expected)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
@@ -152,12 +173,13 @@ def test_weights_are_never_subnormal(dtype, least):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_large_norms(is_causal):
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_large_norms(is_causal, value_dim):
     """Most weights are far below the smallest float32."""
-    inputs = make_inputs(150, groups=2)
+    inputs = make_inputs(150, groups=2, value_dim=value_dim)
     for i in (3, 4, 6):
         inputs[i] *= 12
-    weight = torch.randn(1, 4, 150, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(1, 4, 150, value_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = gradients(lambda *t: attention(*t, is_causal=is_causal), inputs, weight)
     single = [t.float() for t in inputs]
     found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), single, weight)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from truth import error, gradients, make_inputs, window_attention
 
-from favor.kernels import chunked_window_blocks, linear_attention
+from favor.kernels import chunked_window, linear_attention
 from favor.kernels.ops import attention_backward, attention_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
@@ -60,10 +60,20 @@ def draw_weight(inputs):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_equals_the_definition(case, poisoned):
-    length, layout, is_causal, dim, features, groups, window = case
+    check(*case)
+
+
+@pytest.mark.parametrize(("layout", "is_causal"), sorted({case[1:3] for case in CASES}))
+@pytest.mark.parametrize(("length", "groups"), [(1, 2), (100, 1), (300, 3)])
+def test_values_of_another_width(length, groups, layout, is_causal, poisoned):
+    """The fused kernel of PyTorch does not take these."""
+    check(length, layout, is_causal, 32, 100, groups, 64, value_dim=24)
+
+
+def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
     heads = 1 if length == 1000 else 2
     inputs, packing, lengths = prepare(
-        length, layout, is_causal=is_causal, dim=dim, features=features, groups=groups, heads=heads
+        length, layout, is_causal=is_causal, dim=dim, features=features, groups=groups, heads=heads, value_dim=value_dim
     )
     options = {"window": window, "scale": dim**-0.5, "is_causal": is_causal}
     weight = draw_weight(inputs)
@@ -137,11 +147,13 @@ def test_hidden_keys_may_hold_anything(is_causal):
 
 
 @both
-def test_the_size_of_spans_does_not_change_gradients(is_causal, monkeypatch):
-    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", groups=2)
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monkeypatch):
+    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", groups=2, value_dim=value_dim)
     options, weight = {"window": 16, "scale": 0.3, "is_causal": is_causal}, draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
-    monkeypatch.setattr(chunked_window_blocks, "_SPAN", 1)
+    for name in ("SPAN", "FUSED_SPAN"):
+        monkeypatch.setattr(chunked_window, name, 1)
     for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 
@@ -186,9 +198,10 @@ def test_what_does_not_fit_is_refused():
 
 
 @both
-def test_large_norms(is_causal):
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_large_norms(is_causal, value_dim):
     """Most weights are far below the smallest float32, and blocks differ in scale by more than that."""
-    inputs, *_ = prepare(150, "dense", groups=2)
+    inputs, *_ = prepare(150, "dense", groups=2, value_dim=value_dim)
     for i in (3, 4, 6):
         inputs[i] *= 12
     options, weight = {"window": 16, "scale": 1.0, "is_causal": is_causal}, draw_weight(inputs)
