@@ -147,8 +147,9 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
         form = _Form(matrix, shift, linear, weight)
-        # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
-        in_parts = rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        # On a CPU, if there are temporaries, in parts that stay in cache; a compiler fuses the whole, and a GPU wants
+        # few launches.
+        in_parts = matrix is not None and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         size = rows.shape[2] // 32 + 64 if in_parts else max(rows.shape[2], 1)
         bias = torch.cat([form.of(part, dtype) for part in rows.split(size, dim=2)], dim=2)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
