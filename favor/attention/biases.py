@@ -132,7 +132,7 @@ class _Form:
 
 
 def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass, no copy in `dtype`
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass
 
 
 class _Apply(torch.autograd.Function):
@@ -147,9 +147,9 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
         form = _Form(matrix, shift, linear, weight)
-        # On a CPU, if there are temporaries, in parts that stay in cache; a compiler fuses the whole, and a GPU wants
-        # few launches.
-        in_parts = matrix is not None and rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
+        temporary = matrix is not None or linear is not None or rows.dtype != dtype
+        in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         size = rows.shape[2] // 32 + 64 if in_parts else max(rows.shape[2], 1)
         bias = torch.cat([form.of(part, dtype) for part in rows.split(size, dim=2)], dim=2)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)

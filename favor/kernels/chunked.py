@@ -6,10 +6,13 @@ Positive random features turn attention into two softmax attentions through M la
     read        out_i = mean of summary_m with weights exp(q_i.uq_m + log_weight_m + offset_m)
 
 Both are online in their long direction, so no feature outlives its block. Nothing is added to any normaliser: the
-maxima cancel exactly. The backward pass computes the features again; with p_im the weights of the read, g the gradient
-of the output and delta_i = g_i.out_i, the gradient of the query logits is p_im (g_i.summary_m - delta_i). The landmarks
-then gather r_m = sum_i p_im g_i and e_m = sum_i p_im delta_i, and with a_jm the weights of the summary, that of the key
-logits is a_jm (v_j.r_m - e_m).
+maxima cancel exactly. On a CPU the two are PyTorch's own fused attention where that takes the sizes, see
+`favor.kernels.fused`.
+
+The backward pass computes the features again; with p_im the weights of the read, g the gradient of the output and
+delta_i = g_i.out_i, the gradient of the query logits is p_im (g_i.summary_m - delta_i). The landmarks then gather
+r_m = sum_i p_im g_i and e_m = sum_i p_im delta_i, and with a_jm the weights of the summary, that of the key logits is
+a_jm (v_j.r_m - e_m).
 
 Inside this file the G query heads of a key head are rows of it, and batch and key heads are one dimension N.
 """

@@ -9,6 +9,8 @@ its block:
     summarise   for every block, log weight and mean value of each feature over the keys outside
     read        softmax over [q.uq_m + log_weight_m, scale q.k_j - query_bias]
 
+On a CPU the forward pass is that of `favor.kernels.chunked_window_fused` where it can be.
+
 In a causal layer with more keys than queries, queries are the last rows; blocks are counted from the first key.
 
 The backward pass mirrors it: what the queries of a block send to its landmarks is gathered per block, and joined for

@@ -12,8 +12,9 @@ from torch import Tensor
 from favor.kernels.chunked import Inputs
 from favor.kernels.sequences import Sequence
 
-# Numbers in the logits of the blocks that are worked on together; the second where the logits are not in memory.
-SPAN, FUSED_SPAN = 2**20, 2**23
+# Numbers in the logits of the blocks that are worked on together. The fused kernel does not hold them, but landmarks of
+# every block, copies of rows and masks, which are smaller, and it is slower the less it gets at a time.
+SPAN, FUSED_SPAN = 2**20, 2**22
 
 
 @dataclass

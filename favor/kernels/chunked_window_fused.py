@@ -6,6 +6,8 @@ normalisers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ from favor.kernels.chunked_window_states import States
 
 def states(blocks: Blocks) -> States:
     """Sums over the keys of every block."""
-    inputs, spans, found = blocks.inputs, blocks.spans(), []
-    for span in spans:
+    blocks, found = _in_working_type(blocks), []
+    inputs = blocks.inputs
+    for span in blocks.spans():
         keys, values = (_apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
         bias = _apart(inputs.bias[:, slice(*span.keys)], span).transpose(2, 3) * LN2
         directions = inputs.to_key.unsqueeze(1).expand(-1, span.number, -1, -1)
@@ -27,7 +30,7 @@ def states(blocks: Blocks) -> States:
         if inputs.hidden is not None:
             nothing = (bias == -torch.inf).all(3)
             top, total = top.masked_fill_(nothing, -torch.inf), total.masked_fill_(nothing, 0.0)
-        found.append(States(top, total, means))
+        found.append(States(top, total, means.to(top.dtype)))
     if not found:
         return States.uninitialised(inputs, 0)
     return found[0] if len(found) == 1 else States(*(torch.cat(tensors, 1) for tensors in zip(*found, strict=True)))
@@ -37,31 +40,39 @@ def read(
     blocks: Blocks, weight: Tensor, summary: Tensor, scale: float, query_bias: Tensor, span: Span
 ) -> tuple[Tensor, Tensor]:
     """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
-    inputs = blocks.inputs
-    rows, bias = (_apart(blocks.queries(tensor, span), span) for tensor in (inputs.query, query_bias.unsqueeze(-1)))
+    bias = _apart(blocks.queries(query_bias.unsqueeze(-1), span), span).squeeze(-1)
+    blocks = _in_working_type(blocks)
+    inputs, rows = blocks.inputs, _apart(blocks.queries(blocks.inputs.query, span), span)
     keys, values = (_apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
     directions = inputs.to_query.unsqueeze(1).expand(-1, span.number, -1, -1)
     log_weight = weight[:, slice(*span.blocks)].unsqueeze(2)
-    far, log_far = fused.attend(rows, directions, summary[:, slice(*span.blocks)], log_weight)
+    far, log_far = fused.attend(rows, directions, summary[:, slice(*span.blocks)].to(rows.dtype), log_weight)
     log_far = log_far.masked_fill(log_weight.amax(3) == -torch.inf, -torch.inf)
     near, log_near = _near(blocks, span, rows, keys, values, scale)
-    log_near = log_near - bias.squeeze(-1)
-    share = torch.sigmoid(log_near - log_far).nan_to_num_(0.0)
-    out, log = torch.lerp(far, near, share.unsqueeze(-1)), torch.logaddexp(log_far, log_near)
+    log_near = log_near - bias
+    share = torch.sigmoid(log_near - log_far).nan_to_num_(0.0).unsqueeze(-1)
+    out, log = torch.lerp(far.to(share.dtype), near.to(share.dtype), share), torch.logaddexp(log_far, log_near)
     return out.flatten(0, 1), log.flatten(0, 1).unsqueeze(-1)
+
+
+def _in_working_type(blocks: Blocks) -> Blocks:
+    """The same blocks, whose rows are read in the type in which the kernel works."""
+    inputs = blocks.inputs
+    dtype = fused.working_type(inputs.query.dtype, inputs.offset.dtype)
+    return replace(blocks, inputs=replace(inputs, to_query=inputs.to_query.to(dtype), to_key=inputs.to_key.to(dtype)))
 
 
 def _near(
     blocks: Blocks, span: Span, rows: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries to the keys of their block."""
-    if blocks.is_causal and blocks.inputs.hidden is None and rows.shape[2] == keys.shape[2]:
+    if blocks.is_causal and blocks.inputs.hidden is None and blocks.inputs.groups == 1 and not span.skipped:
         return fused.attend(rows, keys, values, scale=scale, is_causal=True)
     unseen = blocks.unseen(span)
     if unseen is None:
         return fused.attend(rows, keys, values, scale=scale)
     unseen = unseen.view(-1, span.number if unseen.shape[0] > 1 else 1, *unseen.shape[1:])
-    bias = torch.zeros_like(unseen, dtype=rows.dtype).masked_fill_(unseen, -torch.inf)
+    bias = torch.zeros_like(unseen, dtype=blocks.inputs.offset.dtype).masked_fill_(unseen, -torch.inf)
     near, log_near = fused.attend(rows, keys, values, bias, scale=scale)
     return near, log_near.masked_fill(unseen.all(3), -torch.inf)
 

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from favor.kernels.sequences import Sequence
 
-_COPIED = 2**20  # numbers copied at a time, where keys and values have to be changed first
+_COPIED = 2**20  # numbers copied at a time, where inputs have to be changed first; more if a thread had no head
 
 
 def usable(query: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes such tensors: on a CPU, values as wide as keys."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def working_type(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """In which type the kernel should read inputs of a type, where sums have the type `compute`.
+
+    Half precision is raised, but for bfloat16 where the CPU has instructions for it; products and sums are float32 then
+    too.
+    """
+    return given if given == torch.bfloat16 and _has_bfloat16() else compute
+
+
+@cache
+def _has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def attend(
@@ -34,8 +49,9 @@ def attend(
     """Softmax attention `[B, H, L, d]` and the logarithm of its normaliser `[B, H, L]`; there must be a key.
 
     Args:
-        query, key, value: `[B, H, L, d]`, `[B, H, S, d]`, `[B, H, S, d]`, float32 or float64, rows in one piece.
-        bias: added to the logits, `[B, H, L or 1, S]`. Both results are 0 for a query that has only biases of -inf.
+        query, key, value: `[B, H, L, d]`, `[B, H, S, d]`, `[B, H, S, d]`, of one type, rows in one piece.
+        bias: added to the logits, `[B, H, L, S]`; all but S may be 1. Both results are 0 for a query whose
+            biases are all -inf.
         scale: factor of the products.
         is_causal: query i sees keys 0 ... i.
     """
@@ -47,17 +63,19 @@ def attend(
 
 
 def prepared(sequence: Sequence) -> Iterator[Sequence]:
-    """A sequence as the kernel can read it, hidden keys and their values zeros, all in the precision of the sums.
+    """A sequence as the kernel can read it, hidden keys and their values zeros, all in its working type.
 
     All heads at once if nothing has to be copied for that, else some at a time.
     """
-    hidden, dtype = sequence.key_bias == -torch.inf, sequence.offset.dtype
+    hidden, dtype = sequence.key_bias == -torch.inf, working_type(sequence.query.dtype, sequence.offset.dtype)
     any_hidden = bool(hidden.any())
     if not any_hidden and sequence.query.dtype == dtype:
         yield sequence
         return
-    numbers = 2 * sequence.key.shape[2] * sequence.key.shape[3]
-    for part in sequence.parts(max(_COPIED // numbers, torch.get_num_threads())):
+    groups = sequence.query.shape[1] // sequence.key.shape[1]
+    rows = 2 * sequence.key.shape[2] + groups * sequence.query.shape[2]
+    together = max(_COPIED // (rows * sequence.key.shape[3]), torch.get_num_threads())
+    for part in sequence.parts(together):
         query, key, value = (tensor.to(dtype) for tensor in (part.query, part.key, part.value))
         if any_hidden:
             unseen = (part.key_bias == -torch.inf).unsqueeze(-1)
@@ -67,17 +85,16 @@ def prepared(sequence: Sequence) -> Iterator[Sequence]:
 
 def summarise(sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Log weight `[B, Hk, M]` and summary `[B, Hk, M, d]` of the landmarks, see `favor.kernels.chunked`."""
-    directions = sequence.key_directions.expand(sequence.key.shape[0], -1, -1, -1)
+    directions = sequence.key_directions.to(sequence.key.dtype).expand(sequence.key.shape[0], -1, -1, -1)
     summary, log_weight = attend(directions, sequence.key, sequence.value, sequence.key_bias.unsqueeze(2))
     return log_weight + sequence.offset, summary
 
 
 def read(sequence: Sequence, log_weight: Tensor, summary: Tensor) -> Tensor:
     """Output `[B, H, L, d]`."""
-    batch, heads = sequence.query.shape[:2]
-    groups = heads // sequence.key.shape[1]
-    directions = sequence.query_directions.expand(batch, -1, -1, -1)
+    query, groups = sequence.query, sequence.query.shape[1] // sequence.key.shape[1]
+    directions, summary = sequence.query_directions.to(query.dtype), summary.to(query.dtype)
     if groups > 1:
         landmarks = (directions, summary, log_weight)
         directions, summary, log_weight = (tensor.repeat_interleave(groups, 1) for tensor in landmarks)
-    return attend(sequence.query, directions, summary, log_weight.unsqueeze(2))[0]
+    return attend(query, directions.expand(query.shape[0], -1, -1, -1), summary, log_weight.unsqueeze(2))[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from truth import error, gradients, make_inputs, window_attention
 
-from favor.kernels import chunked_window, linear_attention
+from favor.kernels import chunked_window, fused, linear_attention
 from favor.kernels.ops import attention_backward, attention_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
@@ -70,6 +70,17 @@ def test_values_of_another_width(length, groups, layout, is_causal, poisoned):
     check(length, layout, is_causal, 32, 100, groups, 64, value_dim=24)
 
 
+@pytest.mark.parametrize(("rows", "keys", "groups", "window"), [(1, 2, 2, 4), (6, 8, 2, 4), (2, 8, 4, 8)])
+def test_as_many_grouped_queries_as_keys_in_a_block(rows, keys, groups, window):
+    """Queries that begin inside a block, whose number in all heads is that of its keys."""
+    inputs = make_inputs(rows, keys, groups=groups)
+    inputs.append(torch.randn(1, 2 * groups, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    options, weight = {"window": window, "scale": 0.3, "is_causal": True}, draw_weight(inputs)
+    expected = truth(options, None, weight, inputs)
+    for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-6, atol=1e-9)
+
+
 def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
     heads = 1 if length == 1000 else 2
     inputs, packing, lengths = prepare(
@@ -87,7 +98,9 @@ def check(length, layout, is_causal, dim, features, groups, window, value_dim=No
 
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal):
+@pytest.mark.parametrize("native", [False, True])
+def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal, native, monkeypatch):
+    monkeypatch.setattr(fused, "_has_bfloat16", lambda: native)
     exact, *_ = prepare(150, "dense", dim=32, features=100)
     options = {"window": 64, "scale": 32**-0.5, "is_causal": is_causal}
     low = [t.to(dtype) for t in exact[:3]] + [t.float() for t in exact[3:]]
