@@ -26,8 +26,8 @@ def usable(query: Tensor, value: Tensor) -> bool:
 def working_type(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """In which type the kernel should read inputs of a type, where sums have the type `compute`.
 
-    Half precision is raised, but for bfloat16 where the CPU has instructions for it; products and sums are float32 then
-    too.
+    Half precision is raised, but for bfloat16 where the CPU has instructions for it; then directions and summaries are
+    rounded to it as well, and logits and sums stay float32.
     """
     return given if given == torch.bfloat16 and _has_bfloat16() else compute
 
