@@ -6,8 +6,6 @@ normalisers.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -19,8 +17,7 @@ from favor.kernels.chunked_window_states import States
 
 def states(blocks: Blocks) -> States:
     """Sums over the keys of every block."""
-    blocks, found = _in_working_type(blocks), []
-    inputs = blocks.inputs
+    inputs, found = blocks.inputs, []
     for span in blocks.spans():
         keys, values = (_apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
         bias = _apart(inputs.bias[:, slice(*span.keys)], span).transpose(2, 3) * LN2
@@ -30,7 +27,7 @@ def states(blocks: Blocks) -> States:
         if inputs.hidden is not None:
             nothing = (bias == -torch.inf).all(3)
             top, total = top.masked_fill_(nothing, -torch.inf), total.masked_fill_(nothing, 0.0)
-        found.append(States(top, total, means.to(top.dtype)))
+        found.append(States(top, total, means))
     if not found:
         return States.uninitialised(inputs, 0)
     return found[0] if len(found) == 1 else States(*(torch.cat(tensors, 1) for tensors in zip(*found, strict=True)))
@@ -40,26 +37,18 @@ def read(
     blocks: Blocks, weight: Tensor, summary: Tensor, scale: float, query_bias: Tensor, span: Span
 ) -> tuple[Tensor, Tensor]:
     """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
-    bias = _apart(blocks.queries(query_bias.unsqueeze(-1), span), span).squeeze(-1)
-    blocks = _in_working_type(blocks)
-    inputs, rows = blocks.inputs, _apart(blocks.queries(blocks.inputs.query, span), span)
+    inputs = blocks.inputs
+    rows, bias = (_apart(blocks.queries(tensor, span), span) for tensor in (inputs.query, query_bias.unsqueeze(-1)))
     keys, values = (_apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
     directions = inputs.to_query.unsqueeze(1).expand(-1, span.number, -1, -1)
     log_weight = weight[:, slice(*span.blocks)].unsqueeze(2)
-    far, log_far = fused.attend(rows, directions, summary[:, slice(*span.blocks)].to(rows.dtype), log_weight)
+    far, log_far = fused.attend(rows, directions, summary[:, slice(*span.blocks)], log_weight)
     log_far = log_far.masked_fill(log_weight.amax(3) == -torch.inf, -torch.inf)
     near, log_near = _near(blocks, span, rows, keys, values, scale)
-    log_near = log_near - bias
+    log_near = log_near - bias.squeeze(-1)
     share = torch.sigmoid(log_near - log_far).nan_to_num_(0.0).unsqueeze(-1)
-    out, log = torch.lerp(far.to(share.dtype), near.to(share.dtype), share), torch.logaddexp(log_far, log_near)
+    out, log = torch.lerp(far, near, share), torch.logaddexp(log_far, log_near)
     return out.flatten(0, 1), log.flatten(0, 1).unsqueeze(-1)
-
-
-def _in_working_type(blocks: Blocks) -> Blocks:
-    """The same blocks, whose rows are read in the type in which the kernel works."""
-    inputs = blocks.inputs
-    dtype = fused.working_type(inputs.query.dtype, inputs.offset.dtype)
-    return replace(blocks, inputs=replace(inputs, to_query=inputs.to_query.to(dtype), to_key=inputs.to_key.to(dtype)))
 
 
 def _near(
@@ -72,7 +61,7 @@ def _near(
     if unseen is None:
         return fused.attend(rows, keys, values, scale=scale)
     unseen = unseen.view(-1, span.number if unseen.shape[0] > 1 else 1, *unseen.shape[1:])
-    bias = torch.zeros_like(unseen, dtype=blocks.inputs.offset.dtype).masked_fill_(unseen, -torch.inf)
+    bias = torch.zeros_like(unseen, dtype=rows.dtype).masked_fill_(unseen, -torch.inf)
     near, log_near = fused.attend(rows, keys, values, bias, scale=scale)
     return near, log_near.masked_fill(unseen.all(3), -torch.inf)
 

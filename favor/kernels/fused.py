@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,20 +20,6 @@ _COPIED = 2**20  # numbers copied at a time, where inputs have to be changed fir
 def usable(query: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes such tensors: on a CPU, values as wide as keys."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
-
-
-def working_type(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """In which type the kernel should read inputs of a type, where sums have the type `compute`.
-
-    Half precision is raised, but for bfloat16 where the CPU has instructions for it; then directions and summaries are
-    rounded to it as well, and logits and sums stay float32.
-    """
-    return given if given == torch.bfloat16 and _has_bfloat16() else compute
-
-
-@cache
-def _has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def attend(
@@ -63,11 +48,12 @@ def attend(
 
 
 def prepared(sequence: Sequence) -> Iterator[Sequence]:
-    """A sequence as the kernel can read it, hidden keys and their values zeros, all in its working type.
+    """A sequence as the kernel can read it, hidden keys and their values zeros, all in the precision of the sums.
 
-    All heads at once if nothing has to be copied for that, else some at a time.
+    All heads at once if nothing has to be copied for that, else some at a time. In bfloat16 the kernel would be twice
+    as fast on some CPUs, but to round the directions changes logits as much as to round queries and keys does.
     """
-    hidden, dtype = sequence.key_bias == -torch.inf, working_type(sequence.query.dtype, sequence.offset.dtype)
+    hidden, dtype = sequence.key_bias == -torch.inf, sequence.offset.dtype
     any_hidden = bool(hidden.any())
     if not any_hidden and sequence.query.dtype == dtype:
         yield sequence
@@ -85,15 +71,15 @@ def prepared(sequence: Sequence) -> Iterator[Sequence]:
 
 def summarise(sequence: Sequence) -> tuple[Tensor, Tensor]:
     """Log weight `[B, Hk, M]` and summary `[B, Hk, M, d]` of the landmarks, see `favor.kernels.chunked`."""
-    directions = sequence.key_directions.to(sequence.key.dtype).expand(sequence.key.shape[0], -1, -1, -1)
+    directions = sequence.key_directions.expand(sequence.key.shape[0], -1, -1, -1)
     summary, log_weight = attend(directions, sequence.key, sequence.value, sequence.key_bias.unsqueeze(2))
     return log_weight + sequence.offset, summary
 
 
 def read(sequence: Sequence, log_weight: Tensor, summary: Tensor) -> Tensor:
     """Output `[B, H, L, d]`."""
-    query, groups = sequence.query, sequence.query.shape[1] // sequence.key.shape[1]
-    directions, summary = sequence.query_directions.to(query.dtype), summary.to(query.dtype)
+    query, directions = sequence.query, sequence.query_directions
+    groups = query.shape[1] // sequence.key.shape[1]
     if groups > 1:
         landmarks = (directions, summary, log_weight)
         directions, summary, log_weight = (tensor.repeat_interleave(groups, 1) for tensor in landmarks)

@@ -67,13 +67,6 @@ def check(length, layout, is_causal, dim, features, groups, value_dim=None):
         assert (f.double() - e).norm() <= 5e-5 * max(e.norm(), 0.1 * scale)
 
 
-@pytest.fixture(params=[False, True], ids=["raised", "native"])
-def bfloat16(request, monkeypatch):
-    """Whether the CPU is taken for one that computes in bfloat16; it gets the same results, maybe slowly."""
-    monkeypatch.setattr(fused, "_has_bfloat16", lambda: request.param)
-
-
-@pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("length", "dim", "features"), [(63, 32, 100), (1000, 64, 256)])
@@ -97,7 +90,6 @@ def test_copies_of_a_few_heads(dtype, monkeypatch):
     inputs[-1][0, :, 30:] = -torch.inf
     inputs[:3] = [t.to(dtype) for t in inputs[:3]]
     inputs[3:] = [t.to(dtype if dtype == torch.float64 else torch.float32) for t in inputs[3:]]
-    monkeypatch.setattr(fused, "_has_bfloat16", lambda: False)
     expected = linear_attention(*inputs)
     monkeypatch.setattr(fused, "_COPIED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
