@@ -18,6 +18,7 @@ FACTORIZATIONS: dict[str, tuple[str, ...]] = {
     "sderf": ("eigh", "newton_schulz", "cholesky"),
     "saderf": ("eigh",),
     "aderf": ("eigh", "newton_schulz"),
+    "landmark": ("eigh",),
 }
 SHARP_FEATURES = tuple(FACTORIZATIONS)
 
@@ -30,8 +31,9 @@ class FavorConfig:
         num_features: number of random features M a head, default 256. `favor_elu` always has head_dim features, and
             `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
-            `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf". Other backends
-            have one family each and do not read it.
+            `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or "landmark",
+            which is no random feature: M keys of each sequence stand for all (see `favor.features.Landmarks`), for
+            encoders only. Other backends have one family each and do not read it.
         factorization: how the families of favor# factor their matrices: "eigh" (default, the optimum); "newton_schulz"
             for "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf"
             (no eigendecomposition; within 0.0071 of the optimal objective per direction).
@@ -91,6 +93,8 @@ class FavorConfig:
         if self.factorization not in FACTORIZATIONS[family]:
             choices = ", ".join(repr(choice) for choice in FACTORIZATIONS[family])
             raise ValueError(f"factorization of {family} must be one of {choices}; got {self.factorization!r}.")
+        if family == "landmark" and self.statistics != "batch":
+            raise ValueError(f'landmarks have no parameters to store; set statistics="batch", got {self.statistics!r}.')
 
     def _check_integer(self, name: str, minimum: int | None = None) -> None:
         value = getattr(self, name)

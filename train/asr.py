@@ -104,7 +104,7 @@ def train_model(
             accelerator.print(f"{name}: {skipped.describe()}")
     train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed)
     optimizer = torch.optim.AdamW(
-        adamw_groups(model.parameters(), train.weight_decay), lr=train.learning_rate, betas=(0.9, 0.98)
+        adamw_groups(model.parameters(), train.weight_decay), lr=train.learning_rate, betas=(0.9, 0.98), fused=True
     )
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}

@@ -181,7 +181,7 @@ def learn_outputs(
     arguments: DistillArguments,
 ) -> list[float]:
     """Trains all weights so that the outputs match those of the exact model; returns the loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0, fused=True)
     student, optimizer = accelerator.prepare(model, optimizer)
     total = arguments.model_steps
     scheduler = get_scheduler("linear", optimizer.optimizer, math.ceil(0.1 * total), total)

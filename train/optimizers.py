@@ -47,17 +47,17 @@ def make_optimizer(
         raise ValueError(f"head_optimizer {SOFTMAX_BOUND} is for a softmax, and this task is a regression: use adamw")
     everything = list(model.parameters())
     if not bound and rate is None:
-        return torch.optim.AdamW(adamw_groups(everything, decay), lr=arguments.learning_rate), everything
+        return torch.optim.AdamW(adamw_groups(everything, decay), lr=arguments.learning_rate, fused=True), everything
     head = find_head(model, num_labels)
     of_head = {id(p) for p in head.parameters()}
     body = [p for p in everything if id(p) not in of_head]
     groups = adamw_groups(body, decay)
     if not bound:
         groups += [{**group, "lr": rate} for group in adamw_groups(head.parameters(), decay)]
-        return torch.optim.AdamW(groups, lr=arguments.learning_rate), everything
+        return torch.optim.AdamW(groups, lr=arguments.learning_rate, fused=True), everything
     options = {"lr": rate, "damping": head_arguments.head_damping, "curvature": head_arguments.head_curvature}
     bounded = SoftmaxBound(head, **{name: value for name, value in options.items() if value is not None})
-    return CombinedOptimizer(torch.optim.AdamW(groups, lr=arguments.learning_rate), bounded), body
+    return CombinedOptimizer(torch.optim.AdamW(groups, lr=arguments.learning_rate, fused=True), bounded), body
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

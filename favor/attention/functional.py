@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from favor import features as families
-from favor.attention import positive, signed
+from favor.attention import landmark, positive, signed
 from favor.attention.compaction import Compaction
 from favor.attention.directions import directions
 from favor.attention.packing import Packing
-from favor.features import Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.features import Landmarks, Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.kernels import StreamState
 
 __all__ = ["directions", "favor_attention"]
@@ -21,7 +24,7 @@ def favor_attention(
     key: Tensor,
     value: Tensor,
     *,
-    features: str | RandomFeatures,
+    features: str | RandomFeatures | Landmarks,
     num_features: int = 256,
     key_padding_mask: Tensor | None = None,
     query_padding_mask: Tensor | None = None,
@@ -103,12 +106,14 @@ def favor_attention(
     if packing is not None and not (key_padding_mask is None and query_padding_mask is None):
         raise ValueError("a packed batch has no padding: pass either masks or cu_seqlens, not both.")
     family = families.get(features) if isinstance(features, str) else features
-    if not isinstance(family, PositiveFeatures | SignedFeatures):
+    if not isinstance(family, PositiveFeatures | SignedFeatures | Landmarks):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
     if state is not None:
         padded = window > 0 and key_padding_mask is not None
         _check_stream(family, is_causal, padded, packing is not None, query.shape[2], key.shape[2])
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
+    if kernel == "triton" and not isinstance(family, PositiveFeatures):
+        raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
     if not (parameters is None and correction is None) and not getattr(family, "needs_statistics", False):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
@@ -116,15 +121,20 @@ def favor_attention(
     query, key, value = query.to(common), key.to(common), value.to(common)
     compute = torch.float64 if common == torch.float64 else torch.float32
     scale = head_dim**-0.5 if scale is None else scale
-    root = scale**0.5 if isinstance(family, PositiveFeatures) else 1.0
-    # Most families draw alike; a name, unlike an object, is something a compiler can hold constant.
-    alike = type(family).draw is RandomFeatures.draw
-    source = ("cderf" if family.antithetic else "pos") if alike else features
-    omega = directions(
-        source, num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute, root
-    )
+    omega = query.new_empty(0)
+    if isinstance(family, RandomFeatures):
+        # Most families draw alike; a name, unlike an object, is something a compiler can hold constant.
+        source: str | RandomFeatures = features if isinstance(features, str) else family
+        if type(family).draw is RandomFeatures.draw:
+            source = "cderf" if family.antithetic else "pos"
+        root = scale**0.5 if isinstance(family, PositiveFeatures) else 1.0
+        drawn = (num_features, head_dim, key_heads, orthogonal, seed, layer, redraw, query.device, compute)
+        omega = directions(source, *drawn, root)
     length, compaction = query.shape[2], None
-    if window and key_padding_mask is not None:
+    has_blocks = window > 0
+    if is_causal and isinstance(family, Landmarks):
+        has_blocks = length == key.shape[2]  # else they are blocks of queries
+    if has_blocks and key_padding_mask is not None:
         compaction = Compaction.of(key_padding_mask)
     if compaction is not None:
         query, key, value = (compaction.move(tensor) for tensor in (query, key, value))
@@ -153,19 +163,26 @@ def favor_attention(
                 kernel=kernel,
             )
         else:
-            if kernel == "triton":
-                raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
             parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
-            outs = [
-                signed.attention(family, q, k, v, omega, key_mask=key_padding_mask, is_causal=is_causal, scale=scale)
-                for q, k, v in parts
-            ]
+            if isinstance(family, Landmarks):
+                attend: Any = partial(
+                    landmark.attention,
+                    family,
+                    num_landmarks=num_features,
+                    query_mask=query_padding_mask,
+                    is_causal=is_causal,
+                    use_queries=use_statistics,
+                    window=window,
+                )
+            else:
+                attend = partial(signed.attention, family, omega=omega, is_causal=is_causal)
+            outs = [attend(*part, key_mask=key_padding_mask, scale=scale) for part in parts]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
     return (out if compaction is None else compaction.back(out, length)).to(given)
 
 
 def _check_stream(
-    family: RandomFeatures, is_causal: bool, is_padded: bool, is_packed: bool, length: int, key_length: int
+    family: RandomFeatures | Landmarks, is_causal: bool, is_padded: bool, is_packed: bool, length: int, key_length: int
 ) -> None:
     if not isinstance(family, PositiveFeatures):
         raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf or a dense family.")
@@ -184,7 +201,7 @@ def _check_stream(
 
 def _check_window(
     window: int,
-    family: RandomFeatures,
+    family: RandomFeatures | Landmarks,
     query: Tensor,
     key: Tensor,
     is_causal: bool,
@@ -193,7 +210,7 @@ def _check_window(
 ) -> None:
     if window < 0:
         raise ValueError(f"window must not be negative, got {window}.")
-    if window and (not isinstance(family, PositiveFeatures) or family.alpha):
+    if window and not isinstance(family, Landmarks) and (not isinstance(family, PositiveFeatures) or family.alpha):
         raise ValueError(
             f"a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with exact "
             f"weights; got {family!r}. Use window=0."

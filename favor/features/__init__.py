@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.features.centred import CDERF, WDERF
+from favor.features.landmarks import Landmarks
 from favor.features.maps import ELUFeatures, ReLUFeatures
 from favor.features.moments import Moments
 from favor.features.omega import draw_omega
@@ -28,18 +29,18 @@ from favor.features.trigonometric import TrigRF
 if TYPE_CHECKING:
     from favor.features.sampler import SoftmaxKernelSampler
 
-REGISTRY: dict[str, type[RandomFeatures]] = {
+REGISTRY: dict[str, type[RandomFeatures | Landmarks]] = {
     family.name: family
-    for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF, WDERF, ReLUFeatures, ELUFeatures)
+    for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF, WDERF, ReLUFeatures, ELUFeatures, Landmarks)
 }
 
 
-def get(name: str, **options: Any) -> RandomFeatures:
-    """A family of random features by its registry name.
+def get(name: str, **options: Any) -> RandomFeatures | Landmarks:
+    """A family of features by its registry name.
 
     Args:
         name: one of "trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "relu",
-            "elu".
+            "elu", "landmark".
         **options: keyword arguments of the class, such as `alpha`.
 
     Raises:
@@ -69,6 +70,7 @@ __all__ = [
     "SDERF",
     "WDERF",
     "ELUFeatures",
+    "Landmarks",
     "Moments",
     "Parameters",
     "PosRF",

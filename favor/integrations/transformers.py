@@ -215,7 +215,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
     family, options = feature_family(backend, config)
     kind = features.REGISTRY[family]
     positive = issubclass(kind, features.PositiveFeatures)
-    if config.window and not positive:
+    if config.window and not (positive or kind is features.Landmarks):
         raise ValueError(
             f"{backend} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
             "window=0, or use favor+, favor++ or favor#."

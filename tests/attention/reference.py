@@ -10,7 +10,8 @@ from favor.attention.functional import directions
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "pos@8", "wderf@16"]
-FAMILIES = [*POSITIVE, "trig", "relu", "elu"]
+SOFTMAX = [*POSITIVE, "landmark", "landmark@8"]
+FAMILIES = [*SOFTMAX, "trig", "relu", "elu"]
 NUM_FEATURES = 20
 
 
@@ -40,8 +41,62 @@ def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
     )
 
 
+def grouped(x, y, counts):
+    """Keys y `[S, d]` by landmark, as lists of indices, for all the queries x `[n, d]` that count."""
+    few = x[((torch.arange(32) + 0.5) / 32 * len(x)).long()]
+    received = (few @ y.T + counts.log()).softmax(-1).mean(0)
+    chosen = received.argsort(descending=True)[: NUM_FEATURES // 2].tolist()
+    rest, spaced = [j for j in range(len(y)) if j not in chosen], NUM_FEATURES - NUM_FEATURES // 2
+    chosen = sorted({*chosen, *(rest[(2 * i + 1) * len(rest) // (2 * spaced)] for i in range(spaced) if rest)})
+    distances = (x @ (y[:, None] - y[chosen]).transpose(1, 2)).square().mean(1)
+    groups = {m: [m] for m in chosen}
+    for j in set(range(len(y))) - set(chosen):
+        groups[chosen[int(distances[j].argmin())]].append(j)
+    return list(groups.values())
+
+
+def landmark_logits(x, y, own, real, window):
+    """Logits `[L, S]` of queries x `[G, L, d]`: of keys in the query's block as they are, of others by their group."""
+    every = x[:, real] if x.shape[1] == len(y) else x
+    columns = real.nonzero().flatten()
+    groups = [columns[group] for group in grouped(every.flatten(0, 1), y[real], torch.ones(len(columns)))]
+    block = (real.cumsum(0) - 1) // window if window else torch.full((len(y),), -1)
+    logits = x[own] @ y.T
+    for i in range(x.shape[1]):
+        here = block[i] if window else None
+        for group in groups:
+            far = group[block[group] != here] if window else group
+            if len(far):
+                logits[i, far] = x[own, i] @ y[far].mean(0)
+    return logits
+
+
+def causal_landmark_logits(x, y, own, real, window):
+    """The same for causal attention: groups of what was before the block."""
+    past = len(y) - x.shape[1]
+    tokens = torch.arange(past, len(y)) if past else real.nonzero().flatten()
+    groups = [columns[None] for columns in real[:past].nonzero()]
+    logits = x[own] @ y.T
+    for block in tokens.split(window or 128):
+        for i in block.tolist():
+            for group in groups:
+                logits[i - past, group] = x[own, i - past] @ y[group.flatten()].mean(0)
+        fresh = block[real[block]]
+        groups += [column[None] for column in fresh]
+        if len(groups) > NUM_FEATURES and len(fresh):
+            means = torch.stack([y[group.flatten()].mean(0) for group in groups])
+            counts = torch.tensor([float(group.numel()) for group in groups], dtype=y.dtype)
+            chosen = grouped(x[:, fresh - past].flatten(0, 1), means, counts)
+            groups = [torch.cat([groups[j].flatten() for j in parts]) for parts in chosen]
+    return logits
+
+
 def weights(rf, x, y, omega, real, is_causal, own, window):
     """Unnormalised weights `[L, S]` of head `own` among those that share the keys, x `[G, L, d]`."""
+    if isinstance(rf, features.Landmarks):
+        logits = (causal_landmark_logits if is_causal else landmark_logits)(x, y, own, real, window)
+        visible = real.expand(logits.shape).tril(len(y) - x.shape[1] if is_causal else len(y))
+        return (logits - logits.masked_fill(~visible, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)).exp()
     if isinstance(rf, features.SignedFeatures):
         return rf.phi(x[own], omega) @ rf.phi(y, omega).T * rf.log_scale(y).exp()
     if is_causal:
@@ -67,7 +122,9 @@ def reference_attention(query, key, value, *, name, mask=None, is_causal=False, 
     groups = heads // key_heads
     name, window = family_and_window(name, query, key, is_causal)
     rf = features.get(name)
-    omega = directions(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
+    omega = [None] * key_heads
+    if not isinstance(rf, features.Landmarks):
+        omega = directions(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
     root = (dim**-0.5 if scale is None else scale) ** 0.5
     out = torch.zeros(batch, heads, length, value.shape[-1], dtype=torch.float64)
     for b in range(batch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import FAMILIES, NUM_FEATURES, POSITIVE, attend, inputs, reference_attention
+from reference import FAMILIES, NUM_FEATURES, POSITIVE, SOFTMAX, attend, inputs, reference_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
@@ -26,14 +26,14 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
         mask[1, key_length - key_length // 4 :] = False
     out = attend(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
     expected = reference_attention(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
-    if padded and "@" in name:
+    if padded and ("@" in name or name == "landmark"):
         # Blocks are those of real tokens; rows of padding belong to none in particular.
         real = mask[:, None, key_length - length :, None]
         out, expected = out * real, expected * real
     torch.testing.assert_close(out, expected, rtol=1e-9 if name == "trig" else 1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("scale", [1, 2, 4])
 def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
@@ -46,7 +46,7 @@ def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
     assert error < (3e-5 if name.startswith("wderf") else 1e-5)
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("scale", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -59,7 +59,7 @@ def test_half_precision(name, is_causal, scale, dtype):
     assert (out.double() - exact).norm() / exact.norm() < 1e-2
 
 
-@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_norms_of_a_thousand_stay_finite(name, is_causal):
     tensors = [t.float().requires_grad_() for t in inputs(65, scale=1000 / 8**0.5)]

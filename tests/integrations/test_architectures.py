@@ -46,6 +46,17 @@ def test_approaches_exact_attention(architecture, padded, backend):
 
 
 @over_cases
+@pytest.mark.parametrize("window", [0, 8])
+def test_as_many_landmarks_as_keys_are_exact(architecture, padded, window):
+    """Outputs and gradients, cross attention and causal layers too."""
+    exact = run(architecture.build("sdpa"), architecture, padded)
+    model = architecture.build("favor#", features="landmark", num_features=100, exact_below=0, window=window)
+    found = run(model, architecture, padded)
+    assert distance(found[0], exact[0]) < 1e-5
+    assert distance(found[1], exact[1]) < 1e-4
+
+
+@over_cases
 def test_exact_below_is_exact(architecture, padded):
     exact = run(architecture.build("sdpa"), architecture, padded)
     short = run(architecture.build("favor#", num_features=64), architecture, padded)
@@ -79,10 +90,23 @@ SIDES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#", "favor#@4", "favor_relu", "favor_elu"])
+BACKENDS = [
+    "favor+",
+    "favor++",
+    "favor#",
+    "favor#@4",
+    "favor#:landmark",
+    "favor#:landmark@4",
+    "favor_relu",
+    "favor_elu",
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("architecture", "side"), SIDES, ids=[f"{a.name}-{side}" for a, side in SIDES])
 def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backend):
     backend, _, window = backend.partition("@")
+    backend, _, features = backend.partition(":")
     ids = torch.randint(4, 40, (1, 13), generator=torch.Generator().manual_seed(3))
     total = 20
     start = total - 13 if side == "left" else 0
@@ -92,7 +116,8 @@ def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backe
     mask[0], mask[1, start : start + 13] = 1, 1  # the third row is padding only
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
-    model = architecture.build(backend, num_features=30, exact_below=0, window=int(window or 0))
+    options = {"features": features or None, "num_features": 6 if features else 30, "window": int(window or 0)}
+    model = architecture.build(backend, **options, exact_below=0)
     weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(5))
     results = []
     for inputs, rows in (

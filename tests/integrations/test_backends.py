@@ -91,6 +91,7 @@ def test_options_are_merged_validated_and_stored():
         ({"num_features": "256"}, TypeError, "num_features must be an integer"),
         ({"num_features": True}, TypeError, "num_features must be an integer"),
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'cderf', 'sderf', 'saderf', 'aderf'"),
+        ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmarks have no parameters"),
         ({"factorization": "svd"}, ValueError, "factorization of wderf must be one of"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
@@ -203,6 +204,26 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(backend, window):
     torch.testing.assert_close(torch.stack(out.logits, 1), again[:, 23:-1], rtol=1e-4, atol=1e-5)
 
 
+def test_decoding_through_landmarks_with_a_cache_is_exact():
+    """The groups of earlier tokens are not in the cache, their keys are: a new token sees them as they are."""
+    config = LLAMA.config()
+    config.favor = {"features": "landmark", "num_features": 4, "window": 4, "exact_below": 0}
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM._from_config(config, attn_implementation="favor#").eval()
+    ids, mask = tokens(False)["input_ids"], padding_mask()
+    mask[1] = 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    prompt = {"attention_mask": mask[:, :20], "position_ids": positions[:, :20]}
+    last = {"attention_mask": mask[:, :21], "position_ids": positions[:, 20:21]}
+    found = []
+    for backend in ("favor#", "sdpa"):
+        model.set_attn_implementation("favor#")
+        cache = model(input_ids=ids[:, :20], **prompt, use_cache=True).past_key_values
+        model.set_attn_implementation(backend)
+        found.append(model(input_ids=ids[:, 20:21], past_key_values=cache, **last).logits)
+    torch.testing.assert_close(*found)
+
+
 def test_dropout_drops_weights_without_bias():
     module = BERT.build("favor+", num_features=16, exact_below=0).encoder.layer[0].attention.self
     query, key, value = torch.randn(3, 1, 4, 12, 8, generator=torch.Generator().manual_seed(0))
@@ -280,11 +301,15 @@ def test_layers_have_their_own_directions():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
 @pytest.mark.parametrize(
-    ("backend", "window"), [("favor+", 0), ("favor++", 0), ("favor#", 0), ("favor_elu", 0), ("favor#", 7)]
+    ("backend", "window"),
+    [("favor+", 0), ("favor++", 0), ("favor#", 0), ("favor_elu", 0), ("favor#", 7), ("landmark", 0), ("landmark", 7)],
 )
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_models_compile_without_graph_breaks(backend, window, mode):
-    model = BERT.build(backend, num_features=16, exact_below=0, window=window).train(mode == "training")
+    options = {"num_features": 16, "exact_below": 0, "window": window}
+    if backend == "landmark":
+        backend, options = "favor#", {**options, "features": "landmark"}
+    model = BERT.build(backend, **options).train(mode == "training")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # compiled code draws other random numbers
@@ -326,12 +351,13 @@ CROSS = {
 
 
 @ignore_fallback
+@pytest.mark.parametrize("features", [None, "landmark"])
 @pytest.mark.parametrize("name", CROSS)
-def test_cross_attention_of_decoders_does_not_show_the_future(name):
+def test_cross_attention_of_decoders_does_not_show_the_future(name, features):
     """Its queries are the decoder's tokens, so statistics over them would; not all decoders say that they are one."""
     model_class, config = CROSS[name]
     config = config()
-    config.favor = {"num_features": 16, "exact_below": 0}
+    config.favor = {"features": features, "num_features": 6 if features else 16, "exact_below": 0}
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="favor#").eval()
     ids = tokens(False)["input_ids"]

@@ -1,0 +1,43 @@
+"""Groups of keys under one mean: sums over groups, and softmax attention in which a key counts for several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
+    """Sums over the keys of each landmark, `[..., M, w]`, at least float32, of tensors `[..., S, w]`.
+
+    Cells are `[..., S]`; keys with a cell of M count nowhere.
+    """
+    lead, places = cells.shape[:-1], number + 1
+    first = torch.arange(0, lead.numel() * places, places, device=cells.device).view(*lead, 1)
+    flat = (cells + first).flatten()
+
+    def total(tensor: Tensor) -> Tensor:
+        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(len(flat), -1)
+        empty = rows.new_zeros(lead.numel() * places, rows.shape[-1])
+        return empty.index_add(0, flat, rows).view(*lead, places, rows.shape[-1])[..., :number, :]
+
+    return [total(tensor) for tensor in tensors]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor, scale: float, seen: Tensor | None = None
+) -> Tensor:
+    """Softmax attention in which key m counts `counts[..., m]` times.
+
+    Queries that see nothing that counts give zeros if the values they see are zeros.
+
+    Args:
+        query, key, value: `[..., R, d]`, `[..., T, d]`, `[..., T, dv]`.
+        counts: `[..., T]`.
+        seen: added to the logits, `[R, T]`: -inf where a query does not see a key. None adds nothing.
+    """
+    bias = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
+    bias = bias if seen is None else bias + seen
+    lead, operands = query.shape[:-2], (query, key, value, bias)
+    query, key, value, bias = (tensor.flatten(0, -4) for tensor in operands)
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).unflatten(0, lead[:-1])

@@ -1,0 +1,109 @@
+"""Attention through landmarks: groups of keys under one mean key, mean value and count; see `favor.features.Landmarks`.
+
+    out_i = sum_m n_m exp(q_i.c_m) v_m / sum_m n_m exp(q_i.c_m)
+
+is softmax attention with M keys c_m, values v_m and biases log n_m, which PyTorch's `scaled_dot_product_attention`
+computes on every device. Gradients pass through the means; which key belongs to which landmark is a constant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from favor.attention import landmark_causal
+from favor.attention.grouped import attend, sums_of
+from favor.features import Landmarks
+
+
+def attention(
+    features: Landmarks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int,
+    *,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    use_queries: bool,
+    window: int,
+) -> Tensor:
+    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, which has checked them.
+
+    Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in it, and only
+    their means are taken in float32.
+    """
+    if num_landmarks < 1:
+        raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
+    (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
+    if length == 0 or keys == 0:
+        return query.new_zeros(batch, heads, length, value.shape[-1])
+    if query.device.type == "cpu":
+        raised = torch.promote_types(query.dtype, torch.float32)
+        query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
+    groups = heads // key_heads
+    if is_causal:
+        counts = key.new_ones(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
+        counts = counts if key_mask is None else counts * key_mask[:, None]
+        shared = query.unflatten(1, (key_heads, groups))
+        block = window or landmark_causal.BLOCK
+        out = landmark_causal.attention(
+            features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block
+        )
+        return out.flatten(1, 2)
+    rows = query.unflatten(1, (key_heads, groups)).flatten(2, 3)
+    if query_mask is None and length == keys:
+        query_mask = key_mask
+    cells = features.cells(
+        rows if use_queries else None,
+        key,
+        num_landmarks,
+        None if query_mask is None else query_mask[:, None].repeat(1, 1, groups),
+        None if key_mask is None else key_mask[:, None],
+        scale=scale,
+    )
+    if window:
+        return _windowed(query, key, value, cells, num_landmarks, scale, window)
+    counts, *sums = sums_of(cells, num_landmarks, _ones(cells, key), key, value)
+    means = ((own / counts.clamp(min=1)).to(rows.dtype) for own in sums)
+    return attend(rows, *means, counts=counts.squeeze(-1), scale=scale).view(batch, heads, length, -1)
+
+
+def _windowed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cells: Tensor,
+    number: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Each block of tokens attends to its own keys, and to landmarks without them."""
+    length, key_heads = query.shape[2], key.shape[1]
+    missing = -length % window
+
+    def blocks(tensor: Tensor) -> Tensor:
+        return pad(tensor, (0, 0, 0, missing)).unflatten(2, (-1, window))
+
+    rows = blocks(query).unflatten(1, (key_heads, -1)).transpose(2, 3)  # [B, Hk, blocks, G, window, d]
+    near_key, near_value = blocks(key), blocks(value)
+    cells = pad(cells, (0, missing), value=number).unflatten(2, (-1, window))
+    counts, *sums = sums_of(cells, number, _ones(cells, key), near_key, near_value)
+    apart = counts.sum(2, keepdim=True) - counts
+    far = [(own.sum(2, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
+    apart = apart.squeeze(-1)
+    real = (cells < number).to(apart.dtype)
+    operands = [torch.cat([f.to(near.dtype), near], 3) for f, near in zip(far, (near_key, near_value), strict=True)]
+    out = attend(rows.flatten(3, 4), *operands, counts=torch.cat([apart, real], 3), scale=scale)
+    out = out.unflatten(3, rows.shape[3:5]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return out[:, :, :length]
+
+
+def _ones(cells: Tensor, like: Tensor) -> Tensor:
+    return torch.ones(*cells.shape, 1, dtype=like.dtype, device=like.device)

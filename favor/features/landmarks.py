@@ -1,0 +1,116 @@
+"""Landmarks: keys of the sequence itself stand for all of its keys.
+
+The weight exp(q.k) of a key is replaced by exp(q.c), c the mean of the keys that belong to the same landmark as k. In
+the form of random features, f_1(q)_m = exp(q.c_m), and f_2(k)_m = 1 if k belongs to landmark m and 0 if not: positive
+features, chosen and not drawn. The estimate is not unbiased (its relative error is exp(q.(c - k)) - 1 for each pair),
+but it has no variance, and it is exact where there are as many landmarks as keys. Pooled tokens in place of all keys
+are known from Nystromformer (Xiong et al., 2021), which takes means of neighbouring ones, and groups from clustered
+attention (Vyas et al., 2020), which groups queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from favor.features.centred import attention_received
+
+
+class Landmarks:
+    """Which keys are landmarks, and which landmark each key belongs to.
+
+    Half of the landmarks are the keys that receive most attention from a few queries, the other half are evenly spaced
+    among the rest of the sequence. A key belongs to the landmark with the smallest mean (q.(k - c))^2 over queries q:
+    the logits of its weight change least. A landmark belongs to itself, so M landmarks for M keys or fewer give exact
+    softmax attention.
+
+    Args:
+        num_queries: queries, evenly spaced, whose exact attention tells which keys matter; default 32. It costs
+            num_queries x S products, where a landmark costs S.
+
+    Raises:
+        ValueError: if `num_queries` is less than 1.
+    """
+
+    name = "landmark"
+
+    def __init__(self, *, num_queries: int = 32) -> None:
+        if num_queries < 1:
+            raise ValueError(f"num_queries must be at least 1, got {num_queries}.")
+        self.num_queries = num_queries
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_queries={self.num_queries})"
+
+    def cells(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        num_landmarks: int,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        """The landmark of each key, `[..., S]`: 0 ... M - 1, and M for keys that do not count.
+
+        Args:
+            query: `[..., L, d]`, or None where queries must not see each other: landmarks are then evenly spaced and
+                distances Euclidean.
+            key: `[..., S, d]`, finite also where it does not count.
+            num_landmarks: M. With fewer keys some landmarks have no key.
+            query_mask, key_mask: boolean `[..., L]` and `[..., S]` (broadcast over heads), True for the rows that
+                count; at least one query must.
+            scale: of the logits.
+            counts: how many tokens each key stands for, `[..., S]`; None is one.
+        """
+        with torch.no_grad():
+            received, metric = None, None
+            key_mask = None if key_mask is None else key_mask.expand(key.shape[:-1])
+            if query is not None:
+                query_mask = None if query_mask is None else query_mask.expand(query.shape[:-1])
+                masks = (query_mask, key_mask)
+                received = attention_received(query, key, *masks, self.num_queries, scale=scale, counts=counts)
+                rows = query.to(received.dtype)
+                if query_mask is not None:
+                    rows = rows.masked_fill(~query_mask.unsqueeze(-1), 0.0)
+                metric = rows.transpose(-1, -2) @ rows
+            index = _choose(key, num_landmarks, received, key_mask)
+            chosen = key.gather(-2, index.unsqueeze(-1).expand(*index.shape, key.shape[-1]))
+            chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+            directions = chosen if metric is None else chosen @ metric
+            half_square = (directions * chosen).sum(-1) / 2
+            if key_mask is not None:
+                # Spare landmarks, where fewer keys count than there are landmarks.
+                half_square = half_square.masked_fill(~key_mask.gather(-1, index), torch.finfo(chosen.dtype).max)
+            cells = _nearest(key, directions, half_square)
+            cells.scatter_(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
+            return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
+
+
+def _choose(key: Tensor, number: int, received: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Indices of the landmarks, `[..., M]`: half by attention received, the others evenly spaced among the rest."""
+    rest = torch.ones(key.shape[:-1], dtype=torch.bool, device=key.device) if mask is None else mask
+    heavy = torch.empty(*key.shape[:-2], 0, dtype=torch.int64, device=key.device)
+    if received is not None:
+        received = received if mask is None else received.masked_fill(~mask, -1.0)
+        heavy = received.topk(min(number // 2, key.shape[-2]), -1).indices
+        rest = rest.scatter(-1, heavy, False)
+    spaced = number - heavy.shape[-1]
+    rank = rest.cumsum(-1)
+    wanted = (2 * torch.arange(spaced, device=key.device) + 1) * rank[..., -1:] // (2 * spaced) + 1
+    index = torch.searchsorted(rank, wanted).clamp(max=key.shape[-2] - 1)
+    return torch.cat([heavy, index], -1).sort(-1).values
+
+
+def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
+    """Index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
+    # What stays in cache on a CPU; few launches on a GPU.
+    numbers = 2**20 if key.device.type == "cpu" else 2**26
+    size = max(64, numbers // max(directions.shape[:-1].numel(), 1))
+    lead, columns = key.shape[:-2], directions.flatten(0, -3).transpose(1, 2)
+    bias = half_square.flatten(0, -2).unsqueeze(1)
+    parts = key.flatten(0, -3).split(size, dim=1)
+    indices = [torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1).max(2).indices for part in parts]
+    return torch.cat(indices, 1).unflatten(0, lead)

@@ -1,0 +1,117 @@
+"""Which keys become landmarks, and how close attention through them is."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import favor
+from favor import features
+
+
+def clustered(length, centres, spread, seed=0):
+    """Queries, keys around a few centres, values, `[1, 2, length, 16]`, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    middle = 3 * torch.randn(1, 2, centres, 16, dtype=torch.float64, generator=generator)
+    query, noise, value = torch.randn(3, 1, 2, length, 16, dtype=torch.float64, generator=generator)
+    member = torch.randint(centres, (length,), generator=generator)
+    return 2 * query, middle[:, :, member] + spread * noise, value
+
+
+def error_of(tensors, **options):
+    is_causal = options.get("is_causal", False)
+    exact = scaled_dot_product_attention(*tensors, is_causal=is_causal)
+    out = favor.favor_attention(*tensors, features="landmark", **options)
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_equal_keys_are_one_key(is_causal):
+    """300 keys of which only eight differ: 64 landmarks hold them all."""
+    assert error_of(clustered(300, 8, 0.0), num_features=64, window=32, is_causal=is_causal) < 1e-12
+    assert error_of(clustered(300, 8, 0.0), num_features=64, is_causal=is_causal) < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_error_falls_with_the_distance_of_keys_from_their_landmark(is_causal):
+    """Means of keys leave an error of the second order in that distance, as values are independent of keys."""
+    options = {"num_features": 64, "window": 32, "is_causal": is_causal}
+    wide, narrow = (error_of(clustered(300, 8, spread), **options) for spread in (0.2, 0.02))
+    assert narrow < wide / 5
+    assert wide < 0.3
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_error_falls_with_the_number_of_landmarks(is_causal):
+    tensors = clustered(400, 200, 0.3)
+    errors = [error_of(tensors, num_features=number, window=16, is_causal=is_causal) for number in (16, 64, 256, 400)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-12
+
+
+def test_a_sharp_head_is_far_closer_than_by_random_features():
+    """Each query looks at one of twelve keys: what random features cannot do, a landmark for that key can."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 1, 512, 32, dtype=torch.float64, generator=generator)
+    query = 3 * key[:, :, torch.randint(12, (512,), generator=generator)]
+    exact = scaled_dot_product_attention(query, key, value)
+    found = {}
+    for name in ("landmark", "wderf"):
+        out = favor.favor_attention(query, key, value, features=name, num_features=128)
+        found[name] = ((out - exact).norm() / exact.norm()).item()
+    assert found["landmark"] < 0.05
+    assert found["wderf"] > 0.5
+
+
+def test_half_are_the_keys_that_receive_most_attention_and_the_others_are_evenly_spaced():
+    generator = torch.Generator().manual_seed(0)
+    key = torch.nn.functional.normalize(torch.randn(1, 64, 8, generator=generator), dim=-1)
+    wanted = [3, 5, 40, 41]
+    query = 20 * key[:, wanted].repeat_interleave(16, 1)
+    cells = features.Landmarks().cells(query, key, 8)[0]
+    members = [cells.eq(m).nonzero().flatten().tolist() for m in range(8)]
+    # Landmarks are numbered in the order of their keys; the rest has 60 keys, of which the 8th, 23rd, 38th, 53rd.
+    rest = [j for j in range(64) if j not in wanted]
+    chosen = sorted([*wanted, rest[7], rest[22], rest[37], rest[52]])
+    assert all(key in group for key, group in zip(chosen, members, strict=True))
+    assert sum(map(len, members)) == 64
+
+
+def test_a_key_belongs_to_the_landmark_that_changes_its_logits_least():
+    """Distances are those that queries see: a direction in which no query has a component does not count."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 200, 8, generator=generator)
+    query[..., 4:] = 0
+    seen = features.Landmarks().cells(query, key, 16)
+    key[..., 4:] *= 100
+    assert torch.equal(features.Landmarks().cells(query, key, 16), seen)
+    alone = features.Landmarks().cells(None, key, 16)
+    assert not torch.equal(alone, seen)
+    landmarks = key[0, (2 * torch.arange(16) + 1) * 200 // 32]
+    assert torch.equal(alone[0], torch.cdist(key[0], landmarks).argmin(1))
+
+
+def test_gradients_are_those_of_the_means():
+    """Finite differences, where no key changes its landmark."""
+    tensors = [t[:, :, :24].detach().clone().requires_grad_() for t in clustered(24, 24, 0.1)]
+    for options in ({}, {"window": 5}, {"is_causal": True, "window": 5}):
+
+        def run(*inputs, options=options):
+            return favor.favor_attention(*inputs, features="landmark", num_features=6, **options)
+
+        assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
+
+
+def test_errors_say_what_was_expected():
+    tensors = clustered(12, 3, 0.1)
+    with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
+        features.Landmarks(num_queries=0)
+    with pytest.raises(ValueError, match="num_features must be a positive integer, got 0"):
+        favor.favor_attention(*tensors, features="landmark", num_features=0)
+    with pytest.raises(ValueError, match="landmark features have no Triton kernel"):
+        favor.favor_attention(*tensors, features="landmark", kernel="triton")
+    state = favor.kernels.StreamState()
+    with pytest.raises(ValueError, match="a state is for positive features"):
+        favor.favor_attention(*tensors, features="landmark", is_causal=True, state=state)
+    given = features.Parameters.identity(16, dtype=torch.float64, device="cpu")
+    with pytest.raises(ValueError, match="landmark features have no parameters"):
+        favor.favor_attention(*tensors, features="landmark", parameters=given)
