@@ -21,6 +21,7 @@ from favor import features as families
 from favor.attention.functional import directions, favor_attention
 from favor.eval import speed_reference as reference
 from favor.eval.speed_cell import Attend, Cell, run_pass
+from favor.eval.speed_landmarks import landmark_rows
 
 GROUPS = ("favor", "sdpa", "eager", "performer", "fla")
 SDPA = {
@@ -197,15 +198,12 @@ class Favor(Method):
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Features of any sign are held for all tokens, positive ones are not."""
-        if issubclass(families.REGISTRY[self.features], families.PositiveFeatures):
+        if issubclass(families.REGISTRY[self.features], families.PositiveFeatures | families.Landmarks):
             return 0
         return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
 
     def prepare(self, cell: Cell) -> Prepared:
         """`favor_attention` with the kernel of the cell."""
-        dtype = torch.float64 if cell.dtype == "float64" else torch.float32
-        drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
-        omega = directions(self.features, *drawn, dtype)
         positive = issubclass(families.REGISTRY[self.features], families.PositiveFeatures)
         attend = partial(
             favor_attention,
@@ -216,12 +214,19 @@ class Favor(Method):
             window=self.window,
             kernel=cell.kernel if positive else "auto",
         )
+        if self.features == families.Landmarks.name:
+            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, self.window))
+        dtype = torch.float64 if cell.dtype == "float64" else torch.float32
+        drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
+        omega = directions(self.features, *drawn, dtype)
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:
-        """8 M d + 4 window d per token and head, three times that with the backward."""
+        """8 M d (landmarks 6) + 4 window d per token and head, three times that with the backward."""
         features = cell.head_dim if self.features == "elu" else cell.num_features
-        return _linear_flops(cell, 8, features) + _linear_flops(cell, 4, self.window)
+        return _linear_flops(cell, 6 if self.features == "landmark" else 8, features) + _linear_flops(
+            cell, 4, self.window
+        )
 
 
 class Performer(Method):

@@ -91,7 +91,7 @@ class Sample:
 def softmax_rows(sample: Sample) -> Rows:
     """Exact softmax attention with the scale 1/sqrt(d), `[R, dv]`."""
     logits = sample.query @ sample.key.T * sample.query.shape[-1] ** -0.5
-    return _softmax(logits, sample), 1.0
+    return softmax_of(logits, sample), 1.0
 
 
 def favor_rows(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Rows:
@@ -131,7 +131,7 @@ def favor_rows(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Row
     if window:
         blocks = torch.arange(len(y), device=y.device) // window
         estimates = torch.where(sample.rows[:, None] // window == blocks, x @ y.T, estimates)
-    return _softmax(estimates, sample), 1.0
+    return softmax_of(estimates, sample), 1.0
 
 
 def _signed_rows(sample: Sample, family: SignedFeatures, x: Tensor, y: Tensor, omega: Tensor) -> Rows:
@@ -185,7 +185,8 @@ def linear_rows(sample: Sample) -> Rows:
     return weights @ sample.value, 1.0
 
 
-def _softmax(logits: Tensor, sample: Sample) -> Tensor:
+def softmax_of(logits: Tensor, sample: Sample) -> Tensor:
+    """Mean of the values with softmax weights, `[R, dv]`, given logits `[R, L]` of all keys."""
     if sample.hidden is not None:
         logits = logits.masked_fill(sample.hidden, -torch.inf)
     return logits.softmax(-1) @ sample.value

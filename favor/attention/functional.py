@@ -109,7 +109,7 @@ def favor_attention(
     if not isinstance(family, PositiveFeatures | SignedFeatures | Landmarks):
         raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
     if state is not None:
-        padded = window > 0 and key_padding_mask is not None
+        padded = (window > 0 or isinstance(family, Landmarks)) and key_padding_mask is not None
         _check_stream(family, is_causal, padded, packing is not None, query.shape[2], key.shape[2])
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
     if kernel == "triton" and not isinstance(family, PositiveFeatures):
@@ -173,6 +173,7 @@ def favor_attention(
                     is_causal=is_causal,
                     use_queries=use_statistics,
                     window=window,
+                    state=state,
                 )
             else:
                 attend = partial(signed.attention, family, omega=omega, is_causal=is_causal)
@@ -184,8 +185,8 @@ def favor_attention(
 def _check_stream(
     family: RandomFeatures | Landmarks, is_causal: bool, is_padded: bool, is_packed: bool, length: int, key_length: int
 ) -> None:
-    if not isinstance(family, PositiveFeatures):
-        raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf or a dense family.")
+    if not isinstance(family, PositiveFeatures | Landmarks):
+        raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf, a dense one or landmark.")
     if not is_causal or is_packed or length != key_length:
         raise ValueError(
             "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
@@ -194,8 +195,8 @@ def _check_stream(
         )
     if is_padded:
         raise ValueError(
-            "a state with a window takes no padding: its blocks would begin at different tokens. Give sequences one by "
-            "one or of equal length, or use window=0."
+            "a state with a window or landmarks takes no padding: its blocks would begin at different tokens. Give "
+            "sequences one by one or of equal length, or use other features with window=0."
         )
 
 

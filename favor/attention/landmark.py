@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from favor.attention import landmark_causal
 from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
+from favor.kernels import StreamState
 
 
 def attention(
@@ -30,6 +31,7 @@ def attention(
     scale: float,
     use_queries: bool,
     window: int,
+    state: StreamState | None,
 ) -> Tensor:
     """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, which has checked them.
 
@@ -51,10 +53,9 @@ def attention(
     if is_causal:
         counts = key.new_ones(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
         counts = counts if key_mask is None else counts * key_mask[:, None]
-        shared = query.unflatten(1, (key_heads, groups))
-        block = window or landmark_causal.BLOCK
+        tensors, block = (query.unflatten(1, (key_heads, groups)), key, value), window or landmark_causal.BLOCK
         out = landmark_causal.attention(
-            features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block
+            features, *tensors, num_landmarks, counts=counts, scale=scale, block=block, state=state
         )
         return out.flatten(1, 2)
     rows = query.unflatten(1, (key_heads, groups)).flatten(2, 3)

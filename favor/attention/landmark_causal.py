@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
+from favor.kernels import StreamState
 
 BLOCK = 128
+
+
+@dataclass
+class Groups:
+    """Keys and values of earlier tokens, in groups.
+
+    Attributes:
+        counts: tokens in each group, `[B, Hk, n]`; 0 for spare ones.
+        key, value: their sums, `[B, Hk, n, d]` and `[B, Hk, n, dv]`, at least float32.
+    """
+
+    counts: Tensor
+    key: Tensor
+    value: Tensor
+
+    def means(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Mean key and value of each group."""
+        share = self.counts.clamp(min=1).unsqueeze(-1)
+        return (self.key / share).to(dtype), (self.value / share).to(dtype)
+
+    def joined(self, counts: Tensor, key: Tensor, value: Tensor) -> Groups:
+        """These groups and tokens that are groups of their own."""
+        pairs = ((self.counts, counts), (self.key, key), (self.value, value))
+        return Groups(*(torch.cat(pair, 2) for pair in pairs))
+
+    def fewer(self, cells: Tensor, number: int) -> Groups:
+        """Groups of groups, given the number of the new group of each, `[B, Hk, n]`."""
+        counts, key, value = sums_of(cells, number, self.counts.unsqueeze(-1), self.key, self.value)
+        return Groups(counts.squeeze(-1), key, value)
 
 
 def attention(
@@ -22,6 +54,7 @@ def attention(
     counts: Tensor,
     scale: float,
     block: int,
+    state: StreamState | None = None,
 ) -> Tensor:
     """Each token attends to its own block up to itself, and to the groups of all earlier tokens.
 
@@ -36,38 +69,54 @@ def attention(
         counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
         scale: of the logits.
         block: length of a block.
+        state: what earlier tokens left, changed in place; S is then L. It holds groups and the tokens of the last block
+            if that is not complete.
 
     Returns:
         `[B, Hk, G, L, dv]`.
     """
-    groups, length = query.shape[2:4]
+    length = query.shape[3]
     past = key.shape[2] - length
-    held = counts[..., :past]
-    held_key, held_value = (tensor[..., :past, :].to(counts.dtype) for tensor in (key, value))
-    outs = []
-    for start in range(0, length, block):
-        rows = query[:, :, :, start : start + block]
-        here = slice(past + start, past + start + rows.shape[3])
-        own_key, own_value, own = key[:, :, here], value[:, :, here], counts[:, :, here]
-        share = held.clamp(min=1).unsqueeze(-1)
-        every_key = torch.cat([(held_key / share).to(key.dtype), own_key], 2)
-        every_value = torch.cat([(held_value / share).to(key.dtype), own_value], 2)
-        every = torch.cat([held, own], 2)
-        later = key.new_full((rows.shape[3], rows.shape[3]), -torch.inf).triu(1)
-        seen = pad(later, (held.shape[2], 0)).repeat(groups, 1)
-        flat = rows.flatten(2, 3)
-        outs.append(
-            attend(flat, every_key, every_value, counts=every, scale=scale, seen=seen).unflatten(2, rows.shape[2:4])
-        )
-        if start + block >= length:
-            break
-        if every.shape[2] <= num_landmarks:
-            held = every
-            held_key, held_value = torch.cat([held_key, own_key], 2), torch.cat([held_value, own_value], 2)
-            continue
-        real = (own > 0).repeat(1, 1, groups)
-        cells = features.cells(flat, every_key, num_landmarks, real, every > 0, scale=scale, counts=every)
-        tokens = (torch.cat([held_key, own_key], 2), torch.cat([held_value, own_value], 2), every.unsqueeze(-1))
-        held_key, held_value, held = sums_of(cells, num_landmarks, *tokens)
-        held = held.squeeze(-1)
+    groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
+    begun: tuple[Tensor, ...] = ()  # queries, counts, keys and values of a block that is not complete
+    if state is not None and state.memory is not None:
+        assert isinstance(state.memory, Groups)
+        groups, begun = state.memory, state.block
+    outs, start = [], 0
+    while start < length:
+        stop = min(start + block - (begun[1].shape[2] if begun else 0), length)
+        rows = query[:, :, :, start:stop]
+        own = tuple(tensor[:, :, past + start : past + stop] for tensor in (counts, key, value))
+        tokens = (rows, *own)
+        if begun:
+            tokens = tuple(torch.cat(pair, -2 if pair[0].ndim > 3 else -1) for pair in zip(begun, tokens, strict=True))
+        outs.append(_read(rows, groups, tokens, scale))
+        begun, start = tokens, stop
+        if tokens[1].shape[2] == block and (state is not None or stop < length):
+            groups, begun = _regrouped(features, groups, tokens, num_landmarks, scale), ()
+    if state is not None:
+        state.memory, state.block = groups, tuple(tensor.clone() for tensor in begun)  # not the whole prompt
     return torch.cat(outs, 3)
+
+
+def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
+    """Output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
+    _, counts, key, value = tokens
+    far_key, far_value = groups.means(key.dtype)
+    later = key.new_full((rows.shape[3], key.shape[2]), -torch.inf).triu(key.shape[2] - rows.shape[3] + 1)
+    seen = pad(later, (far_key.shape[2], 0)).repeat(rows.shape[2], 1)
+    every = [torch.cat(pair, 2) for pair in ((far_key, key), (far_value, value), (groups.counts, counts))]
+    out = attend(rows.flatten(2, 3), every[0], every[1], counts=every[2], scale=scale, seen=seen)
+    return out.unflatten(2, rows.shape[2:4])
+
+
+def _regrouped(features: Landmarks, groups: Groups, tokens: tuple[Tensor, ...], number: int, scale: float) -> Groups:
+    """The groups with a complete block in them, at most M."""
+    rows, counts, key, value = tokens
+    joined = groups.joined(counts, key.to(groups.key.dtype), value.to(groups.key.dtype))
+    if joined.counts.shape[2] <= number:
+        return joined
+    real = (counts > 0).repeat(1, 1, rows.shape[2])
+    means, there = joined.means(key.dtype)[0], joined.counts > 0
+    cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
+    return joined.fewer(cells, number)

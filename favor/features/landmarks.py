@@ -109,8 +109,8 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     # What stays in cache on a CPU; few launches on a GPU.
     numbers = 2**20 if key.device.type == "cpu" else 2**26
     size = max(64, numbers // max(directions.shape[:-1].numel(), 1))
-    lead, columns = key.shape[:-2], directions.flatten(0, -3).transpose(1, 2)
-    bias = half_square.flatten(0, -2).unsqueeze(1)
-    parts = key.flatten(0, -3).split(size, dim=1)
+    columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
+    bias = half_square.reshape(columns.shape[0], 1, -1)
+    parts = key.reshape(columns.shape[0], -1, key.shape[-1]).split(size, dim=1)
     indices = [torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1).max(2).indices for part in parts]
-    return torch.cat(indices, 1).unflatten(0, lead)
+    return torch.cat(indices, 1).view(key.shape[:-1])

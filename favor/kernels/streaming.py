@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,21 @@ class StreamState:
     """What the tokens so far leave behind for those to come; `extend` changes it in place.
 
     Attributes:
-        memory: of all tokens, or with a window of those in complete blocks; None before the first token.
-        block: key, value and key bias of the block that is not complete, with a window.
+        memory: of all tokens, or with blocks (a window, landmarks) of those in complete ones: a dataclass of tensors.
+            None before the first token.
+        block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
     """
 
-    memory: DecodeState | None = None
+    memory: Any = None
     block: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        memory = () if self.memory is None else (self.memory.log_weight, self.memory.summary)
-        return sum(tensor.nbytes for tensor in (*memory, *self.block))
+        return sum(tensor.nbytes for tensor in (*self._memory(), *self.block))
+
+    def _memory(self) -> list[Tensor]:
+        return [] if self.memory is None else [getattr(self.memory, field.name) for field in fields(self.memory)]
 
     @torch.no_grad()
     def begin(
@@ -50,7 +54,7 @@ class StreamState:
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to every tensor of the state, whose first dimension is the batch."""
         if self.memory is not None:
-            self.memory = DecodeState(function(self.memory.log_weight), function(self.memory.summary))
+            self.memory = type(self.memory)(*map(function, self._memory()))
         self.block = tuple(map(function, self.block))
 
 

@@ -170,6 +170,18 @@ def test_the_favor_formula_is_the_dense_estimator(name, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 16])
+def test_the_formula_of_landmarks_is_what_is_computed_and_nothing_else(causal, window):
+    cell = Cell(200, causal, True, heads=4, key_heads=2, head_dim=8, num_features=24)
+    inputs = cell.inputs()[:3]
+    options = {"causal": causal, "backward": True}
+    prepared = speed_methods.Favor(f"landmark@{window}").prepare(cell)
+    assert reference.compare(prepared.attend, prepared.rows, *inputs, **options).passed
+    other = speed_methods.Favor(f"landmark@{window + 8}").prepare(cell)
+    assert not reference.compare(other.attend, prepared.rows, *inputs, **options).passed
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_keys_change_nothing(causal, monkeypatch):
     cell = Cell(40, causal, True, head_dim=8, heads=2, key_heads=1, dtype="float64")
     query, key, value, _ = cell.inputs()

@@ -117,7 +117,9 @@ def test_kernel_on_random_directions_does_not_overflow():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match="aderf, cderf, elu, gerf, landmark, pos, relu, saderf, sderf, trig, wderf; got 'perf'"):
+    with pytest.raises(
+        ValueError, match="aderf, cderf, elu, gerf, landmark, pos, relu, saderf, sderf, trig, wderf; got 'perf'"
+    ):
         features.get("perf")
 
 

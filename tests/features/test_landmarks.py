@@ -82,6 +82,7 @@ def test_a_key_belongs_to_the_landmark_that_changes_its_logits_least():
     query, key = torch.randn(2, 1, 200, 8, generator=generator)
     query[..., 4:] = 0
     seen = features.Landmarks().cells(query, key, 16)
+    assert torch.equal(features.Landmarks().cells(query[0], key[0], 16), seen[0])
     key[..., 4:] *= 100
     assert torch.equal(features.Landmarks().cells(query, key, 16), seen)
     alone = features.Landmarks().cells(None, key, 16)
@@ -101,6 +102,24 @@ def test_gradients_are_those_of_the_means():
         assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
 
 
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("pieces", [[300], [1] * 40 + [260], [130, 1, 1, 40, 128], [16] * 18 + [12]])
+def test_pieces_are_the_whole(window, pieces):
+    """The state holds no more than the groups and one block, whatever the pieces."""
+    tensors = [t.repeat(2, 1, 1, 1) for t in clustered(300, 60, 0.5)]
+    tensors[0] = tensors[0].repeat(1, 2, 1, 1)
+    options = {"features": "landmark", "num_features": 24, "is_causal": True, "window": window}
+    whole = favor.favor_attention(*tensors, **options)
+    state, sizes = favor.kernels.StreamState(), []
+    outs = []
+    for part in zip(*(t.split(pieces, 2) for t in tensors), strict=True):
+        outs.append(favor.favor_attention(*part, **options, state=state))
+        sizes.append(state.nbytes)
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-10, atol=1e-10)
+    tokens = 24 + (window or 128)
+    assert max(sizes) <= 8 * 2 * 2 * tokens * (16 + 16 + 1) + 8 * 2 * 4 * (window or 128) * 16
+
+
 def test_errors_say_what_was_expected():
     tensors = clustered(12, 3, 0.1)
     with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
@@ -109,9 +128,9 @@ def test_errors_say_what_was_expected():
         favor.favor_attention(*tensors, features="landmark", num_features=0)
     with pytest.raises(ValueError, match="landmark features have no Triton kernel"):
         favor.favor_attention(*tensors, features="landmark", kernel="triton")
-    state = favor.kernels.StreamState()
-    with pytest.raises(ValueError, match="a state is for positive features"):
-        favor.favor_attention(*tensors, features="landmark", is_causal=True, state=state)
+    state, mask = favor.kernels.StreamState(), torch.ones(1, 12, dtype=torch.bool)
+    with pytest.raises(ValueError, match="a state with a window or landmarks takes no padding"):
+        favor.favor_attention(*tensors, features="landmark", is_causal=True, state=state, key_padding_mask=mask)
     given = features.Parameters.identity(16, dtype=torch.float64, device="cpu")
     with pytest.raises(ValueError, match="landmark features have no parameters"):
         favor.favor_attention(*tensors, features="landmark", parameters=given)

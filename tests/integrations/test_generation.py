@@ -72,6 +72,17 @@ def test_with_a_window(length):
     check_equal(make(window=8), prompt(length, length))
 
 
+@pytest.mark.parametrize("length", [5, 8, 19])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_through_landmarks(length, options):
+    """As without a cache; a DynamicCache, which keeps all keys, is closer to exact attention."""
+    model = favor.configure(make(window=8, num_features=6), "favor#", features="landmark")
+    expected = generate(model, None, prompt(length, length), use_cache=False, **options)
+    found = generate(model, favor.FavorCache(model.config), prompt(length, length), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
 def test_with_calibrated_parameters():
     model = make()
     ids = torch.randint(3, 40, (4, 30), generator=torch.Generator().manual_seed(2))
@@ -183,7 +194,7 @@ def test_a_state_made_in_inference_mode_goes_on_outside_of_it():
     ("options", "lengths", "message"),
     [
         ({"exact_below": 64}, (9,), "set exact_below=0 .it is 64."),
-        ({"window": 8}, (9, 4), "a state with a window takes no padding"),
+        ({"window": 8}, (9, 4), "a state with a window or landmarks takes no padding"),
     ],
 )
 def test_what_is_refused(options, lengths, message):
