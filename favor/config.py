@@ -28,12 +28,12 @@ class FavorConfig:
     """Options of the FAVOR backends; a model carries them as the plain dictionary `config.favor`.
 
     Args:
-        num_features: number of random features M a head, default 256. `favor_elu` always has head_dim features, and
-            `favor_trig` needs an even number.
+        num_features: number of random features (or landmarks) M a head, default 256. `favor_elu` always has head_dim
+            features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or "landmark",
-            which is no random feature: M keys of each sequence stand for all (see `favor.features.Landmarks`), for
-            encoders only. Other backends have one family each and do not read it.
+            which is nothing random: M groups of keys stand for all keys (see `favor.features.Landmarks`), without
+            parameters, in decoders too. Other backends have one family each and do not read it.
         factorization: how the families of favor# factor their matrices: "eigh" (default, the optimum); "newton_schulz"
             for "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf"
             (no eigendecomposition; within 0.0071 of the optimal objective per direction).

@@ -37,7 +37,9 @@ class BackendArguments:
         None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else the model's own."
     )
     num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
-    features: str | None = option(None, "Features of favor#: wderf (default), cderf, sderf, saderf or aderf.")
+    features: str | None = option(
+        None, "Features of favor#: wderf (default), cderf, sderf, saderf, aderf, or landmark."
+    )
     factorization: str | None = option(None, "Of the matrices in wderf, cderf, sderf: eigh (default) or cholesky.")
     window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
     statistics: str | None = option(None, "batch (default), or calibrated or corrected: what the checkpoint stores.")

@@ -45,7 +45,7 @@ def favor_attention(
     state: StreamState | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Attention in time linear in the sequence length, by random features of the softmax kernel.
+    """Attention in time linear in the sequence length, by random features of the softmax kernel or by landmarks.
 
     Approximates softmax(scale query key') value. Works on x = sqrt(scale) query and y = sqrt(scale) key; features and
     maxima are float32 (float64 for float64 inputs) whatever the inputs are. No epsilon is added anywhere. A query
@@ -59,12 +59,17 @@ def favor_attention(
     quarter), so with `is_causal` or `use_statistics=False` these families fall back to the parameters that need no
     data, A = 0 and B = I: they then equal PosRF, that is FAVOR+. A warning says so once.
 
+    Landmarks (`features="landmark"`, `favor.features.Landmarks`) are nothing random: M groups of keys stand for all
+    keys, by their mean. They need no parameters, and causal layers group the keys of earlier blocks only. In causal
+    attention the tokens of a block, 128 or `window`, are exact; where there are more keys than queries, blocks are
+    those of the queries and the earlier keys are exact until the end of the first one.
+
     Args:
         query: `[B, H, L, d]`.
         key: `[B, Hk, S, d]`; H must be a multiple of Hk (grouped-query attention, keys are not repeated).
         value: `[B, Hk, S, dv]`; dv is free.
-        features: a registry name ("pos", "gerf", "sderf", ...) or an instance from `favor.features`.
-        num_features: number of features M, default 256. More is closer to softmax and slower.
+        features: a registry name ("pos", "gerf", "sderf", "landmark", ...) or an instance from `favor.features`.
+        num_features: number of features (or landmarks) M, default 256. More is closer to softmax and slower.
         key_padding_mask: boolean `[B, S]`, True for real keys; None if there is no padding.
         query_padding_mask: boolean `[B, L]`, True for the queries that count in statistics. Defaults to
             `key_padding_mask` where L equals S (self-attention).
@@ -72,7 +77,8 @@ def favor_attention(
         scale: positive factor of the logits, default 1/sqrt(d).
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
         orthogonal: orthogonal (default) or independent directions.
-        use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other.
+        use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other;
+            landmarks are then evenly spaced.
         parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
             (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
             them a causal query sees nothing of later tokens.
