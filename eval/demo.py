@@ -35,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="favor.eval.demo", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
     parser.add_argument("--max_train_steps", type=int, default=64)
-    parser.add_argument("--num_features", type=int, default=128)
+    parser.add_argument("--num_features", type=int, default=64)
     return parser.parse_args(argv)
 
 
