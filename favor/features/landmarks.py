@@ -107,7 +107,7 @@ def _choose(key: Tensor, number: int, received: Tensor | None, mask: Tensor | No
 def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     """Index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
     # What stays in cache on a CPU; few launches on a GPU.
-    numbers = 2**20 if key.device.type == "cpu" else 2**26
+    numbers = 2**18 if key.device.type == "cpu" else 2**26
     size = max(64, numbers // max(directions.shape[:-1].numel(), 1))
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)

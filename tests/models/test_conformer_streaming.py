@@ -40,7 +40,14 @@ PIECES = [1, 3, 60, 7, 100, 29]
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("sdpa", {}), ("eager", {}), ("favor+", {}), ("favor+", {"window": 8}), ("favor+", {"kernel": "torch"})],
+    [
+        ("sdpa", {}),
+        ("eager", {}),
+        ("favor+", {}),
+        ("favor+", {"window": 8}),
+        ("favor+", {"kernel": "torch"}),
+        ("favor#", {"features": "landmark", "num_features": 4, "window": 8}),
+    ],
 )
 def test_pieces_equal_the_whole(backend, options):
     model, inputs = build(ConformerModel, backend, **options), features(200)
