@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler
 import favor
 from favor import features as families
 from favor.config import feature_family
+from favor.features import Landmarks
 from favor.integrations.layers import attention_modules, decodes
 from favor.integrations.observe import Observation, observe
 from favor.integrations.stored import store_parameters, stored_choice
@@ -68,7 +69,7 @@ class DistillArguments:
         False, "Learn weights of the features (with favor#, and parameters to go with them)."
     )
     attention_steps: int | None = option(
-        None, "Steps of learning the parameters of the estimator. Default 300, and none with feature_weights."
+        None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
     )
     attention_learning_rate: float = option(5e-4, "Peak learning rate of these, with a cosine schedule.")
     model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
@@ -84,8 +85,14 @@ class DistillArguments:
                 "feature_weights learns calibrated parameters for fixed directions: without attention_steps and with "
                 "statistics calibrated"
             )
+        landmarks = self.features == Landmarks.name
+        if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
+            raise ValueError(
+                "landmarks have no parameters to learn: without attention_steps, feature_weights and statistics; "
+                "model_steps trains the model"
+            )
         if self.attention_steps is None:
-            self.attention_steps = 0 if self.feature_weights else 300
+            self.attention_steps = 0 if self.feature_weights or landmarks else 300
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -242,6 +249,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
     kind = arguments.statistics or ("calibrated" if decoder or arguments.feature_weights else "corrected")
+    kind = "batch" if arguments.features == Landmarks.name else kind
     batches, name = ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
     fitted_later = arguments.feature_weights and arguments.layers == "all"
     favor.convert(

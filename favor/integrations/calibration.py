@@ -251,8 +251,8 @@ def fit_to_data(
     family = _family(name, arguments)
     if not isinstance(family, PositiveFeatures) or not family.needs_statistics:
         raise ValueError(
-            f"{name} features have no parameters to fit to data; use favor# or favor++, or favor+ with "
-            "feature_weights=True."
+            f"{name} features have no parameters to fit to data; use favor# with features wderf or cderf, favor++, or "
+            "favor+ with feature_weights=True."
         )
     statistics = gather(model, dataloader, features=family, max_batches=max_batches)
     if store:

@@ -104,9 +104,11 @@ def test_an_untrained_correction_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", ["hidden states", "logits"])
-def test_training_the_model_brings_its_output_closer(kind, bert_folder, decoder_folder, text, tmp_path):
+@pytest.mark.parametrize("features", ["wderf", "landmark"])
+def test_training_the_model_brings_its_output_closer(kind, features, bert_folder, decoder_folder, text, tmp_path):
     folder = bert_folder if kind == "hidden states" else decoder_folder
-    more = ["--attention_steps", "0", "--model_steps", "80", "--model_learning_rate", "3e-3"]
+    more = ["--model_steps", "80", "--model_learning_rate", "3e-3", "--features", features]
+    more += ["--attention_steps", "0"] if features == "wderf" else ["--num_features", "3", "--window", "3"]
     losses = distill.main(arguments(folder, text, tmp_path, *more))["model_loss"]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
@@ -130,6 +132,8 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--exact_below", "often"], "exact_below must be"),
         (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
         (["--feature_weights", "True", "--statistics", "corrected"], "feature_weights learns calibrated parameters"),
+        (["--features", "landmark", "--attention_steps", "3"], "landmarks have no parameters to learn"),
+        (["--features", "landmark", "--statistics", "calibrated"], "landmarks have no parameters to learn"),
         (["--attn_implementation", "favor+"], "or favor\\+ with feature_weights"),
     ],
 )
