@@ -44,8 +44,7 @@ Votes = tuple[Tensor, Tensor]
 
 def columns_of(method: str, count: int, largest: int) -> Tensor:
     """Which of the features of a draw of `largest` make a draw of `count`: opposite and sin/cos pairs stay together."""
-    family = features.get(method) if method in POSITIVE else None
-    paired = method == "trig" or getattr(family, "antithetic", False)
+    paired = method == "trig" or (method in POSITIVE and features.get(method).antithetic)
     if not paired:
         return torch.arange(count)
     half = torch.arange(count // 2)

@@ -95,6 +95,8 @@ class FavorConfig:
             raise ValueError(f"factorization of {family} must be one of {choices}; got {self.factorization!r}.")
         if family == "landmark" and self.statistics != "batch":
             raise ValueError(f'landmarks have no parameters to store; set statistics="batch", got {self.statistics!r}.')
+        if family == "landmark" and self.kernel == "triton":
+            raise ValueError('landmarks have no Triton kernel; use kernel="auto" or "torch".')
 
     def _check_integer(self, name: str, minimum: int | None = None) -> None:
         value = getattr(self, name)

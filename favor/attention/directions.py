@@ -46,13 +46,13 @@ def _cached(
     dtype: torch.dtype,
     root: float = 1.0,
 ) -> Tensor:
-    family = families.get(features) if isinstance(features, str) else features
-    assert isinstance(family, RandomFeatures)
+    if isinstance(features, str):
+        features = families.get(features)
     digest = hashlib.sha256(f"{seed},{layer},{redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.
     with torch.inference_mode(False), torch.no_grad():
-        omega = family.draw(
+        omega = features.draw(
             num_features, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=(num_heads,)
         )
         return (root * omega).to(device=device, dtype=dtype)
@@ -92,7 +92,5 @@ def _(
     dtype: torch.dtype,
     root: float = 1.0,
 ) -> Tensor:
-    family = families.get(name)
-    assert isinstance(family, RandomFeatures)
-    omega = family.draw(num_features, head_dim, orthogonal=orthogonal, batch_shape=(num_heads,))
+    omega = families.get(name).draw(num_features, head_dim, orthogonal=orthogonal, batch_shape=(num_heads,))
     return omega.new_empty(omega.shape, device=device, dtype=dtype)

@@ -72,13 +72,13 @@ def favor_attention(
         num_features: number of features (or landmarks) M, default 256. More is closer to softmax and slower.
         key_padding_mask: boolean `[B, S]`, True for real keys; None if there is no padding.
         query_padding_mask: boolean `[B, L]`, True for the queries that count in statistics. Defaults to
-            `key_padding_mask` where L equals S (self-attention).
+            `key_padding_mask` where L equals S (self-attention). Causal attention does not read it.
         is_causal: query i sees keys 0 ... S - L + i (queries are the last ones, as with a cache).
         scale: positive factor of the logits, default 1/sqrt(d).
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
         orthogonal: orthogonal (default) or independent directions.
         use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other;
-            landmarks are then evenly spaced.
+            landmarks are then evenly spaced, but in causal attention, where queries only choose for later ones.
         parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
             (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
             them a causal query sees nothing of later tokens.
@@ -105,7 +105,7 @@ def favor_attention(
         TypeError: if an input is not a floating-point tensor, or a mask not boolean.
         ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, `kernel` cannot run
             here, a window is asked for where there is none (cross attention, features that do not estimate exp(x.y)),
-            or a state without causal attention by positive features.
+            or a state without causal attention by positive features or landmarks.
     """
     _check(query, key, value, key_padding_mask, query_padding_mask, is_causal, scale)
     packing = Packing.of(query, key, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -113,7 +113,9 @@ def favor_attention(
         raise ValueError("a packed batch has no padding: pass either masks or cu_seqlens, not both.")
     family = families.get(features) if isinstance(features, str) else features
     if not isinstance(family, PositiveFeatures | SignedFeatures | Landmarks):
-        raise TypeError(f"features must be a name or a RandomFeatures instance, got {type(features).__name__}.")
+        raise TypeError(
+            f"features must be a name, a RandomFeatures instance or Landmarks, got {type(features).__name__}."
+        )
     if state is not None:
         padded = (window > 0 or isinstance(family, Landmarks)) and key_padding_mask is not None
         _check_stream(family, is_causal, padded, packing is not None, query.shape[2], key.shape[2])

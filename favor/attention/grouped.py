@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
@@ -17,7 +17,7 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
     flat = (cells + first).flatten()
 
     def total(tensor: Tensor) -> Tensor:
-        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(len(flat), -1)
+        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(len(flat), tensor.shape[-1])
         empty = rows.new_zeros(lead.numel() * places, rows.shape[-1])
         return empty.index_add(0, flat, rows).view(*lead, places, rows.shape[-1])[..., :number, :]
 
@@ -25,7 +25,7 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor, scale: float, seen: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor | None, scale: float, seen: Tensor | None = None
 ) -> Tensor:
     """Softmax attention in which key m counts `counts[..., m]` times.
 
@@ -33,11 +33,18 @@ def attend(
 
     Args:
         query, key, value: `[..., R, d]`, `[..., T, d]`, `[..., T, dv]`.
-        counts: `[..., T]`.
+        counts: `[..., T]`; None is one each.
+        scale: of the logits.
         seen: added to the logits, `[R, T]`: -inf where a query does not see a key. None adds nothing.
     """
-    bias = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
-    bias = bias if seen is None else bias + seen
-    lead, operands = query.shape[:-2], (query, key, value, bias)
-    query, key, value, bias = (tensor.flatten(0, -4) for tensor in operands)
-    return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).unflatten(0, lead[:-1])
+    lead, width, bias = query.shape[:-2], value.shape[-1], seen
+    if counts is not None:
+        bias = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
+        bias = (bias if seen is None else bias + seen).flatten(0, -4)
+    if query.device.type == "cpu" and width != query.shape[-1]:
+        # The fused kernel wants one width; the other one would form all weights.
+        largest = max(width, query.shape[-1])
+        query, key, value = (pad(tensor, (0, largest - tensor.shape[-1])) for tensor in (query, key, value))
+    query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
+    out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return out[..., :width].unflatten(0, lead[:-1])

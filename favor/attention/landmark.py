@@ -41,19 +41,21 @@ def attention(
     if num_landmarks < 1:
         raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
     (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
-    if length == 0 or keys == 0:
-        return query.new_zeros(batch, heads, length, value.shape[-1])
-    if query.device.type == "cpu":
+    if 0 in (batch, length, keys):
+        return query[..., :0].sum(-1, keepdim=True).expand(-1, -1, -1, value.shape[-1])  # zeros
+    groups, block = heads // key_heads, window or landmark_causal.BLOCK
+    if is_causal and state is None and length < keys and length <= block:
+        return _exact(query, key, value, key_mask, scale)
+    if _raises(query):
         raised = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
-    groups = heads // key_heads
     if is_causal:
         counts = key.new_ones(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
         counts = counts if key_mask is None else counts * key_mask[:, None]
-        tensors, block = (query.unflatten(1, (key_heads, groups)), key, value), window or landmark_causal.BLOCK
+        tensors = (query.unflatten(1, (key_heads, groups)), key, value)
         out = landmark_causal.attention(
             features, *tensors, num_landmarks, counts=counts, scale=scale, block=block, state=state
         )
@@ -87,6 +89,7 @@ def _windowed(
 ) -> Tensor:
     """Each block of tokens attends to its own keys, and to landmarks without them."""
     length, key_heads = query.shape[2], key.shape[1]
+    window = min(window, length)
     missing = -length % window
 
     def blocks(tensor: Tensor) -> Tensor:
@@ -104,6 +107,27 @@ def _windowed(
     out = attend(rows.flatten(3, 4), *operands, counts=torch.cat([apart, real], 3), scale=scale)
     out = out.unflatten(3, rows.shape[3:5]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return out[:, :, :length]
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+    """A few causal queries with all earlier keys at hand, as they are."""
+    length, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
+    counts = None
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+        counts = key_mask[:, None].expand(-1, key_heads, -1).float()
+    shared = query.unflatten(1, (key_heads, -1))
+    seen = None
+    if length > 1:
+        seen = key.new_full((length, keys), -torch.inf).triu(keys - length + 1).repeat(shared.shape[2], 1)
+    out = attend(shared.flatten(2, 3), key, value, counts=counts, scale=scale, seen=seen)
+    return out.view(*query.shape[:3], -1)
+
+
+def _raises(query: Tensor) -> bool:
+    """Whether half precision is raised."""
+    return query.device.type == "cpu"
 
 
 def _ones(cells: Tensor, like: Tensor) -> Tensor:

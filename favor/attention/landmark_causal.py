@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
@@ -70,33 +71,53 @@ def attention(
         scale: of the logits.
         block: length of a block.
         state: what earlier tokens left, changed in place; S is then L. It holds groups and the tokens of the last block
-            if that is not complete.
+            if that is not complete. No gradient but for the first piece.
 
     Returns:
         `[B, Hk, G, L, dv]`.
+
+    Raises:
+        ValueError: if the state was begun with other features or longer blocks.
     """
-    length = query.shape[3]
-    past = key.shape[2] - length
+    past = key.shape[2] - query.shape[3]
     groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
     begun: tuple[Tensor, ...] = ()  # queries, counts, keys and values of a block that is not complete
-    if state is not None and state.memory is not None:
-        assert isinstance(state.memory, Groups)
-        groups, begun = state.memory, state.block
-    outs, start = [], 0
-    while start < length:
-        stop = min(start + block - (begun[1].shape[2] if begun else 0), length)
-        rows = query[:, :, :, start:stop]
-        own = tuple(tensor[:, :, past + start : past + stop] for tensor in (counts, key, value))
-        tokens = (rows, *own)
-        if begun:
-            tokens = tuple(torch.cat(pair, -2 if pair[0].ndim > 3 else -1) for pair in zip(begun, tokens, strict=True))
-        outs.append(_read(rows, groups, tokens, scale))
-        begun, start = tokens, stop
-        if tokens[1].shape[2] == block and (state is not None or stop < length):
-            groups, begun = _regrouped(features, groups, tokens, num_landmarks, scale), ()
+    goes_on = state is not None and state.memory is not None
+    if state is not None and goes_on:
+        groups, begun = state.memory, tuple(tensor.to(key.dtype) for tensor in state.block)
+        if not isinstance(groups, Groups) or (begun and begun[1].shape[2] >= block):
+            raise ValueError(
+                "the state was begun with other features or longer blocks; begin again with a new StreamState()."
+            )
+    outs, start, length = [], 0, query.shape[3]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not goes_on):
+        while start < length:
+            stop = min(start + block - (begun[1].shape[2] if begun else 0), length)
+            rows = query[:, :, :, start:stop]
+            tokens: tuple[Tensor, ...] = (rows, *(t[:, :, past + start : past + stop] for t in (counts, key, value)))
+            if begun:
+                tokens = tuple(_joined(*pair) for pair in zip(begun, tokens, strict=True))
+            outs.append(_checkpointed(rows, groups, tokens, scale))
+            begun, start = tokens, stop
+            if tokens[1].shape[2] == block and (state is not None or stop < length):
+                groups, begun = _regrouped(features, groups, tokens, num_landmarks, scale), ()
     if state is not None:
-        state.memory, state.block = groups, tuple(tensor.clone() for tensor in begun)  # not the whole prompt
+        # No graph, and no view of the whole prompt.
+        state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
+        state.block = tuple(tensor.detach().clone() for tensor in begun)
     return torch.cat(outs, 3)
+
+
+def _joined(earlier: Tensor, later: Tensor) -> Tensor:
+    return torch.cat([earlier, later], -1 if earlier.ndim == 3 else -2)
+
+
+def _checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
+    """`_read`, computed again in the backward pass: it would keep a mask of queries times keys."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _read(rows, groups, tokens, scale)
+    out: Tensor = checkpoint(_read, rows, groups, tokens, scale, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:

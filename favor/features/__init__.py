@@ -14,7 +14,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.features.centred import CDERF, WDERF
@@ -35,6 +35,10 @@ REGISTRY: dict[str, type[RandomFeatures | Landmarks]] = {
 }
 
 
+@overload
+def get(name: Literal["landmark"], **options: Any) -> Landmarks: ...
+@overload
+def get(name: str, **options: Any) -> RandomFeatures: ...
 def get(name: str, **options: Any) -> RandomFeatures | Landmarks:
     """A family of features by its registry name.
 

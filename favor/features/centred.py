@@ -147,7 +147,17 @@ def attention_received(
     compute = x.dtype if x.dtype == torch.float64 else torch.float32
     if length == 0 or keys == 0:
         return y.new_zeros(y.shape[:-1], dtype=compute)
-    rows, places = spread(x, x_mask, num_queries)
+    steps = (torch.arange(num_queries, device=x.device) + 0.5) / num_queries
+    if x_mask is None:
+        places = (steps * length).long()
+        rows = x[..., places, :]
+    else:
+        # Evenly spaced among the rows that count, wherever the padding is.
+        rank = x_mask.cumsum(-1)
+        wanted = (steps * rank[..., -1:]).long() + 1
+        places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
+        index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
+        rows = x.gather(-2, index)
     logits = (scale * rows.to(compute)) @ y.to(compute).transpose(-1, -2)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)
@@ -157,22 +167,3 @@ def attention_received(
         later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
         logits = logits.masked_fill(later, -torch.inf)
     return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)
-
-
-def spread(rows: Tensor, mask: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-    """Some of the rows `[..., L, d]`, evenly spaced: `[..., number, d]`, and their places, `[..., number]`.
-
-    Args:
-        mask: boolean `[..., L]`; the rows are evenly spaced among those that are True, wherever these are. None takes
-            all.
-    """
-    length = rows.shape[-2]
-    steps = (torch.arange(number, device=rows.device) + 0.5) / number
-    if mask is None:
-        places = (steps * length).long()
-        return rows[..., places, :], places
-    rank = mask.cumsum(-1)
-    wanted = (steps * rank[..., -1:]).long() + 1
-    places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
-    index = places.expand(*rows.shape[:-2], number).unsqueeze(-1).expand(*rows.shape[:-2], number, rows.shape[-1])
-    return rows.gather(-2, index), places

@@ -61,10 +61,15 @@ class Landmarks:
             key: `[..., S, d]`, finite also where it does not count.
             num_landmarks: M. With fewer keys some landmarks have no key.
             query_mask, key_mask: boolean `[..., L]` and `[..., S]` (broadcast over heads), True for the rows that
-                count; at least one query must.
+                count.
             scale: of the logits.
             counts: how many tokens each key stands for, `[..., S]`; None is one.
+
+        Raises:
+            ValueError: without a key, or if M is less than 1.
         """
+        if num_landmarks < 1 or key.shape[-2] == 0:
+            raise ValueError(f"there must be a landmark and a key, got M = {num_landmarks} and {key.shape[-2]} keys.")
         with torch.no_grad():
             received, metric = None, None
             key_mask = None if key_mask is None else key_mask.expand(key.shape[:-1])
@@ -76,6 +81,10 @@ class Landmarks:
                 if query_mask is not None:
                     rows = rows.masked_fill(~query_mask.unsqueeze(-1), 0.0)
                 metric = rows.transpose(-1, -2) @ rows
+                # Euclidean where no query counts, or one is not finite.
+                trace = torch.diagonal(metric, dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)
+                eye = torch.eye(key.shape[-1], dtype=metric.dtype, device=key.device)
+                metric = torch.where((trace > 0) & trace.isfinite(), metric, eye)
             index = _choose(key, num_landmarks, received, key_mask)
             chosen = key.gather(-2, index.unsqueeze(-1).expand(*index.shape, key.shape[-1]))
             chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))

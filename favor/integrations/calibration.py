@@ -230,7 +230,7 @@ def _weighted_family(
     return family
 
 
-def _family(name: str, arguments: Mapping[str, Any]) -> families.RandomFeatures | families.Landmarks:
+def _family(name: str, arguments: Mapping[str, Any]) -> families.RandomFeatures:
     return families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
 
 

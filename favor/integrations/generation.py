@@ -15,7 +15,7 @@ _MARK = "favor_state_layer"
 
 
 class StateLayer(CacheLayerMixin):
-    """What one layer of causal FAVOR attention keeps of its past: M weights and means of values a head.
+    """What one layer of causal FAVOR attention keeps of its past: M weights and means of values a head, or M groups.
 
     `update` hands the new keys on as they are, marked with this layer, so that the attention function finds the state.
 

@@ -226,7 +226,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.num_features,
         config.exact_threshold(device_type, is_causal),
         config.seed,
-        config.redraw_interval,
+        0 if kind is features.Landmarks else config.redraw_interval,  # nothing is drawn
         config.orthogonal,
         config.window,
         config.statistics if positive and not (family == "pos" and config.statistics == "corrected") else "batch",

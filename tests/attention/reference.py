@@ -6,6 +6,7 @@ import torch
 
 import favor
 from favor import features
+from favor.attention import landmark_causal
 from favor.attention.functional import directions
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
@@ -77,7 +78,7 @@ def causal_landmark_logits(x, y, own, real, window):
     tokens = torch.arange(past, len(y)) if past else real.nonzero().flatten()
     groups = [columns[None] for columns in real[:past].nonzero()]
     logits = x[own] @ y.T
-    for block in tokens.split(window or 128):
+    for block in tokens.split(window or landmark_causal.BLOCK):
         for i in block.tolist():
             for group in groups:
                 logits[i - past, group] = x[own, i - past] @ y[group.flatten()].mean(0)

@@ -7,8 +7,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
+from favor.attention import landmark_causal
 from favor.attention.functional import directions
 from favor.kernels import chunked_causal
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Causal landmarks without a window: 128 tokens would make most sequences here exact."""
+    monkeypatch.setattr(landmark_causal, "BLOCK", 12)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
@@ -348,7 +356,7 @@ def test_user_given_parameters():
         ({"query": torch.zeros(2, 4, 6, 8), "is_causal": True}, ValueError, "at least as many keys"),
         ({"scale": -1.0}, ValueError, "scale must be positive"),
         ({"features": "softmax"}, ValueError, "features must be one of"),
-        ({"features": 3}, TypeError, "RandomFeatures instance"),
+        ({"features": 3}, TypeError, "RandomFeatures instance or Landmarks"),
         ({"num_features": 0}, ValueError, "num_features must be a positive integer"),
     ],
 )

@@ -120,10 +120,100 @@ def test_pieces_are_the_whole(window, pieces):
     assert max(sizes) <= 8 * 2 * 2 * tokens * (16 + 16 + 1) + 8 * 2 * 4 * (window or 128) * 16
 
 
+def landmark(*tensors, **options):
+    return favor.favor_attention(*tensors, features="landmark", num_features=24, **options)
+
+
+def test_a_state_goes_on_with_its_own_kind_only():
+    tensors = clustered(60, 20, 0.5)
+    state = favor.kernels.StreamState()
+    landmark(*tensors, is_causal=True, state=state)
+    with pytest.raises(ValueError, match="begun with other features or longer blocks"):
+        landmark(*(t[:, :, :1] for t in tensors), is_causal=True, state=state, window=16)
+    favor.favor_attention(*tensors, features="pos", is_causal=True, state=(state := favor.kernels.StreamState()))
+    with pytest.raises(ValueError, match="begun with other features"):
+        landmark(*tensors, is_causal=True, state=state)
+
+
+def test_a_state_holds_no_graph():
+    tensors = [t.requires_grad_() for t in clustered(60, 20, 0.5)]
+    state = favor.kernels.StreamState()
+    assert landmark(*(t[:, :, :40] for t in tensors), is_causal=True, window=16, state=state).requires_grad
+    assert not landmark(*(t[:, :, 40:] for t in tensors), is_causal=True, window=16, state=state).requires_grad
+    assert not any(t.requires_grad for t in (state.memory.key, state.memory.value, *state.block))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("value_width", [16, 4])
+def test_no_tensor_of_queries_times_landmarks_is_kept(is_causal, value_width):
+    query, key, value = (t.float().requires_grad_() for t in clustered(1024, 60, 0.5))
+    sizes = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.setdefault(t.data_ptr(), t) is None or t, lambda t: t
+    ):
+        tensors = (query, key, value[..., :value_width])
+        favor.favor_attention(*tensors, features="landmark", num_features=256, is_causal=is_causal)
+    # Queries, keys and values of 2 heads; with blocks of 128 tokens three times as many groups of keys as keys.
+    assert max(t.numel() for t in sizes.values()) <= 2 * 1024 * 17
+    assert sum(t.numel() for t in sizes.values()) < 2 * 1024 * 16 * (16 if is_causal else 8)
+
+
+def test_a_window_longer_than_the_sequence_costs_no_more():
+    query, key, value = clustered(60, 20, 0.5)
+    exact = scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(landmark(query, key, value, window=10**9), exact)
+
+
+def test_a_first_block_without_a_query_keeps_the_past():
+    """Its queries are padding, as in the second turn of a batch of conversations; the next block's are not."""
+    query, key, value = clustered(64, 4, 0.1)
+    mask = torch.ones(1, 64, dtype=torch.bool)
+    mask[:, 40:48] = False
+    options = {"is_causal": True, "window": 8}
+    out = landmark(query[:, :, 40:], key, value, key_padding_mask=mask, **options)[:, :, 8:]
+    kept = [t[:, :, mask[0]] for t in (key, value)]
+    exact = scaled_dot_product_attention(query[:, :, 48:], *kept, attn_mask=torch.ones(16, 56).tril(40).bool())
+    assert (out - exact).norm() / exact.norm() < 0.2
+
+
+def test_a_query_that_is_not_finite_stays_alone():
+    query, key, value = clustered(200, 4, 0.1)
+    exact = scaled_dot_product_attention(query, key, value)
+    query[:, :, 7] = torch.nan
+    out = landmark(query, key, value)
+    rows = torch.arange(200) != 7
+    assert out[:, :, 7].isnan().all()
+    assert (out - exact)[:, :, rows].norm() / exact[:, :, rows].norm() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": 16}, {"is_causal": True, "window": 16}])
+def test_half_precision_that_is_not_raised(dtype, options, monkeypatch):
+    """What other devices than a CPU compute: means in float32, then attention in the type of the inputs."""
+    tensors = [t.to(dtype) for t in clustered(200, 30, 0.3)]
+    exact = landmark(*(t.double() for t in tensors), **options)
+    monkeypatch.setattr("favor.attention.landmark._raises", lambda query: False)
+    out = landmark(*tensors, **options)
+    assert out.dtype == dtype
+    assert (out.double() - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
+def test_nothing_has_gradients_too(shape):
+    batch, length, keys = shape
+    tensors = [torch.zeros(batch, 2, n, 8, requires_grad=True) for n in (length, keys, keys)]
+    out = landmark(*tensors)
+    assert out.shape == (batch, 2, length, 8)
+    assert not out.any()
+    out.sum().backward()
+
+
 def test_errors_say_what_was_expected():
     tensors = clustered(12, 3, 0.1)
     with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
         features.Landmarks(num_queries=0)
+    with pytest.raises(ValueError, match="there must be a landmark and a key, got M = 3 and 0 keys"):
+        features.Landmarks().cells(None, torch.zeros(1, 0, 8), 3)
     with pytest.raises(ValueError, match="num_features must be a positive integer, got 0"):
         favor.favor_attention(*tensors, features="landmark", num_features=0)
     with pytest.raises(ValueError, match="landmark features have no Triton kernel"):

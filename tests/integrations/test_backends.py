@@ -92,6 +92,7 @@ def test_options_are_merged_validated_and_stored():
         ({"num_features": True}, TypeError, "num_features must be an integer"),
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'cderf', 'sderf', 'saderf', 'aderf'"),
         ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmarks have no parameters"),
+        ({"features": "landmark", "kernel": "triton"}, ValueError, "landmarks have no Triton kernel"),
         ({"factorization": "svd"}, ValueError, "factorization of wderf must be one of"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
