@@ -11,6 +11,8 @@ from favor.kernels import KERNELS
 # Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
 CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
+# The same for landmarks (eval/results/speed_landmark_cpu.md); on GPUs a guess.
+LANDMARK_CROSSOVER = {"cpu": (4, 25), "cuda": (8, 32)}
 STATISTICS = ("batch", "calibrated", "corrected")
 FACTORIZATIONS: dict[str, tuple[str, ...]] = {
     "wderf": ("eigh", "cholesky"),
@@ -105,17 +107,18 @@ class FavorConfig:
         if minimum is not None and value < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
-    def exact_threshold(self, device_type: str, is_causal: bool) -> int:
+    def exact_threshold(self, device_type: str, is_causal: bool, family: str | None = None) -> int:
         """Number of keys from which on the estimator runs.
 
         Args:
             device_type: "cpu", "cuda", ... as in `torch.device.type`.
             is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs.
+            family: registry name of the features; those of causal landmarks take longer. None is a random feature.
         """
         if self.exact_below != "auto":
             return int(self.exact_below)
-        device_type = device_type if device_type in CROSSOVER else "cuda"
-        return CROSSOVER[device_type][is_causal] * self.num_features
+        measured = LANDMARK_CROSSOVER if family == "landmark" else CROSSOVER
+        return measured[device_type if device_type in measured else "cuda"][is_causal] * self.num_features
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""

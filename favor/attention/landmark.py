@@ -8,6 +8,8 @@ computes on every device. Gradients pass through the means; which key belongs to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +18,8 @@ from favor.attention import landmark_causal
 from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
 from favor.kernels import StreamState
+
+_NUMBERS = 2**22  # of keys and landmarks of all blocks at a time
 
 
 def attention(
@@ -72,7 +76,8 @@ def attention(
         scale=scale,
     )
     if window:
-        return _windowed(query, key, value, cells, num_landmarks, scale, window)
+        shared = query.unflatten(1, (key_heads, groups))
+        return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
     counts, *sums = sums_of(cells, num_landmarks, _ones(cells, key), key, value)
     means = ((own / counts.clamp(min=1)).to(rows.dtype) for own in sums)
     return attend(rows, *means, counts=counts.squeeze(-1), scale=scale).view(batch, heads, length, -1)
@@ -87,26 +92,39 @@ def _windowed(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Each block of tokens attends to its own keys, and to landmarks without them."""
-    length, key_heads = query.shape[2], key.shape[1]
+    """Each block of tokens attends to its own keys, and to landmarks without them; some heads at a time.
+
+    Queries are `[B, Hk, G, L, d]`, the output too.
+    """
+    length, lead = query.shape[3], query.shape[:2]
     window = min(window, length)
+    blocks = -(-length // window)
+    together = max(_NUMBERS // (blocks * (number + window) * key.shape[3]), 1)
+    options: dict[str, Any] = {"number": number, "scale": scale, "window": window}
+    parts = [tensor.flatten(0, 1).split(together) for tensor in (query, key, value, cells)]
+    outs = [_blocks(*part, **options) for part in zip(*parts, strict=True)]
+    return torch.cat(outs).unflatten(0, lead)
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int) -> Tensor:
+    """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
+    length = query.shape[2]
     missing = -length % window
 
-    def blocks(tensor: Tensor) -> Tensor:
-        return pad(tensor, (0, 0, 0, missing)).unflatten(2, (-1, window))
+    def cut(tensor: Tensor) -> Tensor:
+        return pad(tensor, (0, 0, 0, missing)).unflatten(-2, (-1, window))
 
-    rows = blocks(query).unflatten(1, (key_heads, -1)).transpose(2, 3)  # [B, Hk, blocks, G, window, d]
-    near_key, near_value = blocks(key), blocks(value)
-    cells = pad(cells, (0, missing), value=number).unflatten(2, (-1, window))
+    rows = cut(query).transpose(1, 2)  # [N, blocks, G, window, d]
+    near_key, near_value = cut(key), cut(value)
+    cells = pad(cells, (0, missing), value=number).unflatten(1, (-1, window))
     counts, *sums = sums_of(cells, number, _ones(cells, key), near_key, near_value)
-    apart = counts.sum(2, keepdim=True) - counts
-    far = [(own.sum(2, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
+    apart = counts.sum(1, keepdim=True) - counts
+    far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
     apart = apart.squeeze(-1)
     real = (cells < number).to(apart.dtype)
-    operands = [torch.cat([f.to(near.dtype), near], 3) for f, near in zip(far, (near_key, near_value), strict=True)]
-    out = attend(rows.flatten(3, 4), *operands, counts=torch.cat([apart, real], 3), scale=scale)
-    out = out.unflatten(3, rows.shape[3:5]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return out[:, :, :length]
+    operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
+    out = attend(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
+    return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:

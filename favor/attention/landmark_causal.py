@@ -89,23 +89,29 @@ def attention(
             raise ValueError(
                 "the state was begun with other features or longer blocks; begin again with a new StreamState()."
             )
-    outs, start, length = [], 0, query.shape[3]
+    # Split at once: the gradient of a slice is as long as the whole.
+    sizes = _sizes(query.shape[3], block, begun[1].shape[2] if begun else 0)
+    parts = [query.split(sizes, 3), *(tensor[:, :, past:].split(sizes, 2) for tensor in (counts, key, value))]
+    outs: list[Tensor] = []
     with torch.set_grad_enabled(torch.is_grad_enabled() and not goes_on):
-        while start < length:
-            stop = min(start + block - (begun[1].shape[2] if begun else 0), length)
-            rows = query[:, :, :, start:stop]
-            tokens: tuple[Tensor, ...] = (rows, *(t[:, :, past + start : past + stop] for t in (counts, key, value)))
-            if begun:
-                tokens = tuple(_joined(*pair) for pair in zip(begun, tokens, strict=True))
-            outs.append(_checkpointed(rows, groups, tokens, scale))
-            begun, start = tokens, stop
-            if tokens[1].shape[2] == block and (state is not None or stop < length):
+        for fresh in zip(*parts, strict=True):
+            tokens = tuple(_joined(*pair) for pair in zip(begun, fresh, strict=True)) if begun else fresh
+            outs.append(_checkpointed(fresh[0], groups, tokens, scale))
+            begun = tokens
+            if tokens[1].shape[2] == block and (state is not None or len(outs) < len(sizes)):
                 groups, begun = _regrouped(features, groups, tokens, num_landmarks, scale), ()
     if state is not None:
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
         state.block = tuple(tensor.detach().clone() for tensor in begun)
     return torch.cat(outs, 3)
+
+
+def _sizes(length: int, block: int, begun: int) -> list[int]:
+    """Lengths of the pieces of blocks, the first of which has `begun` tokens already."""
+    first = min(block - begun, length)
+    rest = length - first
+    return [first] + [block] * (rest // block) + ([rest % block] if rest % block else [])
 
 
 def _joined(earlier: Tensor, later: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         family,
         tuple(options.items()),
         config.num_features,
-        config.exact_threshold(device_type, is_causal),
+        config.exact_threshold(device_type, is_causal, family),
         config.seed,
         0 if kind is features.Landmarks else config.redraw_interval,  # nothing is drawn
         config.orthogonal,
