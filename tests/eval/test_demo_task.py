@@ -114,12 +114,15 @@ def test_the_demo_runs(tmp_path, capsys):
     assert demo.main(["--output_dir", str(tmp_path), "--max_train_steps", "1", "--num_features", "16"]) == 0
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "demo.json").read_text())
-    assert list(content["results"]) == ["sdpa", "favor+", "favor++", "favor#"]
+    names = ["sdpa", "favor+", "favor++", "favor#", "favor#:landmark"]
+    assert list(content["results"]) == names
     for backend, results in content["results"].items():
-        assert results["attn_implementation"] == backend
+        name, _, features = backend.partition(":")
+        assert results["attn_implementation"] == name
+        assert not features or results["favor"]["features"] == features
         assert results["favor"] is None or results["favor"]["exact_below"] == 0
         assert f"{100 * results['metrics']['accuracy']:.1f} %" in printed
     cosines = content["cosine_before_fine_tuning"]
     assert cosines["sdpa"] == pytest.approx(1.0, abs=1e-5)
-    assert all(0.0 < cosines[name] < 0.999 for name in ("favor+", "favor++", "favor#"))
+    assert all(0.0 < cosines[name] < 0.999 for name in names[1:])
     assert "| favor++ |" in (tmp_path / "demo.md").read_text()
