@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.attention.landmark_causal import BLOCK
 from favor.eval.speed_reference import Rows, Sample, softmax_of
 from favor.features import Landmarks
-
-CAUSAL_BLOCK = 128
 
 
 def landmark_rows(sample: Sample, num_landmarks: int, window: int) -> Rows:
@@ -38,7 +37,7 @@ def _bidirectional(sample: Sample, queries: Tensor, number: int, window: int, sc
 
 
 def _causal(sample: Sample, queries: Tensor, number: int, window: int, scale: float) -> Tensor:
-    length, size = len(sample.key), window or CAUSAL_BLOCK
+    length, size = len(sample.key), window or BLOCK
     logits, order = [], []
     group = torch.arange(0, device=sample.key.device)  # of each earlier key
     for start in range(0, length, size):

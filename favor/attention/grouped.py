@@ -25,7 +25,7 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor | None, scale: float, seen: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor | None, scale: float, causal_rows: int = 0
 ) -> Tensor:
     """Softmax attention in which key m counts `counts[..., m]` times.
 
@@ -35,12 +35,16 @@ def attend(
         query, key, value: `[..., R, d]`, `[..., T, d]`, `[..., T, dv]`.
         counts: `[..., T]`; None is one each.
         scale: of the logits.
-        seen: added to the logits, `[R, T]`: -inf where a query does not see a key. None adds nothing.
+        causal_rows: the queries are those of so many tokens, the last ones of the keys, of one head after another, and
+            see the keys up to their own. 0: they see all.
     """
-    lead, width, bias = query.shape[:-2], value.shape[-1], seen
+    lead, width, keys, bias = query.shape[:-2], value.shape[-1], key.shape[-2], None
+    if causal_rows > 1:  # a single one sees all
+        later = query.new_full((causal_rows, keys), -torch.inf).triu(keys - causal_rows + 1)
+        bias = later.repeat(query.shape[-2] // causal_rows, 1)
     if counts is not None:
-        bias = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
-        bias = (bias if seen is None else bias + seen).flatten(0, -4)
+        own = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
+        bias = (own if bias is None else own + bias).flatten(0, -4)
     if query.device.type == "cpu" and width != query.shape[-1]:
         # The fused kernel wants one width; the other one would form all weights.
         largest = max(width, query.shape[-1])

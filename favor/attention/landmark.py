@@ -48,23 +48,25 @@ def attention(
     if 0 in (batch, length, keys):
         return query[..., :0].sum(-1, keepdim=True).expand(-1, -1, -1, value.shape[-1])  # zeros
     groups, block = heads // key_heads, window or landmark_causal.BLOCK
-    if is_causal and state is None and length < keys and length <= block:
-        return _exact(query, key, value, key_mask, scale)
-    if _raises(query):
-        raised = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = query.to(raised), key.to(raised), value.to(raised)
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
+    shared, precision = query.unflatten(1, (key_heads, groups)), torch.promote_types(query.dtype, torch.float32)
+    counts = key.new_ones(key.shape[:3], dtype=precision)
+    counts = counts if key_mask is None else counts * key_mask[:, None]
+    if is_causal and state is None and length < keys and length <= block:
+        # A few queries with all earlier keys at hand: these as they are, in their own precision.
+        own = None if key_mask is None else counts
+        out = attend(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
+        return out.view(batch, heads, length, -1)
+    if _raises(query):
+        shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
     if is_causal:
-        counts = key.new_ones(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
-        counts = counts if key_mask is None else counts * key_mask[:, None]
-        tensors = (query.unflatten(1, (key_heads, groups)), key, value)
         out = landmark_causal.attention(
-            features, *tensors, num_landmarks, counts=counts, scale=scale, block=block, state=state
+            features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=state
         )
         return out.flatten(1, 2)
-    rows = query.unflatten(1, (key_heads, groups)).flatten(2, 3)
+    rows = shared.flatten(2, 3)
     if query_mask is None and length == keys:
         query_mask = key_mask
     cells = features.cells(
@@ -76,11 +78,10 @@ def attention(
         scale=scale,
     )
     if window:
-        shared = query.unflatten(1, (key_heads, groups))
         return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
-    counts, *sums = sums_of(cells, num_landmarks, _ones(cells, key), key, value)
-    means = ((own / counts.clamp(min=1)).to(rows.dtype) for own in sums)
-    return attend(rows, *means, counts=counts.squeeze(-1), scale=scale).view(batch, heads, length, -1)
+    sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
+    means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
+    return attend(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
 
 
 def _windowed(
@@ -117,36 +118,16 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: in
     rows = cut(query).transpose(1, 2)  # [N, blocks, G, window, d]
     near_key, near_value = cut(key), cut(value)
     cells = pad(cells, (0, missing), value=number).unflatten(1, (-1, window))
-    counts, *sums = sums_of(cells, number, _ones(cells, key), near_key, near_value)
+    real = (cells < number).to(torch.promote_types(key.dtype, torch.float32))
+    counts, *sums = sums_of(cells, number, real.unsqueeze(-1), near_key, near_value)
     apart = counts.sum(1, keepdim=True) - counts
     far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
     apart = apart.squeeze(-1)
-    real = (cells < number).to(apart.dtype)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
     return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def _exact(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """A few causal queries with all earlier keys at hand, as they are."""
-    length, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
-    counts = None
-    if key_mask is not None:
-        hidden = ~key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-        counts = key_mask[:, None].expand(-1, key_heads, -1).float()
-    shared = query.unflatten(1, (key_heads, -1))
-    seen = None
-    if length > 1:
-        seen = key.new_full((length, keys), -torch.inf).triu(keys - length + 1).repeat(shared.shape[2], 1)
-    out = attend(shared.flatten(2, 3), key, value, counts=counts, scale=scale, seen=seen)
-    return out.view(*query.shape[:3], -1)
-
-
 def _raises(query: Tensor) -> bool:
     """Whether half precision is raised."""
     return query.device.type == "cpu"
-
-
-def _ones(cells: Tensor, like: Tensor) -> Tensor:
-    return torch.ones(*cells.shape, 1, dtype=like.dtype, device=like.device)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from favor.attention.grouped import attend, sums_of
@@ -130,10 +129,10 @@ def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float
     """Output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
     _, counts, key, value = tokens
     far_key, far_value = groups.means(key.dtype)
-    later = key.new_full((rows.shape[3], key.shape[2]), -torch.inf).triu(key.shape[2] - rows.shape[3] + 1)
-    seen = pad(later, (far_key.shape[2], 0)).repeat(rows.shape[2], 1)
-    every = [torch.cat(pair, 2) for pair in ((far_key, key), (far_value, value), (groups.counts, counts))]
-    out = attend(rows.flatten(2, 3), every[0], every[1], counts=every[2], scale=scale, seen=seen)
+    pairs = ((far_key, key), (far_value, value), (groups.counts, counts))
+    every_key, every_value, every = (torch.cat(pair, 2) for pair in pairs)
+    flat, causal_rows = rows.flatten(2, 3), rows.shape[3]
+    out = attend(flat, every_key, every_value, counts=every, scale=scale, causal_rows=causal_rows)
     return out.unflatten(2, rows.shape[2:4])
 
 

@@ -206,26 +206,6 @@ def test_decoding_with_a_cache_is_the_full_forward_pass(backend, window):
     torch.testing.assert_close(torch.stack(out.logits, 1), again[:, 23:-1], rtol=1e-4, atol=1e-5)
 
 
-def test_decoding_through_landmarks_with_a_cache_is_exact():
-    """The groups of earlier tokens are not in the cache, their keys are: a new token sees them as they are."""
-    config = LLAMA.config()
-    config.favor = {"features": "landmark", "num_features": 4, "window": 4, "exact_below": 0}
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM._from_config(config, attn_implementation="favor#").eval()
-    ids, mask = tokens(False)["input_ids"], padding_mask()
-    mask[1] = 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    prompt = {"attention_mask": mask[:, :20], "position_ids": positions[:, :20]}
-    last = {"attention_mask": mask[:, :21], "position_ids": positions[:, 20:21]}
-    found = []
-    for backend in ("favor#", "sdpa"):
-        model.set_attn_implementation("favor#")
-        cache = model(input_ids=ids[:, :20], **prompt, use_cache=True).past_key_values
-        model.set_attn_implementation(backend)
-        found.append(model(input_ids=ids[:, 20:21], past_key_values=cache, **last).logits)
-    torch.testing.assert_close(*found)
-
-
 def test_dropout_drops_weights_without_bias():
     module = BERT.build("favor+", num_features=16, exact_below=0).encoder.layer[0].attention.self
     query, key, value = torch.randn(3, 1, 4, 12, 8, generator=torch.Generator().manual_seed(0))

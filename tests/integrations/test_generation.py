@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, padding_mask, tokens
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -12,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -80,6 +82,26 @@ def test_through_landmarks(length):
     found = generate(model, favor.FavorCache(model.config), prompt(length, length))
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_through_landmarks_with_a_cache_is_exact():
+    """The groups of earlier tokens are not in the cache, their keys are: a new token sees them as they are."""
+    config = next(a for a in ARCHITECTURES if a.name == "llama").config()
+    config.favor = {"features": "landmark", "num_features": 4, "window": 4, "exact_below": 0}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="favor#").eval()
+    ids, mask = tokens(False)["input_ids"], padding_mask()
+    mask[1] = 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    prompt = {"attention_mask": mask[:, :20], "position_ids": positions[:, :20]}
+    last = {"attention_mask": mask[:, :21], "position_ids": positions[:, 20:21]}
+    found = []
+    for backend in ("favor#", "sdpa"):
+        model.set_attn_implementation("favor#")
+        cache = model(input_ids=ids[:, :20], **prompt, use_cache=True).past_key_values
+        model.set_attn_implementation(backend)
+        found.append(model(input_ids=ids[:, 20:21], past_key_values=cache, **last).logits)
+    torch.testing.assert_close(*found)
 
 
 def test_with_calibrated_parameters():
