@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser.add_argument(
         "--backends",
         nargs="+",
-        metavar="NAME[:FEATURES]",
+        metavar="NAME[:FEATURES][:M]",
         help=f"default: {' '.join(DEFAULT_BACKENDS)}; with --checkpoints: all",
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0; with --checkpoints: all")
@@ -251,7 +251,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
         "Bold: the best linear backend of a column; a row that is not a linear backend (`sdpa`) is exact softmax",
         "attention, the reference. The paper's rows are its Table 1, with BERT-base (12 layers, 768 wide, pre-trained",
         "with each kind of attention, full training sets): another model than the one above, so compare the order of",
-        f"the backends, not the numbers. {table.DASH} was not run.",
+        f"the backends, not the numbers. {table.DASH} was not run; mean: over the tasks that were.",
         "",
         "## Cost: median seconds a training step, peak memory of the process",
         "",

@@ -16,32 +16,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of a table: an attention implementation and, for `favor#`, which features it draws.
+    """One row of a table: an attention implementation, for `favor#` which features it draws, and how many.
 
-    Written `name` or `name:features`, for example `sdpa`, `favor+` or `favor#:saderf`.
+    Written `name`, with `:features` and `:number` where they matter: `sdpa`, `favor#:saderf`, `favor+:64`,
+    `favor#:landmark:64`.
     """
 
     name: str
     features: str | None = None
+    num_features: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Backend:
-        """Read `name[:features]`; raises ValueError for a name that is neither exact attention nor ours."""
+        """Read `name[:features][:number]`; raises ValueError for a name that is neither exact attention nor ours."""
         import favor
 
-        name, _, features = text.partition(":")
+        name, *options = text.split(":")
         exact = ("sdpa", "eager")
         if name not in exact and name not in favor.BACKENDS:
             known = ", ".join((*exact, *favor.BACKENDS))
-            raise ValueError(f"backend must be one of {known}, with optional :features, got {text!r}")
-        if name in exact and features:
+            raise ValueError(f"backend must be one of {known}, with optional :features and :number, got {text!r}")
+        if name in exact and options:
             raise ValueError(f"exact attention takes no features; write {name!r} instead of {text!r}")
-        return cls(name, features or None)
+        number = int(options.pop()) if options and options[-1].isdecimal() else None
+        if number == 0:
+            raise ValueError(f"the number of features must be at least 1, got {text!r}")
+        if len(options) > 1:
+            raise ValueError(f"backend must be written NAME[:FEATURES][:NUMBER], got {text!r}")
+        return cls(name, options[0] if options and options[0] else None, number)
 
     @property
     def label(self) -> str:
         """The backend as it is written on the command line and in tables."""
-        return f"{self.name}:{self.features}" if self.features else self.name
+        return ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
 
     @property
     def slug(self) -> str:
@@ -50,8 +57,9 @@ class Backend:
 
     def arguments(self) -> list[str]:
         """The backend as arguments of `favor.train.glue`."""
-        features = ["--features", self.features] if self.features else []
-        return ["--attn_implementation", self.name, *features]
+        options = {"--features": self.features, "--num_features": self.num_features}
+        given = [word for name, value in options.items() if value for word in (name, str(value))]
+        return ["--attn_implementation", self.name, *given]
 
 
 def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str]:

@@ -114,7 +114,8 @@ class Setup:
             options: dict[str, Any] = {"features": backend.features} if backend.features else {}
             if self.model_name_or_path is None:
                 options["seed"] = self.seed  # a trained model keeps its own directions
-            favor.configure(model, num_features=self.num_features, exact_below=0, **options)
+            number = backend.num_features or self.num_features
+            favor.configure(model, num_features=number, exact_below=0, **options)
         return model.eval()
 
     def extractor(self) -> ConformerFeatureExtractor:

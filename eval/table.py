@@ -156,8 +156,18 @@ def _score(cell: dict[str, Any] | None, bold: bool) -> str:
     return text if cell["std"] is None else f"{text} ± {100 * cell['std']:.2f}"
 
 
+def _average(scores: dict[str, float], tasks: Sequence[str]) -> list[str]:
+    """The cell of a mean over tasks: none where there is but one task, a dash where the row lacks one."""
+    if len(tasks) < 2:
+        return []
+    return [f"{statistics.fmean(scores[task] for task in tasks):.2f}" if scores.keys() >= set(tasks) else DASH]
+
+
 def score_lines(runs: Sequence[Run]) -> list[str]:
-    """Table 1 as Markdown lines: this code's rows, the baseline, then the paper's rows."""
+    """Table 1 as Markdown lines: this code's rows, the baseline, then the paper's rows.
+
+    The last column is the mean over the tasks that were run.
+    """
     summary, base, rows = summarise(runs), baselines(runs), train_rows(runs)
     best = {
         col.task: _best(
@@ -165,19 +175,24 @@ def score_lines(runs: Sequence[Run]) -> list[str]:
         )
         for col in COLUMNS
     }
-    lines = [_line(["System", *(f"{c.heading} {c.metric_label}" for c in COLUMNS)])]
-    lines.append(_line(["---", *("---:" for _ in COLUMNS)]))
-    lines.append(_line(["training rows", *(str(rows.get(c.task, DASH)) for c in COLUMNS)]))
+    tasks = [c.task for c in COLUMNS if any(c.task in row for row in summary.values())]
+    mean, none = (["mean"], [DASH]) if len(tasks) > 1 else ([], [])
+    lines = [_line(["System", *(f"{c.heading} {c.metric_label}" for c in COLUMNS), *mean])]
+    lines.append(_line(["---", *("---:" for _ in (*COLUMNS, *mean))]))
+    lines.append(_line(["training rows", *(str(rows.get(c.task, DASH)) for c in COLUMNS), *none]))
     for backend, row in summary.items():
         scores = [_score(row.get(c.task), best[c.task] == backend) for c in COLUMNS]
-        lines.append(_line([f"`{backend}`", *scores]))
+        means = {task: 100 * cell["mean"] for task, cell in row.items()}
+        lines.append(_line([f"`{backend}`", *scores, *_average(means, tasks)]))
     scores = [f"{100 * base[c.task]:.2f}" if c.task in base else DASH for c in COLUMNS]
-    lines.append(_line([BASELINE_LABEL, *scores]))
-    lines.append(_line(["*paper: training rows*", *PAPER_TRAIN_ROWS]))
+    means = {task: 100 * value for task, value in base.items()}
+    lines.append(_line([BASELINE_LABEL, *scores, *_average(means, tasks)]))
+    lines.append(_line(["*paper: training rows*", *PAPER_TRAIN_ROWS, *none]))
     for name, values in PAPER.items():
         tops = [max(v[i] for v in PAPER.values()) for i in range(len(COLUMNS))]
         scores = [f"**{v:.2f}**" if v == top else f"{v:.2f}" for v, top in zip(values, tops, strict=True)]
-        lines.append(_line([f"*paper: {name}*", *scores]))
+        means = dict(zip((c.task for c in COLUMNS), values, strict=True))
+        lines.append(_line([f"*paper: {name}*", *scores, *_average(means, tasks)]))
     return lines
 
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,52 +99,26 @@ def register_uniform_mean() -> None:
     AttentionMaskInterface.register(UNIFORM, favor_mask)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One attention: `sdpa`, `uniform_mean`, or a FAVOR backend with its features and their number.
+def parse_arms(text: str, counts: Sequence[int]) -> list[Backend]:
+    """The arms that a word means: those of a FAVOR backend without a number have all of `counts`.
 
-    Written `name[:features][:M]`, for example `favor++:8` or `favor#:sderf:32`.
+    Raises:
+        ValueError: for an unknown name, or a number that is none or belongs to no FAVOR backend.
     """
+    arm = Backend(UNIFORM) if text == UNIFORM else Backend.parse(text)
+    if arm.name in (UNIFORM, EXACT, "eager"):
+        return [arm]
+    if arm.features and arm.name not in ("favor#", "favor_sharp"):
+        raise ValueError(f"features are those of favor#, got {text!r}; write {arm.name!r}")
+    chosen = counts if arm.num_features is None else [arm.num_features]
+    if min(chosen) < 1:
+        raise ValueError(f"the number of features must be at least 1, got {min(chosen)} for {text!r}")
+    return [replace(arm, num_features=count) for count in chosen]
 
-    backend: Backend
-    num_features: int | None = None
 
-    @classmethod
-    def parse(cls, text: str, counts: Sequence[int]) -> list[Arm]:
-        """The arms that a word means: those of a FAVOR backend without a number have all of `counts`.
-
-        Raises:
-            ValueError: for an unknown name, or a number that is none or belongs to no FAVOR backend.
-        """
-        name, _, number = text.rpartition(":")
-        if not number.isdecimal():
-            name, number = text, ""
-        backend = Backend(UNIFORM) if name == UNIFORM else Backend.parse(name)
-        if backend.name in (UNIFORM, EXACT, "eager"):
-            if number:
-                raise ValueError(f"{backend.name} has no random features; write {name!r} instead of {text!r}")
-            return [cls(backend)]
-        if backend.features and backend.name not in ("favor#", "favor_sharp"):
-            raise ValueError(f"features are those of favor#, got {text!r}; write {backend.name!r}")
-        chosen = [int(number)] if number else counts
-        if min(chosen) < 1:
-            raise ValueError(f"the number of features must be at least 1, got {text!r}")
-        return [cls(backend, count) for count in chosen]
-
-    @property
-    def label(self) -> str:
-        """The arm as it is written on the command line."""
-        return self.backend.label if self.num_features is None else f"{self.backend.label}:{self.num_features}"
-
-    @property
-    def slug(self) -> str:
-        """The arm as a folder name."""
-        return self.backend.slug if self.num_features is None else f"{self.backend.slug}-{self.num_features}"
-
-    def words(self) -> list[str]:
-        """The arm as arguments of `favor.train.asr`."""
-        options = [] if self.num_features is None else ["--num_features", str(self.num_features), "--exact_below", "0"]
-        return [*self.backend.arguments(), *options]
+def training_words(arm: Backend) -> list[str]:
+    """An arm as arguments of `favor.train.asr`: the estimator, and not exact attention, whatever the length."""
+    return [*arm.arguments(), *([] if arm.num_features is None else ["--exact_below", "0"])]
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -179,7 +153,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
             )
     if arguments.report_only and rest:
         raise ValueError(f"with --report_only nothing is trained, so {shlex.join(rest)} has no use")
-    found = [arm for text in arguments.arms for arm in Arm.parse(text, arguments.num_features)]
+    found = [arm for text in arguments.arms for arm in parse_arms(text, arguments.num_features)]
     arguments.arms, arguments.seeds = list(dict.fromkeys(found)), list(dict.fromkeys(arguments.seeds))
     return arguments, rest
 
@@ -223,7 +197,7 @@ def in_own_process(function: Callable[[Sequence[str]], float], words: Sequence[s
         return pool.submit(function, words).result()
 
 
-def run_arm(arm: Arm, seed: int, arguments: argparse.Namespace, common: Sequence[str]) -> bool:
+def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequence[str]) -> bool:
     """Runs what is missing of an arm; returns whether anything was.
 
     Args:
@@ -236,7 +210,7 @@ def run_arm(arm: Arm, seed: int, arguments: argparse.Namespace, common: Sequence
     place, results = folder / report.RECORD, folder / checkpoint.RESULTS
     record: dict[str, Any] = {
         "arm": arm.label,
-        "backend": arm.backend.label,
+        "backend": replace(arm, num_features=None).label,
         "num_features": arm.num_features,
         "seed": seed,
         "arguments": list(common),
@@ -246,7 +220,7 @@ def run_arm(arm: Arm, seed: int, arguments: argparse.Namespace, common: Sequence
     converts = arguments.model_name_or_path is not None and "converted" not in record
     if results.exists() and not converts:
         return False
-    words = [*common, *arm.words(), "--seed", str(seed), "--output_dir", str(folder)]
+    words = [*common, *training_words(arm), "--seed", str(seed), "--output_dir", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(place, record)
     if converts:
@@ -270,7 +244,7 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         common = ["--model_name_or_path", arguments.model_name_or_path, *rest]
     report.records(arguments.output_dir, common)
     for arm in arguments.arms:
-        asr_arguments.Arguments.parse([*common, *arm.words(), "--output_dir", str(arguments.output_dir)])
+        asr_arguments.Arguments.parse([*common, *training_words(arm), "--output_dir", str(arguments.output_dir)])
     failures = []
     cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.arms]
     for number, (seed, arm) in enumerate(cells, 1):

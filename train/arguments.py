@@ -161,6 +161,9 @@ class TrainArguments(BatchedRunArguments):
     seeds: list[int] | None = field(
         default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
     )
+    group_by_length: bool = option(
+        False, "Put samples of about the same length into one batch: less padding, another order."
+    )
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""

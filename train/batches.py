@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 from transformers import DataCollatorWithPadding
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from favor.train.arguments import DataArguments, TrainArguments
 from favor.train.glue_data import GlueData, Task
@@ -20,10 +21,14 @@ class EpochSampler(Sampler[int]):
     Args:
         length: number of samples.
         seed: seed of the run.
+        tokens: length of each sample, to put samples of about the same length into one batch (as
+            transformers' `LengthGroupedSampler` does, but batches in random order), or None for a plain permutation.
+        batch_size: samples of a batch; needed with `tokens`.
     """
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, tokens: list[int] | None = None, batch_size: int = 1) -> None:
         self.length, self.seed, self.epoch = length, seed, 0
+        self.tokens, self.batch_size = tokens, batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of an epoch, from 0."""
@@ -34,7 +39,14 @@ class EpochSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
-        yield from torch.randperm(self.length, generator=generator).tolist()
+        if self.tokens is None:
+            yield from torch.randperm(self.length, generator=generator).tolist()
+        else:
+            # Alike in length inside a batch, and in no order from batch to batch.
+            order = get_length_grouped_indices(self.tokens, self.batch_size, generator=generator)
+            full = self.length // self.batch_size
+            for batch in [*torch.randperm(full, generator=generator).tolist(), full]:
+                yield from order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
 def mix(*numbers: int) -> int:
@@ -65,8 +77,9 @@ def make_loaders(
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments)
-    sampler = EpochSampler(len(samples), seed)
-    train_loader = DataLoader(samples, train.per_device_train_batch_size, sampler=sampler, collate_fn=collate)
+    size = train.per_device_train_batch_size
+    tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
+    train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)
     eval_loaders = {
         split: DataLoader(
             tokenized(part, data.task, tokenizer, arguments), train.per_device_eval_batch_size, collate_fn=collate

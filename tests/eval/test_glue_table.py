@@ -51,11 +51,11 @@ def test_values_stand_in_their_columns():
     runs = [run(task, "favor+", 0, 0.1 + 0.01 * i, baseline=0.3 + 0.01 * i) for i, task in enumerate(TASKS)]
     rows = rows_of(table.score_lines(runs))
     assert rows["System"] == [
-        "MNLI(m) acc", "QQP acc", "QNLI acc", "SST-2 acc", "CoLA MCC", "STS-B Spearman", "MRPC F1", "RTE acc",
+        "MNLI(m) acc", "QQP acc", "QNLI acc", "SST-2 acc", "CoLA MCC", "STS-B Spearman", "MRPC F1", "RTE acc", "mean",
     ]  # fmt: skip
-    assert rows["`favor+`"] == [f"**{10 + i}.00**" for i in range(8)]
-    assert rows["majority baseline"] == [f"{30 + i}.00" for i in range(8)]
-    assert rows["training rows"] == ["1234"] * 8
+    assert rows["`favor+`"] == [*(f"**{10 + i}.00**" for i in range(8)), "13.50"]
+    assert rows["majority baseline"] == [*(f"{30 + i}.00" for i in range(8)), "33.50"]
+    assert rows["training rows"] == [*["1234"] * 8, "-"]
 
 
 def test_mean_and_deviation_over_seeds():
@@ -75,10 +75,11 @@ def test_bold_is_the_best_linear_backend_of_a_column():
         run("rte", "favor#", 0, 0.7),
     ]
     rows = rows_of(table.score_lines(runs))
-    assert rows["`sdpa`"] == ["-"] * 4 + ["90.00"] + ["-"] * 3
-    assert rows["`favor+`"] == ["-"] * 4 + ["40.00"] + ["-"] * 2 + ["**80.00**"]
-    assert rows["`favor#`"] == ["-"] * 4 + ["**60.00**"] + ["-"] * 2 + ["70.00"]
-    assert rows["majority baseline"] == ["-"] * 4 + ["50.00"] + ["-"] * 2 + ["50.00"]
+    assert rows["`sdpa`"] == ["-"] * 4 + ["90.00"] + ["-"] * 4  # no mean without RTE
+    assert rows["`favor+`"] == ["-"] * 4 + ["40.00"] + ["-"] * 2 + ["**80.00**", "60.00"]
+    assert rows["`favor#`"] == ["-"] * 4 + ["**60.00**"] + ["-"] * 2 + ["70.00", "65.00"]
+    assert rows["majority baseline"] == ["-"] * 4 + ["50.00"] + ["-"] * 2 + ["50.00"] * 2
+    assert rows["*paper: FAVOR+*"][-1] == "60.53"  # of CoLA and RTE
 
 
 def test_paper_rows():
@@ -127,15 +128,24 @@ def test_command_line_errors():
     for text in ("favr+", "favor*:sderf"):
         with pytest.raises(ValueError, match="backend must be one of"):
             Backend.parse(text)
-    with pytest.raises(ValueError, match="takes no features"):
-        Backend.parse("sdpa:sderf")
+    for text in ("sdpa:sderf", "sdpa:64"):
+        with pytest.raises(ValueError, match="takes no features"):
+            Backend.parse(text)
+    with pytest.raises(ValueError, match="at least 1"):
+        Backend.parse("favor+:0")
+    with pytest.raises(ValueError, match=r"NAME\[:FEATURES\]\[:NUMBER\]"):
+        Backend.parse("favor#:sderf:saderf")
 
 
 def test_backends_as_arguments_and_folders():
     sharp = Backend.parse("favor#:saderf")
     assert sharp.arguments() == ["--attn_implementation", "favor#", "--features", "saderf"]
-    slugs = {Backend.parse(text).slug for text in ("sdpa", "favor+", "favor++", "favor#", "favor#:sderf", "favor_relu")}
-    assert len(slugs) == 6
+    numbered = Backend.parse("favor+:64")
+    assert numbered.arguments() == ["--attn_implementation", "favor+", "--num_features", "64"]
+    names = ("sdpa", "favor+", "favor++", "favor#", "favor#:sderf", "favor_relu", "favor+:64", "favor#:sderf:8")
+    assert all(Backend.parse(name).label == name for name in names)
+    slugs = {Backend.parse(name).slug for name in names}
+    assert len(slugs) == len(names)
     assert all(slug.replace("_", "").replace("-", "").isalnum() for slug in slugs)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from tiny_speech import save_model, write_corpus
 from favor.eval import asr as evaluation
 from favor.eval import wer_by_features as program
 from favor.eval import wer_report as report
-from favor.eval.wer_by_features import Arm
+from favor.eval.wer_by_features import parse_arms, training_words
 from favor.models.conformer import ConformerForCTC
 
 SCORES = {
@@ -100,16 +101,19 @@ def test_mean_over_time_in_a_model(tmp_path):
 
 def test_arms():
     def labels(text):
-        return [arm.label for arm in Arm.parse(text, [8, 32])]
+        return [arm.label for arm in parse_arms(text, [8, 32])]
 
     assert labels("sdpa") == ["sdpa"]
     assert labels("favor++") == ["favor++:8", "favor++:32"]
     assert labels("favor#:sderf") == ["favor#:sderf:8", "favor#:sderf:32"]
     assert labels("favor#:wderf:4") == ["favor#:wderf:4"]
-    (arm,) = Arm.parse("favor#:sderf:8", [])
-    assert " ".join(arm.words()) == "--attn_implementation favor# --features sderf --num_features 8 --exact_below 0"
-    (arm,) = Arm.parse("uniform_mean", [8])
-    assert arm.words() == ["--attn_implementation", "uniform_mean"]
+    (arm,) = parse_arms("favor#:sderf:8", [])
+    assert (
+        " ".join(training_words(arm))
+        == "--attn_implementation favor# --features sderf --num_features 8 --exact_below 0"
+    )
+    (arm,) = parse_arms("uniform_mean", [8])
+    assert training_words(arm) == ["--attn_implementation", "uniform_mean"]
     parsed, _ = program.parse_arguments(["--name", "x", "--output_dir", "y"])
     names = [arm.label for arm in parsed.arms]
     assert len(names) == len({arm.slug for arm in parsed.arms}) == 11
@@ -118,13 +122,13 @@ def test_arms():
 
 def test_user_errors():
     for text, message in (
-        ("sdpa:8", "sdpa has no random features"),
+        ("sdpa:8", "exact attention takes no features"),
         ("favor*:8", "backend must be one of"),
         ("favor++:sderf:8", "features are those of favor#"),
         ("favor++:0", "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            Arm.parse(text, [8])
+            parse_arms(text, [8])
     common = ["--name", "x", "--output_dir", "y"]
     for word in ("--seed", "--window", "--exact_below=64", "--resume"):
         with pytest.raises(ValueError, match=f"{word} is set by the program"):
@@ -138,14 +142,14 @@ def test_user_errors():
 
 def write_arm(folder, label, seed, **changes):
     """The files of one finished arm, of SCORES."""
-    (arm,) = Arm.parse(label, [])
+    (arm,) = parse_arms(label, [])
     stages = {
         stage: dict(zip(("dev_wer", "dev_cer"), values[seed], strict=True)) for stage, values in SCORES[label].items()
     }
     arguments = ["--model_name_or_path", "folder/base", "--data_dir", "secret/place"]
     record = {
         "arm": label,
-        "backend": arm.backend.label,
+        "backend": replace(arm, num_features=None).label,
         "num_features": arm.num_features,
         "seed": seed,
         "arguments": arguments,
@@ -302,10 +306,10 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     assert "--architecture" not in content["command"]
     finished = {}
     for row in content["rows"]:
-        (arm,) = Arm.parse(row["arm"], [])
+        (arm,) = parse_arms(row["arm"], [])
         place = tmp_path / "runs" / arm.slug / "seed_3" / "all_results.json"
         results, finished[place] = json.loads(place.read_text()), place.stat().st_mtime_ns
-        assert results["attn_implementation"] == arm.backend.name
+        assert results["attn_implementation"] == arm.name
         assert (results["steps"], results["seed"], row["steps"]) == (2, 3, 2)
         for name, value in results["metrics"].items():
             assert row["scores"]["trained"][name]["values"] == [value]

@@ -190,7 +190,8 @@ class StoppedError(Exception):
 @pytest.mark.parametrize("stop", [2, 3, 5, 6, 9, 10, 13])
 def test_resume_repeats_the_uninterrupted_run(stop, train, tmp_path, monkeypatch):
     # 40 samples in batches of 3, 3 batches a step: 5 steps an epoch, the last one of two batches.
-    whole = train("stsb", "whole", **RESUMABLE)
+    flags = ("group_by_length",) if stop % 2 else ()
+    whole = train("stsb", "whole", flags=flags, **RESUMABLE)
     with monkeypatch.context() as patch:
         original = checkpoint.Progress.__setattr__
 
@@ -203,9 +204,9 @@ def test_resume_repeats_the_uninterrupted_run(stop, train, tmp_path, monkeypatch
         if stop == 13:
             patch.setattr(glue, "write_results", lambda *_: (_ for _ in ()).throw(StoppedError))
         with pytest.raises(StoppedError):
-            train("stsb", "halved", **RESUMABLE)
+            train("stsb", "halved", flags=flags, **RESUMABLE)
     assert not (tmp_path / "halved" / "all_results.json").exists()
-    resumed = train("stsb", "halved", flags=("resume",), **RESUMABLE)
+    resumed = train("stsb", "halved", flags=("resume", *flags), **RESUMABLE)
     assert same_weights(tmp_path / "whole", tmp_path / "halved")
     assert resumed["per_seed"][0]["history"] == whole["per_seed"][0]["history"]
     assert resumed["train_loss"] == whole["train_loss"]
