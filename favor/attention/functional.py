@@ -93,8 +93,8 @@ def favor_attention(
             sequence sees another, nor its statistics.
         max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which stalls a GPU.
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
-            first), changed in place. The inputs are then the tokens that come next; there is no packing, with a window
-            no padding, and no gradient but for the first piece. The state keeps its size, whatever the length.
+            first), changed in place. The inputs are then the tokens that come next, of which padding is left out; there
+            is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length.
         kernel: how positive features are computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton"; see
             `favor.kernels`. Other features have one plain form, which "triton" refuses.
 
@@ -117,8 +117,7 @@ def favor_attention(
             f"features must be a name, a RandomFeatures instance or Landmarks, got {type(features).__name__}."
         )
     if state is not None:
-        padded = (window > 0 or isinstance(family, Landmarks)) and key_padding_mask is not None
-        _check_stream(family, is_causal, padded, packing is not None, query.shape[2], key.shape[2])
+        _check_stream(family, is_causal, packing is not None, query.shape[2], key.shape[2])
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
     if kernel == "triton" and not isinstance(family, PositiveFeatures):
         raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
@@ -191,7 +190,7 @@ def favor_attention(
 
 
 def _check_stream(
-    family: RandomFeatures | Landmarks, is_causal: bool, is_padded: bool, is_packed: bool, length: int, key_length: int
+    family: RandomFeatures | Landmarks, is_causal: bool, is_packed: bool, length: int, key_length: int
 ) -> None:
     if not isinstance(family, PositiveFeatures | Landmarks):
         raise ValueError(f"a state is for positive features, got {family!r}; use pos, gerf, a dense one or landmark.")
@@ -200,11 +199,6 @@ def _check_stream(
             "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
             f"cu_seqlens; got is_causal={is_causal}, {length} queries and {key_length} keys"
             f"{', and lengths' if is_packed else ''}."
-        )
-    if is_padded:
-        raise ValueError(
-            "a state with a window or landmarks takes no padding: its blocks would begin at different tokens. Give "
-            "sequences one by one or of equal length, or use other features with window=0."
         )
 
 

@@ -11,8 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
 from favor.kernels import StreamState
+from favor.kernels.ragged import Waiting
 
 BLOCK = 128
+# Queries `[B, Hk, G, T, d]`, counts `[B, Hk, T]`, keys and values `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
+Tokens = tuple[Tensor, ...]
 
 
 @dataclass
@@ -78,39 +81,65 @@ def attention(
     Raises:
         ValueError: if the state was begun with other features or longer blocks.
     """
+    if state is not None and state.memory is not None:
+        return _next(features, (query, counts, key, value), num_landmarks, scale, block, state)
     past = key.shape[2] - query.shape[3]
     groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
-    begun: tuple[Tensor, ...] = ()  # queries, counts, keys and values of a block that is not complete
-    goes_on = state is not None and state.memory is not None
-    if state is not None and goes_on:
-        groups, begun = state.memory, tuple(tensor.to(key.dtype) for tensor in state.block)
-        if not isinstance(groups, Groups) or (begun and begun[1].shape[2] >= block):
-            raise ValueError(
-                "the state was begun with other features or longer blocks; begin again with a new StreamState()."
-            )
+    is_ragged = state is not None and state.is_ragged
     # Split at once: the gradient of a slice is as long as the whole.
-    sizes = _sizes(query.shape[3], block, begun[1].shape[2] if begun else 0)
-    parts = [query.split(sizes, 3), *(tensor[:, :, past:].split(sizes, 2) for tensor in (counts, key, value))]
+    lengths = [min(block, query.shape[3] - start) for start in range(0, query.shape[3], block)]
+    parts = [query.split(lengths, 3), *(tensor[:, :, past:].split(lengths, 2) for tensor in (counts, key, value))]
     outs: list[Tensor] = []
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not goes_on):
-        for fresh in zip(*parts, strict=True):
-            tokens = tuple(_joined(*pair) for pair in zip(begun, fresh, strict=True)) if begun else fresh
-            outs.append(_checkpointed(fresh[0], groups, tokens, scale))
-            begun = tokens
-            if tokens[1].shape[2] == block and (state is not None or len(outs) < len(sizes)):
-                groups, begun = _regrouped(features, groups, tokens, num_landmarks, scale), ()
+    for tokens in zip(*parts, strict=True):
+        outs.append(_checkpointed(tokens[0], groups, tokens, scale))
+        complete = tokens[1].shape[2] == block
+        if complete and (state is not None or len(outs) < len(lengths)):
+            if is_ragged:
+                tokens = _split(tokens, block)[0]
+            groups = _regrouped(features, groups, tokens, num_landmarks, scale)
     if state is not None:
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
-        state.block = tuple(tensor.detach().clone() for tensor in begun)
+        rest = _split((query, counts, key, value), block)[1] if is_ragged else () if complete else tokens
+        state.block = tuple(tensor.detach().clone() for tensor in rest)
     return torch.cat(outs, 3)
 
 
-def _sizes(length: int, block: int, begun: int) -> list[int]:
-    """Lengths of the pieces of blocks, the first of which has `begun` tokens already."""
-    first = min(block - begun, length)
-    rest = length - first
-    return [first] + [block] * (rest // block) + ([rest % block] if rest % block else [])
+@torch.no_grad()
+def _next(
+    features: Landmarks, fresh: Tokens, num_landmarks: int, scale: float, block: int, state: StreamState
+) -> Tensor:
+    """The same for tokens that come after those of a state."""
+    begun = tuple(earlier.to(later.dtype) for earlier, later in zip(state.block, fresh, strict=False))
+    groups, outs, start = state.memory, [], 0
+    if not isinstance(groups, Groups) or (begun and begun[1].shape[2] >= block):
+        raise ValueError(
+            "the state was begun with other features or longer blocks; begin again with a new StreamState()."
+        )
+    while start < fresh[0].shape[3]:
+        held = begun[1].shape[2] if begun else 0
+        stop = min(start + block - held, fresh[0].shape[3])
+        now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
+        tokens = tuple(map(_joined, begun, now)) if begun else now
+        outs.append(_read(now[0], groups, tokens, scale))
+        begun = tokens
+        if tokens[1].shape[2] == block:
+            done, begun = _split(tokens, block) if state.is_ragged else (tokens, ())
+            groups = _regrouped(features, groups, done, num_landmarks, scale)
+        start = stop
+    state.memory, state.block = groups, tuple(tensor.clone() for tensor in begun)
+    return torch.cat(outs, 3)
+
+
+def _split(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
+    """Tokens of which only those in complete blocks count, and the others; () if there are none."""
+    query, counts, key, value = tokens
+    waiting = Waiting.of(counts[:, 0] > 0, block)
+    done = (query, counts.masked_fill(waiting.kept.unsqueeze(1), 0.0), key, value)
+    if not waiting.order.shape[1]:
+        return done, ()
+    own = waiting.take(counts, 2).masked_fill(~waiting.is_there.unsqueeze(1), 0.0)
+    return done, (waiting.take(query, 3), own, waiting.take(key, 2), waiting.take(value, 2))
 
 
 def _joined(earlier: Tensor, later: Tensor) -> Tensor:

@@ -141,10 +141,9 @@ class FavorCache(DynamicCache):
     Layers of full attention keep the state of `favor.kernels.extend`; the others of a hybrid model (sliding windows)
     what they keep in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with
     landmarks, those of no cache. Sampling, beam search, prompts that are continued and batches padded at the left work;
-    padding together with the option `window` or with landmarks, exact heads, `exact_below` above 0, assisted generation
-    and layers that share keys are refused. The first piece of a sequence is computed like any causal attention, later
-    ones of many tokens less fast. A layer that does not read its state is noticed at the next pass. An encoder-decoder
-    takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
+    exact heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The first piece of a
+    sequence is computed like any causal attention, later ones of many tokens less fast. A layer that does not read its
+    state is noticed at the next pass. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
 
     Args:
         config: of the model. Default None: all layers are of full attention.

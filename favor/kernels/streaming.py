@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from favor.kernels.ragged import Waiting
 from favor.kernels.recurrent import DecodeState, decode
 
 _SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers a head
@@ -22,10 +23,12 @@ class StreamState:
         memory: of all tokens, or with blocks (a window, landmarks) of those in complete ones: a dataclass of tensors.
             None before the first token.
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
+        is_ragged: whether some of these may be padding, as where sequences of a batch are of different length.
     """
 
     memory: Any = None
     block: tuple[Tensor, ...] = ()
+    is_ragged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -45,11 +48,15 @@ class StreamState:
             key, value, key_directions, key_bias, window: as in `extend`.
             kernel: "auto", "torch" or "triton".
         """
-        complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
-        past = [tensor[:, :, :complete] for tensor in (key, value, key_bias)]
+        if window and self.is_ragged and key.shape[2]:
+            bias, self.block = _split((key, value, key_bias), window, key_directions.dtype)
+            past = [key, value, bias]
+        else:
+            complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
+            past = [tensor[:, :, :complete] for tensor in (key, value, key_bias)]
+            rest = [tensor[:, :, complete:] for tensor in (key, value, key_bias)]
+            self.block = _cleaned(rest[0], rest[1], rest[2], key_directions.dtype) if rest[0].shape[2] else ()
         self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
-        rest = _cleaned(key[:, :, complete:], value[:, :, complete:], key_bias[:, :, complete:], key_directions.dtype)
-        self.block = rest if complete < key.shape[2] else ()
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to every tensor of the state, whose first dimension is the batch."""
@@ -122,9 +129,11 @@ def extend(
             near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
         parts.append(_read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype))
         complete = not window or block[0].shape[2] == window
-        state.block = () if complete else block
+        state.block, bias = () if complete else block, block[2]
+        if complete and window and state.is_ragged:
+            bias, state.block = _split(block, window, dtype)
         if complete:
-            _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, block[2]))
+            _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias))
         start = stop
     return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
 
@@ -133,6 +142,17 @@ def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tu
     """Key, value and bias in memory of their own; hidden keys are zeros, whatever they hold."""
     hidden = (bias == -torch.inf).unsqueeze(-1)
     return (*(t.to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), bias.to(dtype, copy=True))
+
+
+def _split(block: tuple[Tensor, ...], window: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Bias of the keys in complete blocks, -inf for others; and key, value and bias of these, () if there are none."""
+    waiting = Waiting.of(block[2][:, 0] > -torch.inf, window)
+    bias = block[2].masked_fill(waiting.kept.unsqueeze(1), -torch.inf)
+    if not waiting.order.shape[1]:
+        return bias, ()
+    rest_key, rest_value, rest_bias = (waiting.take(tensor, 2) for tensor in block)
+    rest_bias = rest_bias.masked_fill(~waiting.is_there.unsqueeze(1), -torch.inf)
+    return bias, _cleaned(rest_key, rest_value, rest_bias, dtype)
 
 
 def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:

@@ -218,9 +218,6 @@ def test_errors_say_what_was_expected():
         favor.favor_attention(*tensors, features="landmark", num_features=0)
     with pytest.raises(ValueError, match="landmark features have no Triton kernel"):
         favor.favor_attention(*tensors, features="landmark", kernel="triton")
-    state, mask = favor.kernels.StreamState(), torch.ones(1, 12, dtype=torch.bool)
-    with pytest.raises(ValueError, match="a state with a window or landmarks takes no padding"):
-        favor.favor_attention(*tensors, features="landmark", is_causal=True, state=state, key_padding_mask=mask)
     given = features.Parameters.identity(16, dtype=torch.float64, device="cpu")
     with pytest.raises(ValueError, match="landmark features have no parameters"):
         favor.favor_attention(*tensors, features="landmark", parameters=given)

@@ -69,17 +69,17 @@ def test_tokens_and_logits(name, lengths):
     check_equal(make(name), prompt(*lengths))
 
 
-@pytest.mark.parametrize("length", [5, 8, 19])
-def test_with_a_window(length):
-    check_equal(make(window=8), prompt(length, length))
+@pytest.mark.parametrize("lengths", [(5, 5), (8, 8), (19, 19), (19, 5, 9, 16)])
+def test_with_a_window(lengths):
+    check_equal(make(window=8), prompt(*lengths))
 
 
-@pytest.mark.parametrize("length", [5, 8, 19])
-def test_through_landmarks(length):
+@pytest.mark.parametrize("lengths", [(5, 5), (8, 8), (19, 19), (19, 5, 9, 16)])
+def test_through_landmarks(lengths):
     """As without a cache; a DynamicCache, which keeps all keys, is closer to exact attention."""
     model = favor.configure(make(window=8, num_features=6), "favor#", features="landmark")
-    expected = generate(model, None, prompt(length, length), use_cache=False)
-    found = generate(model, favor.FavorCache(model.config), prompt(length, length))
+    expected = generate(model, None, prompt(*lengths), use_cache=False)
+    found = generate(model, favor.FavorCache(model.config), prompt(*lengths))
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
@@ -214,17 +214,9 @@ def test_a_state_made_in_inference_mode_goes_on_outside_of_it():
         torch.testing.assert_close(found, model(ids).logits[:, 9:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "lengths", "message"),
-    [
-        ({"exact_below": 64}, (9,), "set exact_below=0 .it is 64."),
-        ({"window": 8}, (9, 4), "a state with a window or landmarks takes no padding"),
-    ],
-)
-def test_what_is_refused(options, lengths, message):
-    model = make(**options)
-    with pytest.raises(ValueError, match=message):
-        generate(model, favor.FavorCache(), prompt(*lengths))
+def test_exact_layers_are_refused():
+    with pytest.raises(ValueError, match="set exact_below=0"):
+        generate(make(exact_below=64), favor.FavorCache(), prompt(9))
 
 
 def test_gradients_and_forgetting_are_refused():

@@ -80,10 +80,6 @@ def test_favor_attention_with_a_state(features):
     ("change", "message"),
     [
         ({"is_causal": False}, "is_causal=False"),
-        (
-            {"key_padding_mask": torch.ones(1, 4, dtype=torch.bool), "window": 2},
-            "with a window or landmarks takes no padding",
-        ),
         ({"cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 4])}, "and lengths"),
         ({"features": "relu"}, "positive features"),
     ],
