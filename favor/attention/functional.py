@@ -186,7 +186,12 @@ def favor_attention(
                 attend = partial(signed.attention, family, omega=omega, is_causal=is_causal)
             outs = [attend(*part, key_mask=key_padding_mask, scale=scale) for part in parts]
             out = outs[0] if packing is None else torch.cat(outs, dim=2)
-    return (out if compaction is None else compaction.back(out, length)).to(given)
+    if compaction is not None:
+        if is_causal:
+            # Moved behind them, padding would see the tokens that come after it.
+            out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
+        out = compaction.back(out, length)
+    return out.to(given)
 
 
 def _check_stream(

@@ -32,23 +32,21 @@ def attend(
     Queries that see nothing that counts give zeros if the values they see are zeros.
 
     Args:
-        query, key, value: `[..., R, d]`, `[..., T, d]`, `[..., T, dv]`.
-        counts: `[..., T]`; None is one each.
+        query, key, value: `[B, Hk, R, d]`, `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
+        counts: `[B, Hk, T]`; None is one each.
         scale: of the logits.
         causal_rows: the queries are those of so many tokens, the last ones of the keys, of one head after another, and
             see the keys up to their own. 0: they see all.
     """
-    lead, width, keys, bias = query.shape[:-2], value.shape[-1], key.shape[-2], None
+    width, keys, bias = value.shape[-1], key.shape[-2], None
     if causal_rows > 1:  # a single one sees all
         later = query.new_full((causal_rows, keys), -torch.inf).triu(keys - causal_rows + 1)
         bias = later.repeat(query.shape[-2] // causal_rows, 1)
     if counts is not None:
         own = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
-        bias = (own if bias is None else own + bias).flatten(0, -4)
+        bias = own if bias is None else own + bias
     if query.device.type == "cpu" and width != query.shape[-1]:
         # The fused kernel wants one width; the other one would form all weights.
         largest = max(width, query.shape[-1])
         query, key, value = (pad(tensor, (0, largest - tensor.shape[-1])) for tensor in (query, key, value))
-    query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
-    out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return out[..., :width].unflatten(0, lead[:-1])
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)[..., :width]

@@ -54,8 +54,8 @@ def attention(
     shared, precision = query.unflatten(1, (key_heads, groups)), torch.promote_types(query.dtype, torch.float32)
     counts = key.new_ones(key.shape[:3], dtype=precision)
     counts = counts if key_mask is None else counts * key_mask[:, None]
-    if is_causal and state is None and length < keys and length <= block:
-        # A few queries with all earlier keys at hand: these as they are, in their own precision.
+    if is_causal and state is None and length <= block:
+        # All keys that a block of queries sees are at hand: these as they are, in their own precision.
         own = None if key_mask is None else counts
         out = attend(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
         return out.view(batch, heads, length, -1)

@@ -31,10 +31,9 @@ class Groups:
     key: Tensor
     value: Tensor
 
-    def means(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Mean key and value of each group."""
-        share = self.counts.clamp(min=1).unsqueeze(-1)
-        return (self.key / share).to(dtype), (self.value / share).to(dtype)
+    def mean(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Mean of each group, given its sum, `key` or `value`."""
+        return (sums / self.counts.clamp(min=1).unsqueeze(-1)).to(dtype)
 
     def joined(self, counts: Tensor, key: Tensor, value: Tensor) -> Groups:
         """These groups and tokens that are groups of their own."""
@@ -67,7 +66,7 @@ def attention(
 
     Args:
         query: `[B, Hk, G, L, d]`, those of one key head together.
-        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, S >= L; hidden ones at the end, and zeros.
+        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, S >= L; hidden ones are zeros, and at the end if S is L.
         num_landmarks: M.
         counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
         scale: of the logits.
@@ -79,28 +78,27 @@ def attention(
         `[B, Hk, G, L, dv]`.
 
     Raises:
-        ValueError: if the state was begun with other features or longer blocks.
+        ValueError: if the state was begun with other features, longer blocks or another batch.
     """
     if state is not None and state.memory is not None:
         return _next(features, (query, counts, key, value), num_landmarks, scale, block, state)
     past = key.shape[2] - query.shape[3]
     groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
-    is_ragged = state is not None and state.is_ragged
+    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in (counts, key, value)))
     # Split at once: the gradient of a slice is as long as the whole.
-    lengths = [min(block, query.shape[3] - start) for start in range(0, query.shape[3], block)]
-    parts = [query.split(lengths, 3), *(tensor[:, :, past:].split(lengths, 2) for tensor in (counts, key, value))]
+    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
+    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
+    if state is not None and state.is_ragged:
+        done, rest = _split(fresh, block)
+        joining = list(done[1].split(block, 2))
     outs: list[Tensor] = []
-    for tokens in zip(*parts, strict=True):
+    for tokens, own in zip(parts, joining, strict=True):
         outs.append(_checkpointed(tokens[0], groups, tokens, scale))
-        complete = tokens[1].shape[2] == block
-        if complete and (state is not None or len(outs) < len(lengths)):
-            if is_ragged:
-                tokens = _split(tokens, block)[0]
-            groups = _regrouped(features, groups, tokens, num_landmarks, scale)
+        if own.shape[2] == block and (state is not None or len(outs) < len(parts)):
+            groups = _regrouped(features, groups, (tokens[0], own, *tokens[2:]), num_landmarks, scale)
     if state is not None:
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
-        rest = _split((query, counts, key, value), block)[1] if is_ragged else () if complete else tokens
         state.block = tuple(tensor.detach().clone() for tensor in rest)
     return torch.cat(outs, 3)
 
@@ -110,25 +108,31 @@ def _next(
     features: Landmarks, fresh: Tokens, num_landmarks: int, scale: float, block: int, state: StreamState
 ) -> Tensor:
     """The same for tokens that come after those of a state."""
-    begun = tuple(earlier.to(later.dtype) for earlier, later in zip(state.block, fresh, strict=False))
-    groups, outs, start = state.memory, [], 0
-    if not isinstance(groups, Groups) or (begun and begun[1].shape[2] >= block):
+    begun, groups = state.block, state.memory
+    if not isinstance(groups, Groups) or groups.counts.shape[:2] != fresh[1].shape[:2] or _length(begun) >= block:
         raise ValueError(
-            "the state was begun with other features or longer blocks; begin again with a new StreamState()."
+            "the state was begun with other features, longer blocks or another batch; begin again with a new "
+            "StreamState()."
         )
-    while start < fresh[0].shape[3]:
-        held = begun[1].shape[2] if begun else 0
-        stop = min(start + block - held, fresh[0].shape[3])
+    groups = Groups(*(tensor.to(fresh[1].dtype) for tensor in (groups.counts, groups.key, groups.value)))
+    begun = tuple(earlier.to(later.dtype) for earlier, later in zip(begun, fresh, strict=False))
+    outs, start, length = [], 0, fresh[0].shape[3]
+    while start < length:
+        stop = min(start + block - _length(begun), length)
         now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
-        tokens = tuple(map(_joined, begun, now)) if begun else now
+        tokens = tuple(map(_joined, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
         outs.append(_read(now[0], groups, tokens, scale))
         begun = tokens
-        if tokens[1].shape[2] == block:
+        if _length(tokens) == block:
             done, begun = _split(tokens, block) if state.is_ragged else (tokens, ())
             groups = _regrouped(features, groups, done, num_landmarks, scale)
         start = stop
-    state.memory, state.block = groups, tuple(tensor.clone() for tensor in begun)
+    state.memory, state.block = groups, begun
     return torch.cat(outs, 3)
+
+
+def _length(tokens: Tokens) -> int:
+    return tokens[1].shape[2] if tokens else 0
 
 
 def _split(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
@@ -157,7 +161,7 @@ def _checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scal
 def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
     """Output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
     _, counts, key, value = tokens
-    far_key, far_value = groups.means(key.dtype)
+    far_key, far_value = (groups.mean(sums, key.dtype) for sums in (groups.key, groups.value))
     pairs = ((far_key, key), (far_value, value), (groups.counts, counts))
     every_key, every_value, every = (torch.cat(pair, 2) for pair in pairs)
     flat, causal_rows = rows.flatten(2, 3), rows.shape[3]
@@ -172,6 +176,6 @@ def _regrouped(features: Landmarks, groups: Groups, tokens: tuple[Tensor, ...], 
     if joined.counts.shape[2] <= number:
         return joined
     real = (counts > 0).repeat(1, 1, rows.shape[2])
-    means, there = joined.means(key.dtype)[0], joined.counts > 0
+    means, there = joined.mean(joined.key, key.dtype), joined.counts > 0
     cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
     return joined.fewer(cells, number)

@@ -121,5 +121,12 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)
     parts = key.reshape(columns.shape[0], -1, key.shape[-1]).split(size, dim=1)
-    indices = [torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1).max(2).indices for part in parts]
+    indices = [_largest(torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1)) for part in parts]
     return torch.cat(indices, 1).view(key.shape[:-1])
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Index of the largest number of each row; numpy finds it several times as fast on a CPU."""
+    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.max(-1).indices

@@ -50,10 +50,11 @@ class StateLayer(CacheLayerMixin):
     def _check(self) -> None:
         if self._unread:
             raise RuntimeError(
-                "a layer did not read the state of its FavorCache, so that its last tokens saw no earlier ones. The "
-                'cache is for causal layers with a FAVOR backend (attn_implementation="favor#"), in models that hand '
-                "their cached keys to attention as they are; a model with sliding windows too needs "
-                "FavorCache(model.config). Others need transformers' DynamicCache."
+                "a layer did not read the state of its FavorCache, so that its last tokens saw no earlier ones, or the "
+                "last pass was refused: then call reset() and begin again. The cache is for causal layers with a FAVOR "
+                'backend (attn_implementation="favor#"), in models that hand their cached keys to attention as '
+                "they are; a model with sliding windows too needs FavorCache(model.config). Others need "
+                "transformers' DynamicCache."
             )
 
     def read(self, options: Any) -> StreamState:
@@ -71,14 +72,12 @@ class StateLayer(CacheLayerMixin):
                 "two attention layers read the same cached keys, as in models that share them between layers; a "
                 "FavorCache cannot tell the layers apart: use transformers' DynamicCache."
             )
-        self._unread = False
-        if self.state.memory is None:
-            self._options = options
-        elif self._options != options:
+        if self.state.memory is not None and self._options != options:
             raise ValueError(
                 "the backend or its options have changed since the first tokens of this FavorCache (redraw_interval in "
-                "training changes the directions too): set them back, or call reset() and begin again."
+                "training changes the directions too): call reset() and begin again."
             )
+        self._unread, self._options = False, options
         return self.state
 
     def get_seq_length(self) -> int:
@@ -174,7 +173,8 @@ def state_of(layer: StateLayer, query: Tensor, options: Any) -> StreamState:
     Raises:
         RuntimeError: if gradients are wanted, which a state does not pass on.
     """
-    state = layer.read(options)
     if torch.is_grad_enabled() and query.requires_grad:
-        raise RuntimeError("a FavorCache is for inference and passes no gradient to past tokens: use torch.no_grad().")
-    return state
+        raise RuntimeError(
+            "a FavorCache is for inference and passes no gradient to past tokens: use torch.no_grad() and a new cache."
+        )
+    return layer.read(options)

@@ -94,9 +94,15 @@ def extend(
         `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
 
     Raises:
-        ValueError: if the state was begun with a longer window.
+        ValueError: if the state was begun with other features, another batch or a longer window.
     """
-    dtype, heads = offset.dtype, key.shape[1]
+    dtype, heads, memory = offset.dtype, key.shape[1], state.memory
+    sizes = (key.shape[0], heads, offset.shape[-1])
+    if memory is not None and (not isinstance(memory, DecodeState) or memory.log_weight.shape != sizes):
+        raise ValueError(
+            "the state was begun with other features, another number of them or another batch; begin again with a new "
+            "StreamState()."
+        )
     if state.block and state.block[0].shape[2] >= window:
         raise ValueError(
             f"the state holds {state.block[0].shape[2]} tokens of a block, so it was begun with a longer window than "
@@ -105,8 +111,9 @@ def extend(
     if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
         state.change(torch.clone)  # what inference mode made cannot be changed in place outside of it
     if state.memory is None:
-        sizes = (key.shape[0], heads, offset.shape[-1], value.shape[-1])
-        state.memory = DecodeState.empty(*sizes, dtype=dtype, device=key.device)
+        state.memory = DecodeState.empty(*sizes, value.shape[-1], dtype=dtype, device=key.device)
+    if state.memory.log_weight.dtype != dtype:
+        state.change(lambda tensor: tensor.to(dtype))
     if query.shape[2] == 1 and not window:
         directions = (query_directions, key_directions, offset, key_bias)
         return decode(query, key, value, *directions, state.memory, kernel=kernel)

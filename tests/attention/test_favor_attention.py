@@ -126,15 +126,19 @@ def test_padding_changes_nothing(name, is_causal, side):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("length", [37, 200])
-def test_the_future_does_not_change_the_past(name, length):
-    tensors = inputs(length)
+@pytest.mark.parametrize(("length", "padded"), [(37, False), (200, False), (37, True)])
+def test_the_future_does_not_change_the_past(name, length, padded):
+    """At no place: with padding at the left its last place often has to predict the first token."""
+    tensors, mask = inputs(length), None
     now = length // 2
-    out = attend(*tensors, name=name, is_causal=True)
+    if padded:
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[0, : now - 5] = mask[1, 3:7] = mask[1, now - 1] = False
+    out = attend(*tensors, name=name, mask=mask, is_causal=True)
     later = [t.clone() for t in tensors]
     for tensor in later:
         tensor[:, :, now:] = 50 * torch.randn_like(tensor[:, :, now:])
-    changed = attend(*later, name=name, is_causal=True)
+    changed = attend(*later, name=name, mask=mask, is_causal=True)
     assert torch.equal(changed[:, :, :now], out[:, :, :now])
     assert not torch.allclose(changed[:, :, now:], out[:, :, now:])
 

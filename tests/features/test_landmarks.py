@@ -128,7 +128,7 @@ def test_a_state_goes_on_with_its_own_kind_only():
     tensors = clustered(60, 20, 0.5)
     state = favor.kernels.StreamState()
     landmark(*tensors, is_causal=True, state=state)
-    with pytest.raises(ValueError, match="begun with other features or longer blocks"):
+    with pytest.raises(ValueError, match="begun with other features, longer blocks or another batch"):
         landmark(*(t[:, :, :1] for t in tensors), is_causal=True, state=state, window=16)
     favor.favor_attention(*tensors, features="pos", is_causal=True, state=(state := favor.kernels.StreamState()))
     with pytest.raises(ValueError, match="begun with other features"):

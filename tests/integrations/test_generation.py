@@ -167,6 +167,9 @@ def test_options_changed_on_the_way_are_an_error(change):
         favor.configure(model, **change)
         with pytest.raises(ValueError, match="have changed since the first tokens"):
             model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        # Some layers have counted the token by now.
+        with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+            model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
 def test_encoder_decoder():
@@ -222,6 +225,8 @@ def test_exact_layers_are_refused():
 def test_gradients_and_forgetting_are_refused():
     model, cache = make(), favor.FavorCache()
     with pytest.raises(RuntimeError, match=r"use torch\.no_grad"):
+        model(**prompt(9), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"last pass was refused: then call reset\(\)"):
         model(**prompt(9), past_key_values=cache)
     cache.reset()
     with torch.no_grad():

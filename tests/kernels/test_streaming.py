@@ -99,6 +99,45 @@ def test_a_shorter_window_on_the_way_is_refused(window):
         extend(*inputs, state, window=window, query_bias=query_bias if window else None)
 
 
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        ({}, {"num_features": 4}),
+        ({}, {"features": "landmark"}),
+        ({"features": "landmark"}, {}),
+        ({"features": "landmark"}, {"window": 8}),
+        ({}, {"batch": 1}),
+        ({"features": "landmark"}, {"features": "landmark", "batch": 1}),
+    ],
+)
+def test_a_state_goes_on_with_what_it_was_begun_with(first, change):
+    state = StreamState()
+
+    def attend(length, *, batch=2, **options):
+        rows = torch.ones(3, batch, 2, length, 8)
+        return favor.favor_attention(
+            *rows, **{"features": "pos", "num_features": 8, **options}, is_causal=True, state=state
+        )
+
+    attend(5, **first)
+    with pytest.raises(ValueError, match="the state was begun with other features"):
+        attend(1, **change)
+
+
+@pytest.mark.parametrize("features", ["pos", "landmark"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)])
+def test_pieces_of_another_type(features, dtypes):
+    generator, state, found = torch.Generator().manual_seed(0), StreamState(), []
+    rows = torch.randn(3, 1, 2, 20, 8, generator=generator, dtype=torch.float64).bfloat16()
+    options = {"features": features, "num_features": 8, "window": 6, "is_causal": True}
+    for piece, dtype in zip(rows.split([13, 7], 3), dtypes, strict=True):
+        out = favor.favor_attention(*piece.to(dtype), **options, state=state)
+        assert out.dtype == dtype
+        found.append(out.double())
+    expected = favor.favor_attention(*rows.double(), **options)
+    torch.testing.assert_close(torch.cat(found, 2), expected, rtol=2e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("window", [0, 7])
 def test_a_prompt_leaves_the_state_of_its_tokens(window):
     inputs = make_inputs(40, groups=2, batch=2, features=20)
