@@ -10,9 +10,11 @@ from favor.kernels import KERNELS
 
 # Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
-CROSSOVER = {"cpu": (4, 10), "cuda": (8, 16)}
+CROSSOVER = {"cpu": (4, 12), "cuda": (8, 16)}
 # The same for landmarks (eval/results/speed_landmark_cpu.md); on GPUs a guess.
-LANDMARK_CROSSOVER = {"cpu": (4, 25), "cuda": (8, 32)}
+LANDMARK_CROSSOVER = {"cpu": (4, 32), "cuda": (8, 32)}
+# How many times as many a window takes in bidirectional layers (both files, window 128).
+WINDOWED = 2
 STATISTICS = ("batch", "calibrated", "corrected")
 FACTORIZATIONS: dict[str, tuple[str, ...]] = {
     "wderf": ("eigh", "cholesky"),
@@ -112,13 +114,15 @@ class FavorConfig:
 
         Args:
             device_type: "cpu", "cuda", ... as in `torch.device.type`.
-            is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs.
+            is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs; a
+                window, which costs much in bidirectional layers, makes no difference there.
             family: registry name of the features; those of causal landmarks take longer. None is a random feature.
         """
         if self.exact_below != "auto":
             return int(self.exact_below)
         measured = LANDMARK_CROSSOVER if family == "landmark" else CROSSOVER
-        return measured[device_type if device_type in measured else "cuda"][is_causal] * self.num_features
+        keys = measured[device_type if device_type in measured else "cuda"][is_causal] * self.num_features
+        return WINDOWED * keys if self.window and not is_causal else keys
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""

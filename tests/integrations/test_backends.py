@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES, padding_mask, tokens
 from torch.utils.checkpoint import checkpoint
 
 import favor
-from favor.config import CROSSOVER, LANDMARK_CROSSOVER
+from favor.config import CROSSOVER, LANDMARK_CROSSOVER, WINDOWED
 from favor.integrations.masks import favor_mask
 from favor.integrations.transformers import favor_attention_forward, model_options
 
@@ -116,6 +116,9 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
     assert config.exact_threshold("cpu", True, "landmark") == 100 * LANDMARK_CROSSOVER["cpu"][1]
+    windowed = favor.FavorConfig(num_features=100, window=128)
+    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * WINDOWED
+    assert windowed.exact_threshold("cpu", True) == 100 * causal
     exact = BERT.build("sdpa")(**tokens(True)).last_hidden_state
     few = 24 // bidirectional  # the batch has 24 keys
     below = BERT.build("favor#", num_features=few + 1)(**tokens(True)).last_hidden_state
