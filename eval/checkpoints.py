@@ -37,11 +37,13 @@ def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
     return runs
 
 
-def backend_of(results: dict[str, Any]) -> Backend:
-    """The table row of a run."""
+def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
+    """The row of a run, `backend`, and its `machine`: as `favor.eval.glue` wrote them down, else from the results."""
     name, options = results["attn_implementation"], results["favor"] or {}
-    sharp = name in ("favor#", "favor_sharp")
-    return Backend(name, options.get("features") if sharp else None)
+    backend = Backend(name, options.get("features") if name in ("favor#", "favor_sharp") else None)
+    record = folder / "cell.json"
+    written = json.loads(record.read_text()) if record.exists() else {}
+    return {"backend": backend.label, "machine": results["device"]} | written
 
 
 def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:

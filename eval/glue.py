@@ -69,8 +69,13 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     parser.add_argument("--note", default="", help="a sentence for the head of the report")
     arguments, rest = parser.parse_known_args(argv)
     arguments.command = list(sys.argv[1:] if argv is None else argv)
-    for word in rest:
-        if word.split("=")[0] in OWN_ARGUMENTS:
+    numbered = any(launch.Backend.parse(text).num_features for text in arguments.backends or ())
+    own = (*OWN_ARGUMENTS, "--num_features") if numbered else OWN_ARGUMENTS
+    given = [
+        word.split("=")[0] for word in (*rest, *(f"--{text.partition(':')[2]}" for text in arguments.task_options))
+    ]
+    for word in given:
+        if word in own:
             raise ValueError(f"{word} is set by favor.eval.glue itself; use --tasks, --backends or --seeds")
     if arguments.checkpoints:
         unused = [*rest, *arguments.task_options]
@@ -108,7 +113,9 @@ def train_cell(
     record, finished = folder / "cell.json", folder / "all_results.json"
     if not finished.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps({"arguments": arguments, "machine": launch.machine()}, indent=2))
+        record.write_text(
+            json.dumps({"backend": backend.label, "arguments": arguments, "machine": launch.machine()}, indent=2)
+        )
         again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
         results = launch.train([*arguments, again], folder, num_processes)
         return run_from_results(results, backend.label, launch.machine()), True
@@ -196,7 +203,8 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
     runs: list[table.Run] = []
     failures: list[str] = []
     for folder, results in checkpoints.find_runs(arguments.checkpoints):
-        backend = checkpoints.backend_of(results).label
+        record = checkpoints.record_of(folder, results)
+        backend = record["backend"]
         asked = (
             results["task_name"] in arguments.tasks
             and (arguments.backends is None or backend in arguments.backends)
@@ -204,9 +212,7 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
         )
         if not asked:
             continue
-        record = folder / "cell.json"
-        machine = json.loads(record.read_text())["machine"] if record.exists() else results["device"]
-        trained = run_from_results(results, backend, machine)
+        trained = run_from_results(results, backend, record["machine"])
         scores = checkpoints.evaluate(folder, results, arguments.data_dir)
         again = replace(trained, value=scores[table.column(trained.task).metric])
         same = abs(again.value - trained.value) <= arguments.tolerance

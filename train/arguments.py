@@ -79,6 +79,13 @@ class ModelArguments(BackendArguments):
     ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
+    dropout: float | None = option(None, "Every dropout probability of the model. Default: those of the checkpoint.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        super().__post_init__()
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
 
 
 @dataclass

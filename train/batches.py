@@ -39,14 +39,19 @@ class EpochSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=generator).tolist()
         if self.tokens is None:
-            yield from torch.randperm(self.length, generator=generator).tolist()
-        else:
-            # Alike in length inside a batch, and in no order from batch to batch.
-            order = get_length_grouped_indices(self.tokens, self.batch_size, generator=generator)
-            full = self.length // self.batch_size
-            for batch in [*torch.randperm(full, generator=generator).tolist(), full]:
-                yield from order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield from order
+            return
+        # Alike in length inside a batch, in no order from batch to batch; what fills no batch is of any length.
+        full = self.length // self.batch_size
+        kept, rest = order[: full * self.batch_size], order[full * self.batch_size :]
+        if kept:
+            tokens = [self.tokens[sample] for sample in kept]
+            grouped = get_length_grouped_indices(tokens, self.batch_size, generator=generator)
+            for batch in torch.randperm(full, generator=generator).tolist():
+                yield from (kept[i] for i in grouped[batch * self.batch_size : (batch + 1) * self.batch_size])
+        yield from rest
 
 
 def mix(*numbers: int) -> int:

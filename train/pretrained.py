@@ -57,6 +57,10 @@ def load_switched(
     if config.model_type == "bert" and backend in favor.BACKENDS:
         config, model_class = bert.PerformerBertConfig.from_pretrained(path), performer_class
     adapt(config)
+    if arguments.dropout is not None:
+        for name, value in config.to_dict().items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(config, name, arguments.dropout)
     set_seed(seed)
     try:
         model = model_class.from_pretrained(

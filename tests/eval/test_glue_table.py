@@ -119,6 +119,10 @@ def test_contradictions_are_errors():
 def test_command_line_errors():
     with pytest.raises(ValueError, match="--seed is set by"):
         glue.parse_arguments(["--seed", "3"])
+    for words in (["--num_features", "32"], ["--task_options", "rte:num_features=32"]):
+        glue.parse_arguments(["--backends", "favor+", *words])
+        with pytest.raises(ValueError, match="--num_features is set by"):
+            glue.parse_arguments(["--backends", "favor+:64", *words])
     with pytest.raises(ValueError, match="with --checkpoints nothing is trained"):
         glue.parse_arguments(["--checkpoints", "somewhere", "--learning_rate", "1"])
     with pytest.raises(ValueError, match="TASK:NAME=VALUE"):
@@ -159,22 +163,22 @@ def test_task_options_win_over_common_ones():
 
 @pytest.mark.slow
 def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys):
-    common = ["--tasks", "sst2", "--backends", "sdpa", "favor#:saderf", "--seeds", "3", "--name", "table"]
+    common = ["--tasks", "sst2", "--backends", "sdpa", "favor#:saderf:8", "--seeds", "3", "--name", "table"]
     train = [
         *common, "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder),
         "--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results"),
-        "--exact_below", "0", "--num_features", "8", "--learning_rate", "1e-2",
+        "--exact_below", "0", "--learning_rate", "1e-2",
         "--max_train_steps", "4", "--task_options", "sst2:max_train_steps=3",
     ]  # fmt: skip
     assert glue.main(train) == 0
     assert "already there" not in capsys.readouterr().out
     content = json.loads((tmp_path / "results" / "table.json").read_text())
-    for backend, slug in (("sdpa", "sdpa"), ("favor#:saderf", "favor_sharp-saderf")):
+    for backend, slug in (("sdpa", "sdpa"), ("favor#:saderf:8", "favor_sharp-saderf-8")):
         saved = json.loads((tmp_path / "runs" / "sst2" / slug / "seed_3" / "all_results.json").read_text())
         assert saved["steps"] == 3
         assert saved["attn_implementation"] == backend.split(":")[0]
         assert content["rows"][backend]["sst2"]["values"] == [saved["metrics"]["accuracy"]]
-    assert content["rows"]["favor#:saderf"]["sst2"]["details"][0]["options"]["features"] == "saderf"
+    assert content["rows"]["favor#:saderf:8"]["sst2"]["details"][0]["options"]["num_features"] == 8
     assert content["majority_baseline"]["sst2"] == pytest.approx(0.5)
     report = (tmp_path / "results" / "table.md").read_text()
     assert "Seeds: 3" in report

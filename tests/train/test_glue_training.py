@@ -329,6 +329,7 @@ def test_skipped_rows_are_reported(train, tmp_path, glue_folder, capsys):
         ({"seed": 1, "seeds": "1 2"}, "give one of them"),
         ({"seeds": "1 1"}, "seeds must be different"),
         ({"mixed_precision": "int8"}, "mixed_precision must be one of"),
+        ({"dropout": 1}, "dropout must be at least 0 and less than 1, got 1.0"),
         ({"report_to": "paper"}, "report_to must be one of"),
         ({"num_warmup_steps": 1, "warmup_ratio": 0.1}, "give one of them"),
         ({"learning_rate": 1e30, "max_train_steps": 20}, "lower the learning rate"),
@@ -337,6 +338,15 @@ def test_skipped_rows_are_reported(train, tmp_path, glue_folder, capsys):
 def test_errors_say_what_to_do(values, message, train):
     with pytest.raises((ValueError, FloatingPointError), match=message):
         train(**values)
+
+
+def test_dropout_is_that_of_the_whole_model(train, tmp_path):
+    train("sst2", "given", max_train_steps=1, dropout=0.25)
+    train("sst2", "own", max_train_steps=1)
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    for folder, value in (("given", 0.25), ("own", 0.1)):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert [config[name] for name in names] == [value] * 2
 
 
 def test_pickled_weights_need_to_be_allowed(train, bert_folder, tmp_path):
