@@ -221,7 +221,8 @@ def warm_libraries() -> None:
 class MemoryServer:
     """The process that forks one process a measurement; a context manager.
 
-    Requests and answers are one line of JSON each. The server is this program with `--isolate`.
+    Requests and answers are one line of JSON each, after a first line that says that all is imported. The server is
+    this program with `--isolate`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -242,6 +243,8 @@ class MemoryServer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
+        if self._process.stdout is not None:
+            self._process.stdout.readline()  # its imports would slow down what is timed meanwhile
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,9 +276,11 @@ class MemoryServer:
 
 
 def serve(requests: IO[str], answers: IO[str], measure: Callable[[dict[str, Any]], int]) -> None:
-    """Answer each line of requests by `measure` in a forked process, until the end of the input."""
+    """Say that it is ready, then answer each line of requests by `measure` in a forked process, until their end."""
     gc.collect()
     gc.freeze()  # a child's collector would otherwise touch, and so copy, every object
+    answers.write("ready\n")
+    answers.flush()
     for line in requests:
         receive, send = os.pipe()
         child = os.fork()
