@@ -19,7 +19,8 @@ from favor.attention.grouped import attend, sums_of
 from favor.features import Landmarks
 from favor.kernels import StreamState
 
-_NUMBERS = 2**22  # of keys and landmarks of all blocks at a time
+# Numbers in keys and landmarks of all blocks at a time: little memory on a CPU, few launches on a GPU.
+_NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
 
 
 def attention(
@@ -102,7 +103,8 @@ def _windowed(
     length, lead = query.shape[3], query.shape[:2]
     window = min(window, length)
     blocks = -(-length // window)
-    together = max(_NUMBERS // (blocks * (number + window) * key.shape[3]), 1)
+    numbers = _NUMBERS if key.device.type == "cpu" else _NUMBERS_OF_GPU
+    together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
     options: dict[str, Any] = {"number": number, "scale": scale, "window": window}
     parts = [tensor.flatten(0, 1).split(together) for tensor in (query, key, value, cells)]
     outs = [_blocks(*part, **options) for part in zip(*parts, strict=True)]
