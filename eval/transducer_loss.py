@@ -212,7 +212,7 @@ def isolated_peaks(requests: list[dict[str, Any]], threads: int) -> list[int]:
     command = [sys.executable, "-m", "favor.eval.transducer_loss", "--isolate", "--threads", str(threads)]
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     done = subprocess.run(command, input=lines, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    answers = [json.loads(line) for line in done.stdout.splitlines()[1:]]  # after the one that says it is ready
     if broken := [answer["error"] for answer in answers if "error" in answer]:
         raise RuntimeError(broken[0])
     return [answer["bytes"] for answer in answers]
