@@ -12,7 +12,7 @@ from favor.kernels import KERNELS
 # measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
 CROSSOVER = {"cpu": (4, 12), "cuda": (8, 16)}
 # The same for landmarks (eval/results/speed_landmark_cpu.md); on GPUs a guess.
-LANDMARK_CROSSOVER = {"cpu": (4, 32), "cuda": (8, 32)}
+LANDMARK_CROSSOVER = {"cpu": (4, 28), "cuda": (8, 32)}
 # How many times as many a window takes in bidirectional layers (both files, window 128).
 WINDOWED = 2
 STATISTICS = ("batch", "calibrated", "corrected")
