@@ -118,6 +118,7 @@ def favor_attention(
         )
     if state is not None:
         _check_stream(family, is_causal, packing is not None, query.shape[2], key.shape[2])
+        state.is_ragged = state.is_ragged or key_padding_mask is not None
     _check_window(window, family, query, key, is_causal, cu_seqlens_q, cu_seqlens_k)
     if kernel == "triton" and not isinstance(family, PositiveFeatures):
         raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')

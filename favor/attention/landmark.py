@@ -62,8 +62,6 @@ def attention(
         return out.view(batch, heads, length, -1)
     if _raises(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
-    if state is not None and key_mask is not None:
-        state.is_ragged = True
     if is_causal:
         out = landmark_causal.attention(
             features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=state

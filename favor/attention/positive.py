@@ -55,8 +55,6 @@ def attention(
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
         options |= {"window": window, "scale": scale, "query_bias": own}
     operands = (query, key, value, to_query, to_key, offset, bias)
-    if state is not None and key_mask is not None:
-        state.is_ragged = True
     if state is not None and state.memory is not None:
         return extend(*operands, state, **options, kernel=kernel)
     if state is not None:
