@@ -221,12 +221,15 @@ def warm_libraries() -> None:
 class MemoryServer:
     """The process that forks one process a measurement; a context manager.
 
-    Requests and answers are one line of JSON each, after a first line that says that all is imported. The server is
-    this program with `--isolate`.
+    Requests and answers are one line of JSON each, after a first line that says that all is imported.
+
+    Args:
+        threads: of a measurement.
+        program: module that calls `serve` when it is started with `--isolate`.
     """
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, program: str = "favor.eval.speed") -> None:
+        self.threads, self.program = threads, program
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -238,7 +241,7 @@ class MemoryServer:
 
     def __enter__(self) -> MemoryServer:
         environment = {**os.environ, **_RELEASE_EARLY, "OMP_NUM_THREADS": str(self.threads)}
-        command = [sys.executable, "-m", "favor.eval.speed", "--isolate", "--device", "cpu"]
+        command = [sys.executable, "-m", self.program, "--isolate", "--device", "cpu"]
         command += ["--threads", str(self.threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -208,14 +205,8 @@ def isolated_peak(request: dict[str, Any]) -> int:
 
 def isolated_peaks(requests: list[dict[str, Any]], threads: int) -> list[int]:
     """Peak bytes of each, in a process of its own; raises RuntimeError with what went wrong in one."""
-    environment = {**os.environ, **measure._RELEASE_EARLY, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "favor.eval.transducer_loss", "--isolate", "--threads", str(threads)]
-    lines = "".join(json.dumps(request) + "\n" for request in requests)
-    done = subprocess.run(command, input=lines, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()[1:]]  # after the one that says it is ready
-    if broken := [answer["error"] for answer in answers if "error" in answer]:
-        raise RuntimeError(broken[0])
-    return [answer["bytes"] for answer in answers]
+    with measure.MemoryServer(threads, "favor.eval.transducer_loss") as server:
+        return [server.peak(request) for request in requests]
 
 
 def compare(cell: Cell, networks: bool, arguments: argparse.Namespace) -> list[dict[str, Any]] | str:
