@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,15 +84,20 @@ class Packing:
 
     def split_queries(self, query: Tensor) -> tuple[Tensor, ...]:
         """Queries of each sequence, `[1, H, length, d]`."""
-        return query.split(_lengths(self.queries), dim=2)
+        return query.split(self._query_lengths, dim=2)
 
     def split_keys(self, key: Tensor) -> tuple[Tensor, ...]:
         """Keys (or values) of each sequence, `[1, Hk, length, d]`."""
-        return key.split(_lengths(self.keys), dim=2)
+        return key.split(self._key_lengths, dim=2)
 
+    # Every reading stalls a GPU: one is enough.
+    @cached_property
+    def _query_lengths(self) -> list[int]:
+        return self.queries.diff().tolist()
 
-def _lengths(cumulative: Tensor) -> list[int]:
-    return cumulative.diff().tolist()
+    @cached_property
+    def _key_lengths(self) -> list[int]:
+        return self._query_lengths if self.keys is self.queries else self.keys.diff().tolist()
 
 
 def _longest(cumulative: Tensor) -> int:

@@ -1,0 +1,122 @@
+"""A device beside the CPU for machines that have no other one, to test what must not depend on the device.
+
+Its tensors say that they are on "meta", hold their values on the CPU, and refuse to meet tensors that are there, as
+those of a GPU would. What the host reads of them, which makes it wait for a GPU, is counted.
+"""
+
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+# The device of these is that of their first input, and the other one may lie anywhere.
+MIXED = {aten.copy_.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the other device; `held` are its values."""
+
+    @staticmethod
+    def __new__(cls, held):
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, held.shape, device="meta", **layout)
+        tensor.held = held
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        raise AssertionError(f"{operator} outside of another_device()")
+
+    # PyTorch takes these for what they would be on "meta", before any operator is called.
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def item(self):
+        return self.cpu().item()
+
+    def numpy(self, **_):
+        raise TypeError("only tensors of the CPU can become arrays")
+
+    def new_tensor(self, data, dtype=None):
+        return Elsewhere(_tensor(data, dtype=dtype or self.dtype))
+
+
+def _is_there(device):
+    return device is not None and torch.device(device).type == "meta"
+
+
+class _Dispatch(TorchDispatchMode):
+    """Runs every operator on the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
+        goes = bool(there)
+        if operator in MIXED:
+            goes = isinstance(args[0], Elsewhere)
+        elif there and "device" not in kwargs:
+            here = [tuple(tensor.shape) for tensor in tensors if tensor.ndim and not isinstance(tensor, Elsewhere)]
+            assert not here, f"{operator}: tensors of shapes {here} are not on the device of the others"
+        if kwargs.get("device") is not None:
+            goes = _is_there(kwargs["device"])
+            kwargs["device"] = torch.device("cpu")
+        self.reads += operator in READING or bool(there and not goes)
+        args, kwargs = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
+        same = {id(tensor.held): tensor for tensor in there}
+
+        def wrapped(result):
+            if not goes or not isinstance(result, torch.Tensor):
+                return result
+            return same[id(result)] if id(result) in same else Elsewhere(result)
+
+        return tree_map(wrapped, operator(*args, **kwargs))
+
+
+_tensor, _as_tensor, _autocast = torch.tensor, torch.as_tensor, torch.autocast
+
+
+@contextmanager
+def another_device():
+    """Inside, `tensor.to("meta")` moves to the other device. Yields an object whose `reads` counts readings."""
+
+    def made(make):
+        def on(data, *args, device=None, **kwargs):
+            if isinstance(data, torch.Tensor):
+                return make(data, *args, device=device, **kwargs)
+            there = _is_there(device)
+            tensor = make(data, *args, device=None if there else device, **kwargs)
+            return tensor.to(device) if there else tensor
+
+        return on
+
+    def autocast(device_type, *args, **kwargs):
+        return nullcontext() if device_type == "meta" else _autocast(device_type, *args, **kwargs)
+
+    changed = {"tensor": made(_tensor), "as_tensor": made(_as_tensor), "autocast": autocast}
+    with patch.multiple(torch, **changed), _Dispatch() as dispatch:
+        yield dispatch
+
+
+def move(model):
+    """Moves parameters (tied ones stay tied) and buffers of a module to the other device, in place."""
+    moved = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = moved.setdefault(parameter, torch.nn.Parameter(parameter.detach().to("meta")))
+                own.requires_grad_(parameter.requires_grad)
+                moved[own] = module._parameters[name] = own
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return model

@@ -1,0 +1,252 @@
+"""What runs on a GPU, on a stand-in for one: the same numbers, and few readings, each of which would stall it."""
+
+import pytest
+import torch
+from elsewhere import Elsewhere, another_device, move
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import favor
+from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
+from favor.models.conformer import ConformerConfig, ConformerForCTC, transducer_loss
+from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+
+
+def close(there, here, tolerance, scale=None):
+    """Checks that a tensor is on the other device, with these values up to a part of the largest, or of `scale`."""
+    assert isinstance(there, Elsewhere)
+    torch.testing.assert_close(there.held, here, rtol=0, atol=tolerance * (scale or float(here.abs().max())))
+
+
+def lengths():
+    return torch.tensor([0, 20, 21, 70], dtype=torch.int32)
+
+
+RIGHT = torch.arange(70) < torch.tensor([[70], [41]])
+# What is given beside the tokens, and how often it may be read, without and with blocks whose place depends on it.
+LAYOUTS = {
+    "dense": (dict, 0, 0),
+    "right padding": (lambda: {"key_padding_mask": RIGHT}, 0, 1),
+    "left padding": (lambda: {"key_padding_mask": RIGHT.flip(1)}, 0, 1),
+    "packed": (
+        lambda: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths()) | {"max_seqlen_q": 49, "max_seqlen_k": 49},
+        1,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    "name", ["pos", "pos@16", "sderf", "cderf@16", "wderf", "wderf@16", "landmark", "landmark@16", "trig", "relu"]
+)
+def test_attention(name, is_causal, layout):
+    make, plain_reads, block_reads = LAYOUTS[layout]
+    features, _, window = name.partition("@")
+    options = {"features": features, "window": int(window or 0), "num_features": 12, "is_causal": is_causal, **make()}
+    generator = torch.Generator().manual_seed(0)
+    shape = (1 if layout == "packed" else 2, 4, 70, 8)
+    *tokens, slope = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+
+    def run(device):
+        moved = {}
+        given = {
+            name: moved.setdefault(id(value), value.to(device)) if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+        }
+        leaves = [token.detach().to(device).requires_grad_() for token in tokens]
+        out = favor.favor_attention(*leaves, **given)
+        out.backward(slope.to(device))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    expected = run("cpu")
+    with another_device() as device:
+        found = run("meta")
+    for there, here in zip(found, expected, strict=True):
+        close(there, here, 1e-12)
+    has_blocks = bool(window) or (is_causal and features == "landmark")
+    assert device.reads <= (block_reads if has_blocks else plain_reads)
+
+
+TEXT = torch.randint(5, 40, (2, 60), generator=torch.Generator().manual_seed(1))
+SOUND = torch.randn(2, 160, 80, generator=torch.Generator().manual_seed(2))
+HEAR = torch.arange(160) < torch.tensor([[160], [120]])
+
+
+def bert(backend, **options):
+    config = PerformerBertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=40
+    )
+    return make(PerformerBertForMaskedLM, config, backend, **options)
+
+
+def conformer(backend, **options):
+    config = ConformerConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=12
+    )
+    return make(ConformerForCTC, config, backend, **options)
+
+
+def llama(backend, **options):
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        vocab_size=40,
+    )
+    return make(LlamaForCausalLM, config, backend, **options)
+
+
+def make(kind, config, backend, **options):
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation=backend).eval()
+    if backend != "sdpa":
+        favor.configure(model, exact_below=0, num_features=8, **options)
+    return model
+
+
+READ = {"input_ids": TEXT, "attention_mask": (torch.arange(60) < torch.tensor([[60], [33]])).long(), "labels": TEXT}
+HEARD = {"input_features": SOUND, "attention_mask": HEAR, "labels": TEXT[:, :5] % 11 + 1}
+MODELS = {
+    "BERT favor+": (lambda: bert("favor+"), READ),
+    "BERT favor++": (lambda: bert("favor++"), READ),
+    "BERT favor#": (lambda: bert("favor#"), READ),
+    "BERT favor# window": (lambda: bert("favor#", window=16), READ),
+    "BERT landmarks": (lambda: bert("favor#", features="landmark"), READ),
+    "Conformer CTC favor#": (lambda: conformer("favor#"), HEARD),
+    "Conformer CTC sdpa": (lambda: conformer("sdpa"), HEARD),
+    "LLaMA favor+": (lambda: llama("favor+", window=16), READ),
+    "LLaMA landmarks": (lambda: llama("favor#", features="landmark"), READ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_step(name):
+    build, batch = MODELS[name]
+    model = build()
+    expected = model(**batch).loss
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    with another_device():
+        loss = move(model)(**{name: value.to("meta") for name, value in batch.items()}).loss
+        loss.backward()
+    close(loss, expected.detach(), 1e-5)
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found.keys() == gradients.keys()
+    # The gradient of a bias of keys is zero but for rounding.
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        close(found[name], gradient, 1e-3, largest)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("favor+", {}), ("favor+", {"window": 16}), ("favor#", {"features": "landmark", "window": 16})],
+    ids=["features", "window", "landmarks"],
+)
+def test_generation_with_a_state(backend, options):
+    model = llama(backend, **options)
+
+    @torch.no_grad()
+    def logits(device):
+        cache, ids, mask, found = (
+            favor.FavorCache(model.config),
+            TEXT.to(device),
+            READ["attention_mask"].flip(1).to(device),
+            [],
+        )
+        for _ in range(20):
+            found.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            ids = found[-1].argmax(-1, keepdim=True)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        return torch.stack(found)
+
+    expected = logits("cpu")
+    with another_device():
+        move(model)
+        close(logits("meta"), expected, 1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 16}, {"feature_weights": True, "refine_steps": 2}], ids=str)
+def test_calibration(options):
+    inputs = {name: READ[name] for name in ("input_ids", "attention_mask")}
+    model, other = bert("favor#"), bert("favor#")
+    favor.calibrate(model, [inputs], **options)
+    with another_device():
+        moved = {name: value.to("meta") for name, value in inputs.items()}
+        favor.calibrate(move(other), [moved], **options)
+        found = dict(other.named_buffers())
+    expected = dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value.is_floating_point():
+            close(found[name], value, 1e-2)
+
+
+def test_transducer_loss():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9, 5, 7, generator=generator, dtype=torch.float64)
+    given = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]), torch.tensor([9, 6]), torch.tensor([4, 2])
+
+    def run(device):
+        leaf = logits.detach().to(device).requires_grad_()
+        loss = transducer_loss(leaf, *(tensor.to(device) for tensor in given))
+        loss.backward()
+        return loss.detach(), leaf.grad
+
+    expected = run("cpu")
+    with another_device():
+        found = run("meta")
+    for there, here in zip(found, expected, strict=True):
+        close(there, here, 1e-12)
+
+
+OPTIMIZERS = {
+    **{
+        f"SoftmaxBound {name}": lambda head, name=name: SoftmaxBound(head, curvature=name)
+        for name in ("bohning", "diag", "block", "kfac", "exact", "geometric")
+    },
+    **{
+        f"BBM {name}": lambda head, name=name: BBM(head, curvature=name, weight_decay=0.1)
+        for name in ("exact", "bohning", "spectral", "block", "diag", "kfac")
+    },
+    "SBM": lambda head: SBM(head, 30, weight_decay=0.1),
+    "SPFB": lambda head: SPFB(head, lr=0.3, weight_decay=0.1),
+    "ProxBoundSGD": lambda head: ProxBoundSGD(head, lr=0.3, weight_decay=0.1),
+    "LSPFB": lambda head: LSPFB(head, weight_decay=0.1, rank=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(5, (30,), generator=generator)
+    rows = 1 if name == "ProxBoundSGD" else 30 if name.startswith("BBM") else 10
+
+    def train(device):
+        torch.manual_seed(0)
+        head = torch.nn.Linear(6, 5, dtype=torch.float64)
+        head = head if device == "cpu" else move(head)
+        optimizer = OPTIMIZERS[name](head)
+        for x, y in zip(inputs.to(device).split(rows)[:3], labels.to(device).split(rows)[:3], strict=True):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = cross_entropy(head(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return head.weight.detach()
+
+    expected = train("cpu")
+    with another_device():
+        found = train("meta")
+    close(found, expected, 1e-9)
