@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import favor.models  # noqa: F401  registers Performer BERT
-from favor.train import checkpoint, mlm
+from favor.train import checkpoint, language, mlm
 from favor.train.pretrained import check_positions
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
@@ -95,7 +95,7 @@ def test_folder_holds_the_model_with_its_backend_and_its_scores(adapt, text, ber
         ]
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
-    (batch,) = mlm.make_loaders(arguments, tokenizer, 42)[1]
+    (batch,) = language.make_loaders(arguments, mlm.OBJECTIVE, tokenizer, 42)[1]
     with torch.no_grad():
         assert results["metrics"]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
@@ -139,7 +139,7 @@ def test_untied_head_starts_equal_and_is_loaded_as_its_own(kind, tmp_path):
     with torch.no_grad():
         model.get_output_embeddings().bias.normal_()
         tied = model(ids).logits
-        assert torch.equal(mlm.untie(model)(ids).logits, tied)
+        assert torch.equal(language.untie(model)(ids).logits, tied)
     head = model.get_output_embeddings()
     assert head.weight is not model.get_input_embeddings().weight
     model(ids, labels=ids).loss.backward()

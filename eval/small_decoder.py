@@ -1,0 +1,66 @@
+"""Make a small LLaMA with random weights and a tokenizer for one text, to be trained by `favor.train.clm`.
+
+    python -m favor.eval.small_decoder --text book.txt.xz --output_dir start
+
+No pretrained decoder comes with a package, so the figures for decoders are of one that is trained from here on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from favor.train.text import read_text
+
+END = "<|endoftext|>"
+
+
+def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of byte pairs, without tokens around a text."""
+    learner = ByteLevelBPETokenizer()
+    learner.train_from_iterator(text.splitlines(), vocab_size=vocab_size, special_tokens=[END], show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=learner._tokenizer, eos_token=END, pad_token=END)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the folder."""
+    parser = argparse.ArgumentParser(prog="favor.eval.small_decoder", description=__doc__.split("\n")[0])
+    parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
+    parser.add_argument("--output_dir", required=True, type=Path)
+    parser.add_argument("--vocab_size", type=int, default=4096)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--key_heads", type=int, default=2)
+    parser.add_argument("--positions", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(argv)
+    tokenizer = make_tokenizer(read_text(given.text), given.vocab_size)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=given.hidden_size,
+        intermediate_size=given.hidden_size * 11 // 4,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=given.key_heads,
+        max_position_embeddings=given.positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
+    torch.manual_seed(given.seed)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(given.output_dir)
+    tokenizer.save_pretrained(given.output_dir)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer):,} tokens: {given.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention.
+
+    accelerate launch -m favor.train.clm --model_name_or_path DIR --train_file book.txt --max_length 1024 \
+        --attn_implementation favor# --features landmark --window 128 --exact_below 0 --output_dir out/adapted
+
+A decoder that was trained with softmax attention adapts to its estimate this way. Features other than landmarks need
+parameters that do not come from the sequence itself: `favor.calibrate` it first, and add `--statistics calibrated`.
+Text is cut into samples of equal length, and every token of a sample is predicted from those before it. The output
+folder gets the model, its tokenizer and `all_results.json`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from favor.integrations.layers import attention_modules, decodes_or_is_causal
+from favor.train import language
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Samples whose labels are their own tokens, the same in every epoch.
+
+    Args:
+        ids: tokens `[n, length]`.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, visit: int) -> dict[str, Tensor]:
+        ids = self.ids[visit % len(self.ids)]
+        return {"input_ids": ids, "attention_mask": ids.new_ones(len(ids)), "labels": ids}
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model with a layer that sees later tokens."""
+    if not all(decodes_or_is_causal(module) for module in attention_modules(model).values()):
+        raise ValueError(
+            f"{type(model).__name__} has layers that see later tokens, so it would learn to copy them: train it with "
+            "favor.train.mlm"
+        )
+
+
+OBJECTIVE = language.Objective(
+    program="favor.train.clm",
+    auto_class=AutoModelForCausalLM,
+    shift=1,
+    samples=lambda ids, tokenizer, text, seed: Texts(ids),
+    check=check_causal,
+)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains and returns what `all_results.json` holds.
+
+    Args:
+        argv: the command line without the program's name. Default None: `sys.argv`.
+
+    Raises:
+        ValueError: for arguments or files that cannot be used; the message says which and why.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    return language.run_program(language.Arguments.parse(argv, __doc__), OBJECTIVE, words)
+
+
+def cli() -> None:
+    """The console script: its exit status must not be what `main` returns."""
+    main()
+
+
+if __name__ == "__main__":
+    cli()
