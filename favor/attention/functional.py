@@ -61,7 +61,7 @@ def favor_attention(
 
     Landmarks (`features="landmark"`, `favor.features.Landmarks`) are nothing random: M groups of keys stand for all
     keys, by their mean. They need no parameters, and causal layers group the keys of earlier blocks only. In causal
-    attention the tokens of a block, 128 or `window`, are exact; where there are more keys than queries, blocks are
+    attention the tokens of a block, 256 or `window`, are exact; where there are more keys than queries, blocks are
     those of the queries and the earlier keys are exact until the end of the first one.
 
     Args:

@@ -13,7 +13,7 @@ from favor.features import Landmarks
 from favor.kernels import StreamState
 from favor.kernels.ragged import Waiting
 
-BLOCK = 128
+BLOCK = 256
 # Queries `[B, Hk, G, T, d]`, counts `[B, Hk, T]`, keys and values `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
 Tokens = tuple[Tensor, ...]
 

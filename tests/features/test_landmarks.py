@@ -6,6 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
+from favor.attention import landmark_causal
 
 
 def clustered(length, centres, spread, seed=0):
@@ -104,8 +105,9 @@ def test_gradients_are_those_of_the_means():
 
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("pieces", [[300], [1] * 40 + [260], [130, 1, 1, 40, 128], [16] * 18 + [12]])
-def test_pieces_are_the_whole(window, pieces):
+def test_pieces_are_the_whole(window, pieces, monkeypatch):
     """The state holds no more than the groups and one block, whatever the pieces."""
+    monkeypatch.setattr(landmark_causal, "BLOCK", 128)
     tensors = [t.repeat(2, 1, 1, 1) for t in clustered(300, 60, 0.5)]
     tensors[0] = tensors[0].repeat(1, 2, 1, 1)
     options = {"features": "landmark", "num_features": 24, "is_causal": True, "window": window}
@@ -116,8 +118,8 @@ def test_pieces_are_the_whole(window, pieces):
         outs.append(favor.favor_attention(*part, **options, state=state))
         sizes.append(state.nbytes)
     torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-10, atol=1e-10)
-    tokens = 24 + (window or 128)
-    assert max(sizes) <= 8 * 2 * 2 * tokens * (16 + 16 + 1) + 8 * 2 * 4 * (window or 128) * 16
+    block = window or landmark_causal.BLOCK
+    assert max(sizes) <= 8 * 2 * 2 * (24 + block) * (16 + 16 + 1) + 8 * 2 * 4 * block * 16
 
 
 def landmark(*tensors, **options):
