@@ -63,8 +63,10 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> dict[str, float]:
+def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
     """Metrics of a saved run on its development set (MNLI: matched), with the length limit it was trained with.
+
+    Also returns how many tokens each sample has.
 
     Args:
         folder: where `save_pretrained` wrote model and tokenizer.
@@ -88,4 +90,5 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> dic
             logits = model(**batch.to(device)).logits.float()
         guesses.append((logits.squeeze(-1) if task.is_regression else logits.argmax(-1)).cpu())
     metric = load_glue_metric(task.name)
-    return metric.compute(predictions=torch.cat(guesses).numpy(), references=torch.cat(labels).numpy())
+    scores = metric.compute(predictions=torch.cat(guesses).numpy(), references=torch.cat(labels).numpy())
+    return scores, [len(ids) for ids in encoded["input_ids"]]

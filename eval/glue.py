@@ -213,8 +213,12 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
         if not asked:
             continue
         trained = run_from_results(results, backend, record["machine"])
-        scores = checkpoints.evaluate(folder, results, arguments.data_dir)
-        again = replace(trained, value=scores[table.column(trained.task).metric])
+        scores, tokens = checkpoints.evaluate(folder, results, arguments.data_dir)
+        details = dict(trained.details)
+        if details["options"]:
+            short = [number <= details["options"]["num_features"] for number in tokens]
+            details["short_samples"] = sum(short) / len(short)
+        again = replace(trained, value=scores[table.column(trained.task).metric], details=details)
         same = abs(again.value - trained.value) <= arguments.tolerance
         print(
             f"{folder}: {100 * again.value:.4f}, {'as' if same else 'NOT AS'} in training ({100 * trained.value:.4f})"
@@ -223,6 +227,24 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
         if not same:
             failures.append(str(folder))
     return runs, failures
+
+
+def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
+    """How many samples have no more tokens than a backend has features; only runs evaluated again tell."""
+    shares = {
+        (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
+        for run in runs
+        if run.details["options"]
+    }
+    lines = []
+    for limit in sorted({number for number, _ in shares}):
+        found = [
+            f"{task} {share:.0%}"
+            for (number, task), share in sorted(shares.items())
+            if number == limit and share is not None
+        ]
+        lines += [f"- Samples with at most {limit} tokens: {', '.join(found)}"] if found else []
+    return lines
 
 
 def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str) -> list[str]:
@@ -246,6 +268,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
         f"- Model: {'; '.join(models)}; {heading}",
         f"- Seeds: {', '.join(map(str, seeds))}; mean ± sample standard deviation where there are several",
         f"- Data: {'; '.join(sources)}",
+        *lengths_lines(runs),
         *(f"- Backend {text}" for text in options),
         *([f"- Warning: constant predictions of {', '.join(constant)}"] if constant else []),
         *(f"- Machine: {text}" for text in machines),

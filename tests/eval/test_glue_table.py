@@ -197,6 +197,12 @@ def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys):
     reloaded = json.loads((tmp_path / "again" / "table.json").read_text())
     for backend, row in content["rows"].items():
         assert reloaded["rows"][backend]["sst2"]["values"] == row["sst2"]["values"]
+    # Sentences of 3 to 10 words, with two tokens around them.
+    short = reloaded["rows"]["favor#:saderf:8"]["sst2"]["details"][0]["short_samples"]
+    lines = (glue_folder / "SST-2" / "dev.tsv").read_text().splitlines()[1:]
+    assert short == sum(len(line.split()) + 1 <= 8 for line in lines) / len(lines)
+    assert 0 < short < 1
+    assert f"- Samples with at most 8 tokens: sst2 {short:.0%}" in (tmp_path / "again" / "table.md").read_text()
 
     broken = tmp_path / "runs" / "sst2" / "sdpa" / "seed_3" / "all_results.json"
     results = json.loads(broken.read_text())
