@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -123,6 +124,10 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on."""
+    """Versions of Python and of the packages a result depends on, as far as they are installed."""
     packages = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluate")
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -149,8 +149,8 @@ def isolated_peak(request: dict[str, Any]) -> int:
     return measure.resident_peak(lambda: run_pass(prepared.attend, *inputs))
 
 
-def run_attention(bench: Bench) -> None:
-    """A panel for each direction and pass."""
+def run_attention(bench: Bench, save: Callable[[], object]) -> None:
+    """A panel for each direction and pass; `save` is called after each."""
     arguments = bench.arguments
     chosen = []
     for method in methods.select(arguments.methods, arguments.features, arguments.device):
@@ -167,6 +167,7 @@ def run_attention(bench: Bench) -> None:
             cell = Cell(1, direction == "causal", pass_name != "forward", **shape, **same)
             bench.run(f"{direction}, {pass_name}", [attention_contender(bench, method, cell) for method in chosen])
             _inputs.cache_clear()
+            save()
 
 
 def model_contender(bench: Bench, model: speed_models.Model, backend: str, backward: bool) -> Contender:
@@ -180,7 +181,7 @@ def model_contender(bench: Bench, model: speed_models.Model, backend: str, backw
         tokens = model.tokens(batch_size, length)
         slope = model.slope(batch_size, length) if backward else None
         call = partial(model.run, tokens, slope)
-        peak = partial(measure.cuda_peak, call) if model.device == "cuda" else None
+        peak = partial(_model_peak, model, call) if model.device == "cuda" else None
         return Trial(
             lambda: (model.problem(backend, tokens, slope), None),
             call,
@@ -192,8 +193,14 @@ def model_contender(bench: Bench, model: speed_models.Model, backend: str, backw
     return Contender(backend, 2 if backend == "sdpa" else 1, refuses, start)
 
 
-def run_models(bench: Bench) -> None:
-    """A panel for each model and pass."""
+def _model_peak(model: speed_models.Model, call: Callable[[], object]) -> int:
+    """Peak bytes of a pass; without this, gradients of the pass before would count as there already."""
+    model.module.zero_grad(set_to_none=True)
+    return measure.cuda_peak(call)
+
+
+def run_models(bench: Bench, save: Callable[[], object]) -> None:
+    """A panel for each model and pass; `save` is called after each."""
     arguments = bench.arguments
     for name in speed_models.MODELS if arguments.model == "both" else (arguments.model,):
         model = speed_models.Model.build(
@@ -210,6 +217,7 @@ def run_models(bench: Bench) -> None:
             backward = pass_name != "forward"
             contenders = [model_contender(bench, model, backend, backward) for backend in speed_models.BACKENDS]
             bench.run(f"{name}, {pass_name}", contenders)
+            save()
 
 
 def explanation(bench: Bench) -> list[str]:
@@ -294,22 +302,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = share if arguments.memory_limit is None else 1e9 * arguments.memory_limit
     bench = Bench(arguments, measure.ceilings(arguments.dtype, arguments.device), limit)
     ceilings = bench.ceilings
+    about = context(bench, words)
+
+    def save() -> list[str]:
+        return report.write(bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name)
+
     bench.say(f"ceilings: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, {ceilings.copy_bytes / 1e9:.3g} GB/s")
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*parameters from this sequence would let its tokens see later ones")
         if arguments.model:
-            run_models(bench)
+            run_models(bench, save)
         else:
             if arguments.device == "cpu" and not arguments.skip_memory:
                 if (problem := measure.MemoryServer.problem()) is None:
                     bench.server = stack.enter_context(measure.MemoryServer(torch.get_num_threads()))
                 else:
                     bench.note(problem)
-            run_attention(bench)
-    lines = report.write(
-        bench.results, bench.notes, explanation(bench), context(bench, words), arguments.output_dir, arguments.name
-    )
-    print("\n".join(["", *lines, "", f"written: {arguments.name}.md, .json and .png in {arguments.output_dir}"]))
+            run_attention(bench, save)
+    print("\n".join(["", *save(), "", f"written: {arguments.name}.md, .json and .png in {arguments.output_dir}"]))
     return int(any(result.status == "failed" for result in bench.results))
 
 

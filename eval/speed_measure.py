@@ -112,7 +112,7 @@ def interleaved(
                     entries[name].ready()
                     samples[name].append(seconds(entries[name].call, device, calls))
                 except Exception as error:
-                    broken[name] = error
+                    broken[name] = error.with_traceback(None)  # which would keep the tensors of the call
     finally:
         gc.enable()
     return {name: broken.get(name) or Timing.of(samples[name], plans[name][0]) for name in entries}

@@ -38,9 +38,10 @@ class FavorConfig:
             `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or "landmark",
             which is nothing random: M groups of keys stand for all keys (see `favor.features.Landmarks`), without
             parameters, in decoders too. Other backends have one family each and do not read it.
-        factorization: how the families of favor# factor their matrices: "eigh" (default, the optimum); "newton_schulz"
-            for "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf"
-            (no eigendecomposition; within 0.0071 of the optimal objective per direction).
+        factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
+            "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf" (no
+            eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is "eigh" on
+            a CPU and, since GPUs decompose the matrices of a batch one by one, the first of the others elsewhere.
         window: tokens are cut into blocks of this many, and attention inside a block is exact, under one normaliser
             with the estimate of the rest. 0 (default) is the papers' method; 64 to 256 is far closer to softmax. Cross
             attention has no such blocks and does without.
@@ -65,7 +66,7 @@ class FavorConfig:
 
     num_features: int = 256
     features: str | None = None
-    factorization: str = "eigh"
+    factorization: str = "auto"
     orthogonal: bool = True
     seed: int = 0
     redraw_interval: int = 0
@@ -94,8 +95,9 @@ class FavorConfig:
                 choices = ", ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
         family = self.features or SHARP_FEATURES[0]
-        if self.factorization not in FACTORIZATIONS[family]:
-            choices = ", ".join(repr(choice) for choice in FACTORIZATIONS[family])
+        forms = ("auto", *FACTORIZATIONS[family])
+        if self.factorization not in forms:
+            choices = ", ".join(map(repr, forms))
             raise ValueError(f"factorization of {family} must be one of {choices}; got {self.factorization!r}.")
         if family == "landmark" and self.statistics != "batch":
             raise ValueError(f'landmarks have no parameters to store; set statistics="batch", got {self.statistics!r}.')

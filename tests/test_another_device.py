@@ -46,6 +46,8 @@ LAYOUTS = {
 def test_attention(name, is_causal, layout):
     make, plain_reads, block_reads = LAYOUTS[layout]
     features, _, window = name.partition("@")
+    if features in ("sderf", "cderf", "wderf"):  # else another form on another device
+        features = favor.features.get(features, factorization="eigh")
     options = {"features": features, "window": int(window or 0), "num_features": 12, "is_causal": is_causal, **make()}
     generator = torch.Generator().manual_seed(0)
     shape = (1 if layout == "packed" else 2, 4, 70, 8)
@@ -106,7 +108,7 @@ def make(kind, config, backend, **options):
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation=backend).eval()
     if backend != "sdpa":
-        favor.configure(model, exact_below=0, num_features=8, **options)
+        favor.configure(model, exact_below=0, num_features=8, factorization="eigh", **options)
     return model
 
 
@@ -177,6 +179,7 @@ def test_generation_with_a_state(backend, options):
 def test_calibration(options):
     inputs = {name: READ[name] for name in ("input_ids", "attention_mask")}
     model, other = bert("favor#"), bert("favor#")
+    options = options | {"factorization": "eigh"}
     favor.calibrate(model, [inputs], **options)
     with another_device():
         moved = {name: value.to("meta") for name, value in inputs.items()}
@@ -187,6 +190,22 @@ def test_calibration(options):
     for name, value in expected.items():
         if value.is_floating_point():
             close(found[name], value, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("sderf", "newton_schulz"), ("aderf", "newton_schulz"), ("cderf", "cholesky"), ("wderf", "cholesky")],
+)
+def test_other_devices_decompose_no_matrix(name, form, monkeypatch):
+    x, y = torch.randn(2, 1, 40, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = favor.features.get(name, factorization=form).fit(x, y)
+    monkeypatch.delattr(torch.linalg, "eigh")
+    with pytest.raises(AttributeError, match="eigh"):
+        favor.features.get(name).fit(x, y)
+    with another_device():
+        found = favor.features.get(name).fit(x.to("meta"), y.to("meta"))
+    close(found.transform, expected.transform, 1e-12)
+    close(found.factor, expected.factor, 1e-12)
 
 
 def test_transducer_loss():

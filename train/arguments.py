@@ -40,7 +40,7 @@ class BackendArguments:
     features: str | None = option(
         None, "Features of favor#: wderf (default), cderf, sderf, saderf, aderf, or landmark."
     )
-    factorization: str | None = option(None, "Of the matrices of favor#: eigh (default), cholesky, newton_schulz.")
+    factorization: str | None = option(None, "How favor# factors: auto (default), eigh, cholesky, newton_schulz.")
     window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
     statistics: str | None = option(None, "batch (default), or calibrated or corrected: what the checkpoint stores.")
     exact_below: str | None = option(

@@ -176,6 +176,7 @@ def _regrouped(features: Landmarks, groups: Groups, tokens: tuple[Tensor, ...], 
     if joined.counts.shape[2] <= number:
         return joined
     real = (counts > 0).repeat(1, 1, rows.shape[2])
-    means, there = joined.mean(joined.key, key.dtype), joined.counts > 0
+    # Not in half precision, which would group otherwise than the means that are kept.
+    means, there = joined.mean(joined.key, joined.key.dtype), joined.counts > 0
     cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
     return joined.fewer(cells, number)

@@ -14,7 +14,7 @@ from torch import Tensor
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
-from favor.features.roots import eigh, finite, from_spectrum, newton_schulz
+from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
 
 
 class CDERF(Regularised):
@@ -26,8 +26,9 @@ class CDERF(Regularised):
 
     Args:
         alpha: see `RandomFeatures`.
-        factorization: "eigh" (default), one eigendecomposition; "cholesky" takes the root by Newton-Schulz iteration
-            and Sigma = I + N, which needs matrix products and Cholesky factors only.
+        factorization: "eigh", one eigendecomposition; "cholesky" takes the root by Newton-Schulz iteration and
+            Sigma = I + N, which needs matrix products and Cholesky factors only; "auto" (default) is the first on a
+            CPU, the second elsewhere.
         regularization, floor: t I is added to both covariances, t = regularization (tr C1 + tr C2)/(2d) + floor;
             defaults 1e-2 and 1e-4.
 
@@ -42,12 +43,12 @@ class CDERF(Regularised):
         self,
         *,
         alpha: float = 0.0,
-        factorization: Factorization = "eigh",
+        factorization: Factorization = "auto",
         regularization: float = 1e-2,
         floor: float = 1e-4,
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("eigh", "cholesky"))
+        check_factorization(factorization, ("auto", "eigh", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -58,7 +59,7 @@ class CDERF(Regularised):
         eye = torch.eye(moments.head_dim, dtype=root.dtype, device=root.device)
         inverse_root = torch.linalg.solve_triangular(root, eye, upper=False)
         product = finite(root.transpose(-1, -2) @ moments.cov_y @ root)
-        if self.factorization == "eigh":
+        if without_eigh(self.factorization, product, "cholesky") == "eigh":
             values, vectors = eigh(product, ridge.square())  # both covariances are at least t I
             spread = values.sqrt()
             transform = from_spectrum(spread.sqrt(), vectors) @ inverse_root
@@ -97,7 +98,7 @@ class WDERF(CDERF):
         self,
         *,
         alpha: float = 0.0,
-        factorization: Factorization = "eigh",
+        factorization: Factorization = "auto",
         regularization: float = 1e-2,
         floor: float = 1e-4,
         num_queries: int = 16,

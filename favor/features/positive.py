@@ -15,9 +15,9 @@ from torch import Tensor
 from favor.features.base import PositiveFeatures
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
-from favor.features.roots import eigh, finite, from_spectrum, newton_schulz
+from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
 
-Factorization = Literal["eigh", "cholesky", "newton_schulz"]
+Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
 
 
 def optimal_a(phi: Tensor) -> Tensor:
@@ -118,7 +118,8 @@ class ADERF(Regularised):
 
     Args:
         alpha, regularization, floor: see `Regularised`.
-        factorization: how roots of matrices are taken, "eigh" (default) or "newton_schulz", by matrix products alone.
+        factorization: how roots of matrices are taken, "eigh" or "newton_schulz", by matrix products alone; "auto"
+            (default) is the first on a CPU, the second elsewhere.
 
     Raises:
         ValueError: for an unknown factorization or a negative regularization.
@@ -132,16 +133,17 @@ class ADERF(Regularised):
         alpha: float = 0.0,
         regularization: float = 1e-2,
         floor: float = 1e-4,
-        factorization: Factorization = "eigh",
+        factorization: Factorization = "auto",
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("eigh", "newton_schulz"))
+        check_factorization(factorization, ("auto", "eigh", "newton_schulz"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """G by the roots of three matrices, then A as in GERF on the transformed data."""
         moments = moments.regularised(self.regularization, self.floor)
-        roots = newton_schulz if self.factorization == "newton_schulz" else _roots
+        form = without_eigh(self.factorization, moments.second_x, "newton_schulz")
+        roots = newton_schulz if form == "newton_schulz" else _roots
         root, inverse_root = roots(moments.second_x)
         mean = inverse_root @ roots(root @ moments.second_y @ root)[0] @ inverse_root
         # tr(G M_1 G') = tr(G^-T M_2 G^-1) = tr(F M_1) is the sum of the singular values in Theorem 4.2.
@@ -159,9 +161,9 @@ class SDERF(PositiveFeatures):
 
     Args:
         alpha: see `RandomFeatures`.
-        factorization: "eigh" (default) is the optimum of the theorem. "newton_schulz" is the same without an
-            eigendecomposition, by matrix products alone. "cholesky" takes Sigma = I + N, which exceeds the optimal
-            objective by at most 0.0071 per direction.
+        factorization: "eigh" is the optimum of the theorem. "newton_schulz" is the same without an eigendecomposition,
+            by matrix products alone; "auto" (default) is the first on a CPU, the second elsewhere. "cholesky" takes
+            Sigma = I + N, which exceeds the optimal objective by at most 0.0071 per direction.
 
     Raises:
         ValueError: for an unknown factorization.
@@ -169,18 +171,19 @@ class SDERF(PositiveFeatures):
 
     name = "sderf"
 
-    def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "eigh") -> None:
+    def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
         super().__init__(alpha=alpha)
-        check_factorization(factorization, ("eigh", "newton_schulz", "cholesky"))
+        check_factorization(factorization, ("auto", "eigh", "newton_schulz", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Sigma = g(N) as a function of the matrix, or I + N."""
         second = moments.pair_second_moment
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
-        if self.factorization == "cholesky":
+        form = without_eigh(self.factorization, second, "newton_schulz")
+        if form == "cholesky":
             factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
-        elif self.factorization == "newton_schulz":
+        elif form == "newton_schulz":
             factor = _sigma_root(finite(second), eye)
         else:
             values, vectors = eigh(second)

@@ -6,6 +6,17 @@ import torch
 from torch import Tensor
 
 
+def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
+    """What "auto" means for a matrix: "eigh" on a CPU, `instead` elsewhere; any other factorization is what it is.
+
+    GPUs decompose the matrices of a batch one after another, at a millisecond or so each (pytorch/pytorch issues 175585
+    and 183806), where matrix products take them together.
+    """
+    if factorization != "auto":
+        return factorization
+    return "eigh" if matrix.device.type == "cpu" else instead
+
+
 def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite.
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 KERNELS = ("auto", "torch", "triton")
 _WIDEST = 256
+# Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
+_SHARED_MEMORY = 163 * 1024
 _logger = logging.getLogger("favor.kernels")
 
 
@@ -66,7 +68,16 @@ def _triton_problem(device: str) -> str | None:
         return None
     if device != "cuda":
         return f"the tensors are on {device}, not on a CUDA device"
-    return None if torch.cuda.is_available() else "there is no CUDA device"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    shared = min(getattr(one, "shared_memory_per_block_optin", _SHARED_MEMORY) for one in devices)
+    if shared < _SHARED_MEMORY:
+        return (
+            f"the GPU has {shared // 1024} KB of shared memory a program, and the kernels need "
+            f"{_SHARED_MEMORY // 1024} KB, which A100, H100 and later GPUs for data centers have"
+        )
+    return None
 
 
 @cache

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import LOG2E, bounds, halves, interpreted, padded_width
+from favor.kernels.triton_common import LOG2E, bounds, halves, interpreted, padded_width, worth_timing
 
 # Logits (base 2) may rise by this much in a chunk, over what its first query sees, before the fast kernels refuse it.
 STEEP = tl.constexpr(57.0)
@@ -135,7 +135,8 @@ class Problem:
             choices = _PRECISE
         size = max(padded_width(tensor.shape[-1]) * tensor.element_size() for tensor in (self.query, self.value))
         fitting = choices[min(limit for limit in choices if limit >= size)]
-        return _tuned(kernel, (Blocks(32, 4, 1),) if interpreted() else fitting)
+        given = worth_timing(fitting, self.query, self.key)
+        return _tuned(kernel, (Blocks(32, 4, 1),) if interpreted() else given)
 
 
 @triton.jit

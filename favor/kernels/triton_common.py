@@ -98,6 +98,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
+# Rows, of tokens times heads, with which timings would tell of launches and not of the work.
+FEW_ROWS = 2**16
+
+
+def worth_timing(choices: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, ...]:
+    """The choices to time; for little work the first one alone, which is then taken as it is.
+
+    What is chosen once is kept for all lengths, and on the disk.
+    """
+    return choices if max(tensor.shape[:-1].numel() for tensor in tensors) > FEW_ROWS else choices[:1]
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, where there is no device to time a configuration on."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,7 +131,7 @@ def tuned(kernel: Any, choices: dict[int, tuple[Blocks, ...]], *tensors: Tensor)
     """
     size = max(padded_width(tensor.shape[-1]) * tensor.element_size() for tensor in tensors)
     fitting = choices[min(limit for limit in choices if limit >= size)]
-    return _tuned(kernel, (Blocks(32, 32, 4, 1),) if interpreted() else fitting)
+    return _tuned(kernel, (Blocks(32, 32, 4, 1),) if interpreted() else worth_timing(fitting, *tensors))
 
 
 def processors(device: torch.device) -> int:
@@ -135,14 +147,20 @@ def split_count(programs: int, length: int, device: torch.device, shortest: int 
     Enough of them that the device is full, two programs at a time on each processor, and the last round is not much
     emptier than the others; few, because the pieces must be put together again.
     """
-    slots = 2 * processors(device)
+    return _pieces(programs, length, 2 * processors(device), shortest)
+
+
+@functools.cache
+def _pieces(programs: int, length: int, slots: int, shortest: int) -> int:
     most = max(1, min(length // shortest, 4 * slots // max(programs, 1)))
+    if most * programs <= slots:
+        return most if programs else 1
 
     def idle(pieces: int) -> float:
         rounds = pieces * programs / slots
         return round(1.0 - rounds / math.ceil(rounds), 1)
 
-    return min(range(1, most + 1), key=lambda pieces: (idle(pieces), pieces)) if programs else 1
+    return min(range(1, most + 1), key=lambda pieces: (idle(pieces), pieces))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import Blocks, bounds, interpreted, padded_width
+from favor.kernels.triton_common import Blocks, bounds, interpreted, padded_width, worth_timing
 
 # Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
 _PRECISE = {
@@ -126,7 +126,7 @@ class Problem:
         size = widest * self.query.element_size()
         fitting = choices[min(limit for limit in choices if limit >= size)]
         longest = padded_width(self.window)
-        fitting = (Blocks(32, 32, 4, 1),) if interpreted() else fitting
+        fitting = (Blocks(32, 32, 4, 1),) if interpreted() else worth_timing(fitting, self.query, self.key)
         return _tuned(kernel, tuple(dict.fromkeys(x._replace(tokens=min(x.tokens, longest)) for x in fitting)))
 
 

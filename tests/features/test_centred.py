@@ -205,7 +205,7 @@ def test_uniform_attention_makes_wderf_cderf():
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="factorization must be one of 'eigh', 'cholesky'; got 'svd'"):
+    with pytest.raises(ValueError, match="factorization must be one of 'auto', 'eigh', 'cholesky'; got 'svd'"):
         features.CDERF(factorization="svd")
     with pytest.raises(ValueError, match="must not be negative"):
         features.CDERF(floor=-1.0)

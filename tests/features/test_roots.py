@@ -79,7 +79,7 @@ def test_gradients_pass_where_eigenvalues_are_equal():
     [("aderf", "cholesky"), ("cderf", "newton_schulz"), ("wderf", "newton_schulz"), ("sderf", "svd")],
 )
 def test_a_factorization_that_a_family_lacks_is_refused(family, factorization):
-    with pytest.raises(ValueError, match="factorization must be one of 'eigh'"):
+    with pytest.raises(ValueError, match="factorization must be one of 'auto', 'eigh'"):
         features.get(family, factorization=factorization)
 
 

@@ -1,6 +1,7 @@
 """The operators, and which kernel they run."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_kernels_are_reported(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._triton_problem.cache_clear()
     assert "CUDA" in favor.kernels.available()["triton"]
+    small = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: small)
+        dispatch._triton_problem.cache_clear()
+        assert "99 KB of shared memory" in favor.kernels.available()["triton"]
+        small.shared_memory_per_block_optin = 163 * 1024
+        dispatch._triton_problem.cache_clear()
+        assert favor.kernels.available()["auto"] == "triton"
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     dispatch._triton_problem.cache_clear()
     assert "pip install triton" in favor.kernels.available()["triton"]

@@ -45,7 +45,8 @@ def make(case, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
-        return torch.randn(*shape, generator=generator)
+        # The generator is the CPU's, whatever the default device.
+        return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
 
     pairs = case.lengths or ((case.length, case.keys or case.length),)
     total = [sum(pair[i] for pair in pairs) for i in (0, 1)]
