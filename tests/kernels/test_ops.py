@@ -8,7 +8,7 @@ import torch
 from truth import gradients, make_inputs
 
 import favor
-from favor.kernels import dispatch, linear_attention
+from favor.kernels import dispatch, linear_attention, triton_common
 from favor.kernels.ops import attention_backward, attention_forward
 
 LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -119,3 +119,17 @@ def test_falling_back_is_logged_once(caplog):
         assert [dispatch.pick("auto", OnDevice, OnDevice) for _ in range(3)] == ["torch"] * 3
     assert len(caplog.records) == 1
     assert "float64" in caplog.text
+
+
+def test_choices_are_timed_where_the_work_is_worth_it():
+    choices = ("first", "second")
+    assert triton_common.worth_timing(choices, torch.empty(2, 8, 512, 64, device="meta")) == ("first",)
+    assert triton_common.worth_timing(choices, torch.empty(1, 8, 16384, 64, device="meta")) == choices
+
+
+@pytest.mark.parametrize(
+    ("programs", "length", "pieces"), [(2, 4096, 16), (1, 262144, 251), (264, 4096, 1), (1000, 100, 1), (0, 4096, 1)]
+)
+def test_sequences_are_cut_until_the_device_is_full(programs, length, pieces):
+    """132 multiprocessors with two programs each, of which up to 5 % may be idle; pieces of 256 tokens or more."""
+    assert triton_common._pieces(programs, length, 264, 256) == pieces
