@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.features.moments import Moments, trace
+from favor.features.moments import Moments, row_parts, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
 from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
@@ -159,7 +159,8 @@ def attention_received(
         places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
         index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
         rows = x.gather(-2, index)
-    logits = (scale * rows.to(compute)) @ y.to(compute).transpose(-1, -2)
+    rows, parts = scale * rows.to(compute), row_parts(y) if y.dtype != compute else [slice(None)]
+    logits = torch.cat([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)
     if y_mask is not None:

@@ -125,25 +125,34 @@ def trace(matrix: Tensor) -> Tensor:
 
 
 def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    samples = samples if samples.dtype == torch.float64 else samples.float()
+    compute = torch.promote_types(samples.dtype, torch.float32)
     if mask is not None:
         samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
     if weights is None:
         count: Tensor | int = max(samples.shape[-2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
-        mean = samples.sum(-2) / count
+        mean = samples.sum(-2, dtype=compute) / count
         scatter = _scatter(samples, mean, mask if mask is None else mask.unsqueeze(-1))
         return mean, scatter / (count if isinstance(count, int) else count.unsqueeze(-1))
-    mean = (weights.unsqueeze(-2) @ samples).squeeze(-2)
-    return mean, _scatter(samples, mean, weights.unsqueeze(-1))
+    mean = samples.new_zeros(*samples.shape[:-2], 1, samples.shape[-1], dtype=compute)
+    for part in row_parts(samples) if samples.dtype != compute else [slice(None)]:
+        mean = mean + weights[..., part].unsqueeze(-2) @ samples[..., part, :].to(compute)
+    return mean.squeeze(-2), _scatter(samples, mean.squeeze(-2), weights.unsqueeze(-1))
 
 
 def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of weight (sample - mean)(sample - mean)', `[..., d, d]`; on a CPU in parts that stay in cache."""
-    in_parts = samples.device.type == "cpu" and not torch.compiler.is_compiling()
-    size = 512 if in_parts else max(samples.shape[-2], 1)
+    """Sum of weight (sample - mean)(sample - mean)', `[..., d, d]`."""
     total = mean.new_zeros(*mean.shape, mean.shape[-1])
-    for start in range(0, samples.shape[-2], size):
-        centred = samples[..., start : start + size, :] - mean.unsqueeze(-2)
-        weighted = centred if weights is None else centred * weights[..., start : start + size, :]
+    for part in row_parts(samples):
+        centred = samples[..., part, :].to(mean.dtype) - mean.unsqueeze(-2)
+        weighted = centred if weights is None else centred * weights[..., part, :]
         total += weighted.transpose(-1, -2) @ centred
     return total
+
+
+def row_parts(samples: Tensor) -> list[slice]:
+    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere."""
+    length = samples.shape[-2]
+    if torch.compiler.is_compiling() or samples.numel() == 0:
+        return [slice(None)]
+    size = 512 if samples.device.type == "cpu" else max(512, 2**26 * length // samples.numel())
+    return [slice(start, start + size) for start in range(0, length, size)]
