@@ -124,6 +124,9 @@ def favor_attention(
         raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
     if not (parameters is None and correction is None) and not getattr(family, "needs_statistics", False):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
+    if 0 in (*query.shape[:3], value.shape[3]):  # nothing to compute; still a part of the graph
+        nothing = 0 * (query.sum() + key.sum() + value.sum())
+        return nothing.to(query.dtype).expand(*query.shape[:3], value.shape[3])
     (head_dim, key_heads), given = (query.shape[-1], key.shape[1]), query.dtype
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)

@@ -386,3 +386,15 @@ def test_autocast_does_not_reach_the_features(name, is_causal):
         assert torch.equal(attend(*tensors, name=name, is_causal=is_causal), expected)
         single = attend(*[t.float() for t in tensors], name=name, is_causal=is_causal)
     assert torch.equal(single.bfloat16(), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("batch", "length", "value_dim"), [(0, 5, 8), (2, 0, 8), (2, 5, 0)])
+def test_nothing_in_nothing_out(name, is_causal, batch, length, value_dim):
+    shapes = ((4, length, 8), (2, 5, 8), (2, 5, value_dim))
+    tensors = [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]
+    out = attend(*tensors, name=name, is_causal=is_causal)
+    assert out.shape == (batch, 4, length, value_dim)
+    out.sum().backward()
+    assert not any(tensor.grad.any() for tensor in tensors)
