@@ -12,7 +12,7 @@ import argparse
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -149,8 +149,8 @@ def isolated_peak(request: dict[str, Any]) -> int:
     return measure.resident_peak(lambda: run_pass(prepared.attend, *inputs))
 
 
-def run_attention(bench: Bench, save: Callable[[], object]) -> None:
-    """A panel for each direction and pass; `save` is called after each."""
+def run_attention(bench: Bench) -> Iterator[None]:
+    """A panel for each direction and pass; stops after each."""
     arguments = bench.arguments
     chosen = []
     for method in methods.select(arguments.methods, arguments.features, arguments.device):
@@ -167,7 +167,7 @@ def run_attention(bench: Bench, save: Callable[[], object]) -> None:
             cell = Cell(1, direction == "causal", pass_name != "forward", **shape, **same)
             bench.run(f"{direction}, {pass_name}", [attention_contender(bench, method, cell) for method in chosen])
             _inputs.cache_clear()
-            save()
+            yield
 
 
 def model_contender(bench: Bench, model: speed_models.Model, backend: str, backward: bool) -> Contender:
@@ -199,8 +199,8 @@ def _model_peak(model: speed_models.Model, call: Callable[[], object]) -> int:
     return measure.cuda_peak(call)
 
 
-def run_models(bench: Bench, save: Callable[[], object]) -> None:
-    """A panel for each model and pass; `save` is called after each."""
+def run_models(bench: Bench) -> Iterator[None]:
+    """A panel for each model and pass; stops after each."""
     arguments = bench.arguments
     for name in speed_models.MODELS if arguments.model == "both" else (arguments.model,):
         model = speed_models.Model.build(
@@ -217,7 +217,7 @@ def run_models(bench: Bench, save: Callable[[], object]) -> None:
             backward = pass_name != "forward"
             contenders = [model_contender(bench, model, backend, backward) for backend in speed_models.BACKENDS]
             bench.run(f"{name}, {pass_name}", contenders)
-            save()
+            yield
 
 
 def explanation(bench: Bench) -> list[str]:
@@ -302,24 +302,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = share if arguments.memory_limit is None else 1e9 * arguments.memory_limit
     bench = Bench(arguments, measure.ceilings(arguments.dtype, arguments.device), limit)
     ceilings = bench.ceilings
-    about = context(bench, words)
-
-    def save() -> list[str]:
-        return report.write(bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name)
-
+    about, lines = context(bench, words), []
     bench.say(f"ceilings: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, {ceilings.copy_bytes / 1e9:.3g} GB/s")
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*parameters from this sequence would let its tokens see later ones")
-        if arguments.model:
-            run_models(bench, save)
-        else:
-            if arguments.device == "cpu" and not arguments.skip_memory:
-                if (problem := measure.MemoryServer.problem()) is None:
-                    bench.server = stack.enter_context(measure.MemoryServer(torch.get_num_threads()))
-                else:
-                    bench.note(problem)
-            run_attention(bench, save)
-    print("\n".join(["", *save(), "", f"written: {arguments.name}.md, .json and .png in {arguments.output_dir}"]))
+        if not arguments.model and arguments.device == "cpu" and not arguments.skip_memory:
+            if (problem := measure.MemoryServer.problem()) is None:
+                bench.server = stack.enter_context(measure.MemoryServer(torch.get_num_threads()))
+            else:
+                bench.note(problem)
+        for _ in run_models(bench) if arguments.model else run_attention(bench):
+            # After each panel, so that one that fails does not take the others with it.
+            lines = report.write(
+                bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name
+            )
+    print("\n".join(["", *lines, "", f"written: {arguments.name}.md, .json and .png in {arguments.output_dir}"]))
     return int(any(result.status == "failed" for result in bench.results))
 
 

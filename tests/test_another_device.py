@@ -20,21 +20,14 @@ def close(there, here, tolerance, scale=None):
     torch.testing.assert_close(there.held, here, rtol=0, atol=tolerance * (scale or float(here.abs().max())))
 
 
-def lengths():
-    return torch.tensor([0, 20, 21, 70], dtype=torch.int32)
-
-
+LENGTHS = torch.tensor([0, 20, 21, 70], dtype=torch.int32)
 RIGHT = torch.arange(70) < torch.tensor([[70], [41]])
 # What is given beside the tokens, and how often it may be read, without and with blocks whose place depends on it.
 LAYOUTS = {
-    "dense": (dict, 0, 0),
-    "right padding": (lambda: {"key_padding_mask": RIGHT}, 0, 1),
-    "left padding": (lambda: {"key_padding_mask": RIGHT.flip(1)}, 0, 1),
-    "packed": (
-        lambda: dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths()) | {"max_seqlen_q": 49, "max_seqlen_k": 49},
-        1,
-        1,
-    ),
+    "dense": ({}, 0, 0),
+    "right padding": ({"key_padding_mask": RIGHT}, 0, 1),
+    "left padding": ({"key_padding_mask": RIGHT.flip(1)}, 0, 1),
+    "packed": ({"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS, "max_seqlen_q": 49, "max_seqlen_k": 49}, 1, 1),
 }
 
 
@@ -44,11 +37,11 @@ LAYOUTS = {
     "name", ["pos", "pos@16", "sderf", "cderf@16", "wderf", "wderf@16", "landmark", "landmark@16", "trig", "relu"]
 )
 def test_attention(name, is_causal, layout):
-    make, plain_reads, block_reads = LAYOUTS[layout]
+    places, plain_reads, block_reads = LAYOUTS[layout]
     features, _, window = name.partition("@")
     if features in ("sderf", "cderf", "wderf"):  # else another form on another device
         features = favor.features.get(features, factorization="eigh")
-    options = {"features": features, "window": int(window or 0), "num_features": 12, "is_causal": is_causal, **make()}
+    options = {"features": features, "window": int(window or 0), "num_features": 12, "is_causal": is_causal, **places}
     generator = torch.Generator().manual_seed(0)
     shape = (1 if layout == "packed" else 2, 4, 70, 8)
     *tokens, slope = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))

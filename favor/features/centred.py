@@ -48,7 +48,7 @@ class CDERF(Regularised):
         floor: float = 1e-4,
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("auto", "eigh", "cholesky"))
+        check_factorization(factorization, ("eigh", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -159,7 +159,7 @@ def attention_received(
         places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
         index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
         rows = x.gather(-2, index)
-    rows, parts = scale * rows.to(compute), row_parts(y) if y.dtype != compute else [slice(None)]
+    rows, parts = scale * rows.to(compute), row_parts(y, y.dtype != compute)
     logits = torch.cat([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)

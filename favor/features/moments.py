@@ -134,7 +134,7 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
         scatter = _scatter(samples, mean, mask if mask is None else mask.unsqueeze(-1))
         return mean, scatter / (count if isinstance(count, int) else count.unsqueeze(-1))
     mean = samples.new_zeros(*samples.shape[:-2], 1, samples.shape[-1], dtype=compute)
-    for part in row_parts(samples) if samples.dtype != compute else [slice(None)]:
+    for part in row_parts(samples, samples.dtype != compute):
         mean = mean + weights[..., part].unsqueeze(-2) @ samples[..., part, :].to(compute)
     return mean.squeeze(-2), _scatter(samples, mean.squeeze(-2), weights.unsqueeze(-1))
 
@@ -149,10 +149,13 @@ def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
-def row_parts(samples: Tensor) -> list[slice]:
-    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere."""
+def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
+    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere.
+
+    All at once if they are not `copied`.
+    """
     length = samples.shape[-2]
-    if torch.compiler.is_compiling() or samples.numel() == 0:
+    if not copied or torch.compiler.is_compiling() or samples.numel() == 0:
         return [slice(None)]
     size = 512 if samples.device.type == "cpu" else max(512, 2**26 * length // samples.numel())
     return [slice(start, start + size) for start in range(0, length, size)]

@@ -136,7 +136,7 @@ class ADERF(Regularised):
         factorization: Factorization = "auto",
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("auto", "eigh", "newton_schulz"))
+        check_factorization(factorization, ("eigh", "newton_schulz"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -173,7 +173,7 @@ class SDERF(PositiveFeatures):
 
     def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
         super().__init__(alpha=alpha)
-        check_factorization(factorization, ("auto", "eigh", "newton_schulz", "cholesky"))
+        check_factorization(factorization, ("eigh", "newton_schulz", "cholesky"))
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -193,7 +193,8 @@ class SDERF(PositiveFeatures):
 
 
 def check_factorization(given: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError unless a factorization is one of those a family has."""
+    """Raises ValueError unless a factorization is "auto" or one of those a family has."""
+    allowed = ("auto", *allowed)
     if given not in allowed:
         raise ValueError(f"factorization must be one of {', '.join(map(repr, allowed))}; got {given!r}.")
 
