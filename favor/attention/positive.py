@@ -85,8 +85,8 @@ def _parameters(
 ) -> Parameters:
     head_dim = omega.shape[-1]
     if not features.needs_statistics:
-        nothing = omega.new_zeros(0, head_dim)
-        return features.fit_moments(Moments.from_samples(nothing, nothing))
+        mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
+        return features.fit_moments(Moments(mean, mean, cov, cov))
     if is_causal or not use_statistics:
         warnings.warn(
             f"{features.name}: parameters from this sequence would let its tokens see later ones; using those of "

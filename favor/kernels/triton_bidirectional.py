@@ -21,11 +21,11 @@ from favor.kernels.triton_common import (
     LOG2E,
     Blocks,
     bounds,
-    halves,
+    ceil_divide,
+    contract,
     load_rows,
     mix,
     padded_width,
-    project_halves,
     store_rows,
     tuned,
 )
@@ -54,7 +54,6 @@ def _read(
     heads,
     group,
     features,
-    directions_rest,
     directions_sequence,
     query_batch,
     query_head,
@@ -96,9 +95,9 @@ def _read(
         feature = first + tl.arange(0, FEATURES)
         real = feature < features
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
-        logits, _ = project_halves(q, directions + first * width, directions_rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + first * width, width, real, width, FEATURES, WIDTH)
         s = load_rows(summary + first * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        logits += shift[None, :]
+        logits = contract(q, u) * LOG2E + shift[None, :]
         risen = tl.maximum(top, tl.max(logits, 1))
         weights = tl.exp2(logits - risen[:, None])
         decay = tl.exp2(top - risen)
@@ -147,7 +146,7 @@ def forward(
     if value.dtype != torch.float32:
         found = found._replace(compact=torch.empty_like(found.summary, dtype=value.dtype))
     join(parts, found, offset, fill=True)
-    out, lse = _read_landmarks(query, halves(query_directions, query.dtype), found, cu_q, max_q)
+    out, lse = _read_landmarks(query, query_directions.to(query.dtype), found, cu_q, max_q)
     return out, lse, found.log_weight, found.summary
 
 
@@ -163,7 +162,7 @@ def _read_landmarks(
     if not count * longest:
         return out, lse
     kernel = tuned(_read, _BLOCKS, query, out)
-    kernel[lambda block: (count * triton.cdiv(longest, block["TOKENS"]),)](
+    kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
         query,
         directions,
         found.log_weight,
@@ -177,8 +176,7 @@ def _read_landmarks(
         heads,
         heads // landmark_heads,
         features,
-        directions.stride(0),
-        0 if directions.shape[1] == 1 else directions.stride(1),
+        0 if directions.shape[0] == 1 else directions.stride(0),
         *query.stride()[:3],
         *out.stride()[:3],
         width=width,
@@ -218,8 +216,8 @@ def backward(
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     compact = summary if query.dtype == torch.float32 else summary.to(query.dtype)
-    dq, delta = query_gradients(grad, query, halves(query_directions, query.dtype), mu, compact, out, lse, cu_q, max_q)
+    dq, delta = query_gradients(grad, query, query_directions.to(query.dtype), mu, compact, out, lse, cu_q, max_q)
     parts = collect(query_directions, query, lse.neg(), grad, cu_q, max_q, delta, splits)
     gathered = empty_landmarks(parts)._replace(summary=None, compact=torch.empty_like(summary, dtype=query.dtype))
     join(parts, gathered, offset, rescale=True)
-    return dq, *key_gradients(key, value, halves(key_directions, key.dtype), key_bias, gathered, cu_k, max_k)
+    return dq, *key_gradients(key, value, key_directions.to(key.dtype), key_bias, gathered, cu_k, max_k)

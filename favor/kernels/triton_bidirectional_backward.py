@@ -12,16 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_common import (
-    LN2,
     LOG2E,
     Blocks,
     bounds,
+    ceil_divide,
     contract,
     finite,
     load_rows,
     mix,
     padded_width,
-    project_halves,
     store_rows,
     tuned,
 )
@@ -53,7 +52,6 @@ def _query_gradients(
     heads,
     group,
     features,
-    directions_rest,
     directions_sequence,
     grad_batch,
     grad_head,
@@ -112,13 +110,11 @@ def _query_gradients(
         feature = first + tl.arange(0, FEATURES)
         real = feature < features
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
-        logits, u = project_halves(q, directions + first * width, directions_rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + first * width, width, real, width, FEATURES, WIDTH)
         s = load_rows(summary + first * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        weights = tl.exp2(logits + shift[None, :] - norm[:, None])
+        weights = tl.exp2(contract(q, u) * LOG2E + shift[None, :] - norm[:, None])
         acc = mix(weights * (contract(g, s) - pull[:, None]), u, acc)
 
-    # The directions hold the factor of base 2.
-    acc *= LN2
     if RANGE:
         acc *= tl.exp2(power)[:, None]
     dq += batch * dq_batch + head * dq_head + start * dq_row
@@ -143,7 +139,6 @@ def _key_gradients(
     max_length,
     heads,
     features,
-    directions_rest,
     directions_sequence,
     key_batch,
     key_head,
@@ -199,9 +194,9 @@ def _key_gradients(
         real = feature < features
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
         e = tl.load(share + feature, mask=real, other=0.0)
-        logits, u = project_halves(k, directions + first * width, directions_rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + first * width, width, real, width, FEATURES, WIDTH)
         r = load_rows(gathered + first * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        logits += shift[None, :]
+        logits = contract(k, u) * LOG2E + shift[None, :]
         if RANGE:
             risen = tl.maximum(top, tl.max(logits, 1))
             base = finite(risen)
@@ -218,7 +213,6 @@ def _key_gradients(
         value_acc = mix(weights, r, value_acc)
         key_acc = mix(slopes, u, key_acc)
 
-    key_acc *= LN2
     if RANGE:
         scale = tl.exp2(top + own)
         bias_sum *= scale
@@ -244,7 +238,7 @@ def query_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the queries, and delta `[B, H, L]`, the product of output and gradient.
 
-    Directions are those of `halves`; the summary is in the type of the queries, otherwise arguments are as in
+    Directions and summary are in the type of the queries, otherwise arguments are as in
     `favor.kernels.triton_bidirectional.backward`.
     """
     heads, total_length, width = query.shape[1:]
@@ -255,7 +249,7 @@ def query_gradients(
     if not count * longest:
         return dq, delta
     kernel = tuned(_query_gradients, _BLOCKS, query, out)
-    kernel[lambda block: (count * triton.cdiv(longest, block["TOKENS"]),)](
+    kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
         grad,
         query,
         directions,
@@ -272,8 +266,7 @@ def query_gradients(
         heads,
         heads // landmark_heads,
         features,
-        directions.stride(0),
-        0 if directions.shape[1] == 1 else directions.stride(1),
+        0 if directions.shape[0] == 1 else directions.stride(0),
         *grad.stride()[:3],
         *query.stride()[:3],
         *out.stride()[:3],
@@ -306,7 +299,7 @@ def key_gradients(
     if not count * longest:
         return dk, dv, dbias
     kernel = tuned(_key_gradients, _BLOCKS, key, value)
-    kernel[lambda block: (count * triton.cdiv(longest, block["TOKENS"]),)](
+    kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
         key,
         value,
         directions,
@@ -323,8 +316,7 @@ def key_gradients(
         longest,
         heads,
         features,
-        directions.stride(0),
-        0 if directions.shape[1] == 1 else directions.stride(1),
+        0 if directions.shape[0] == 1 else directions.stride(0),
         *key.stride()[:3],
         *value.stride()[:3],
         *dk.stride()[:3],

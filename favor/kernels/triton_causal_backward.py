@@ -22,7 +22,7 @@ from favor.kernels.triton_causal_parts import (
     wide,
 )
 from favor.kernels.triton_causal_states import States
-from favor.kernels.triton_common import LN2, LOG2E, contract, finite, load_rows, project_halves, store_rows
+from favor.kernels.triton_common import LOG2E, contract, finite, load_rows, store_rows
 
 _QUERY_BLOCKS = {
     128: (Blocks(64, 8, 2), Blocks(32, 8, 2), Blocks(32, 8, 3), Blocks(32, 4, 2)),
@@ -79,7 +79,6 @@ def _chunk_queries(
     dq_batch,
     dq_head,
     dq_row,
-    rest,
     M: tl.constexpr,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -136,17 +135,17 @@ def _chunk_queries(
         before = load_features(log_weight + state * M, features, M)
         most = load_features(anchor + state * M, features, M)
         shift = load_features(offset + landmarks, features, M) * LOG2E
-        a, _ = project_halves(k, to_key + start * width, rest, real, width, FEATURES, WIDTH)
-        a = tl.exp2(a + logit[:, None] + (shift - finite(most))[None, :])
+        u = load_rows(to_key + start * width, width, real, width, FEATURES, WIDTH)
+        a = tl.exp2(contract(k, u) * LOG2E + logit[:, None] + (shift - finite(most))[None, :])
         a = wide(slopes, a, tl.zeros([CHUNK, FEATURES], tl.float32), q)
         s = load_rows(summary + start * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
         earlier = contract(g, s) - share[:, None]
         earlier *= tl.where(after[:, None], tl.exp2(before - finite(most))[None, :], 1.0)
-        p, directions = project_halves(q, to_query + start * width, rest, real, width, FEATURES, WIDTH)
-        p = tl.exp2(p + tl.where(after[:, None], most[None, :], before[None, :]) - total[:, None])
-        acc = wide(p * (a + earlier), directions, acc, q)
+        u = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
+        p = tl.exp2(contract(q, u) * LOG2E + tl.where(after[:, None], most[None, :], before[None, :]) - total[:, None])
+        acc = wide(p * (a + earlier), u, acc, q)
     dq = corner(dq, batch, head, token, dq_batch, dq_head, dq_row)
-    store_rows(dq, dq_row, acc * LN2, asking, width, CHUNK, WIDTH)
+    store_rows(dq, dq_row, acc, asking, width, CHUNK, WIDTH)
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
@@ -193,7 +192,6 @@ def _chunk_keys(
     dv_batch,
     dv_head,
     dv_row,
-    rest,
     M: tl.constexpr,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -236,12 +234,12 @@ def _chunk_keys(
         shift = load_features(offset + landmarks, features, M) * LOG2E
         shift += load_features(later_weight + state * M, features, M)
         share = tl.load(later_share + state * M + features, mask=real, other=0.0)
-        t, directions = project_halves(k, to_key + start * width, rest, real, width, FEATURES, WIDTH)
-        t = tl.exp2(t + logit[:, None] + shift[None, :])
+        u = load_rows(to_key + start * width, width, real, width, FEATURES, WIDTH)
+        t = tl.exp2(contract(k, u) * LOG2E + logit[:, None] + shift[None, :])
         r = load_rows(later_summary + start * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
         value_acc = wide(t, r, value_acc, k)
         t *= contract(v, r) - share[None, :]
-        key_acc = wide(t, directions, key_acc, k)
+        key_acc = wide(t, u, key_acc, k)
         bias_acc += tl.sum(t, axis=1)
 
     asking = (number + index >= 0) & (number + index < query_count)
@@ -262,20 +260,22 @@ def _chunk_keys(
             before = load_features(log_weight + state * M, features, M)
             most = load_features(anchor + state * M, features, M)
             shift = load_features(offset + landmarks, features, M) * LOG2E
-            p, _ = project_halves(q, to_query + start * width, rest, real, width, FEATURES, WIDTH)
-            p = tl.exp2(p + tl.where(after[:, None], most[None, :], before[None, :]) - total[:, None])
+            u = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
+            p = tl.exp2(
+                contract(q, u) * LOG2E + tl.where(after[:, None], most[None, :], before[None, :]) - total[:, None]
+            )
             p = narrow(p, k)
-            a, directions = project_halves(k, to_key + start * width, rest, real, width, FEATURES, WIDTH)
-            a = tl.exp2(a + logit[:, None] + (shift - finite(most))[None, :])
+            u = load_rows(to_key + start * width, width, real, width, FEATURES, WIDTH)
+            a = tl.exp2(contract(k, u) * LOG2E + logit[:, None] + (shift - finite(most))[None, :])
             scores = wide(a, tl.trans(p), scores, k)
             a *= wide(slopes, p, tl.zeros([CHUNK, FEATURES], tl.float32), k)
-            key_acc = wide(a, directions, key_acc, k)
+            key_acc = wide(a, u, key_acc, k)
             bias_acc += tl.sum(a, axis=1)
         scores = tl.where((index[:, None] <= index[None, :]) & shown[:, None], scores, 0.0)
         value_acc = wide(scores, g, value_acc, k)
 
     dk = corner(dk, batch, source, place, dk_batch, dk_head, dk_row)
-    store_rows(dk, dk_row, key_acc * LN2, there, width, CHUNK, WIDTH)
+    store_rows(dk, dk_row, key_acc, there, width, CHUNK, WIDTH)
     dv = corner(dv, batch, source, place, dv_batch, dv_head, dv_row)
     store_rows(dv, dv_row, value_acc, there, value_width, CHUNK, VALUE_WIDTH)
     tl.store(dbias + (batch * HK + source) * keys + place + index, bias_acc, mask=there)
@@ -286,7 +286,7 @@ def chunk_query_gradients(
 ) -> None:
     """Writes delta `[B, H, L]` of all chunks, and the gradient of the queries of those that are not steep."""
     problem.tuned(_chunk_queries, _QUERY_BLOCKS)[(problem.programs(problem.query.shape[1]),)](
-        *problem.fast_tensors,
+        *problem.tensors,
         states.log_weight,
         states.summary,
         states.steep,
@@ -301,7 +301,6 @@ def chunk_query_gradients(
         *grad.stride()[:3],
         *out.stride()[:3],
         *dq.stride()[:3],
-        problem.query_directions.numel(),
         **problem.constants,
     )
 
@@ -319,7 +318,7 @@ def chunk_key_gradients(
 ) -> None:
     """Writes the gradients of the keys, values and biases of all chunks that are not steep."""
     problem.tuned(_chunk_keys, _KEY_BLOCKS)[(problem.programs(problem.key.shape[1]),)](
-        *problem.fast_tensors,
+        *problem.tensors,
         states.log_weight,
         states.anchor,
         states.steep,
@@ -337,6 +336,5 @@ def chunk_key_gradients(
         *grad.stride()[:3],
         *dk.stride()[:3],
         *dv.stride()[:3],
-        problem.query_directions.numel(),
         **problem.constants,
     )

@@ -17,7 +17,7 @@ from favor.kernels.triton_causal_parts import (
     wide,
 )
 from favor.kernels.triton_causal_states import States
-from favor.kernels.triton_common import LN2, LOG2E, finite, load_rows, mix, project_halves, store_rows
+from favor.kernels.triton_common import LN2, LOG2E, contract, finite, load_rows, mix, store_rows
 
 _BLOCKS = {
     128: (Blocks(64, 8, 2), Blocks(32, 8, 2), Blocks(32, 8, 3), Blocks(32, 4, 2)),
@@ -59,7 +59,6 @@ def _chunk_output(
     out_batch,
     out_head,
     out_row,
-    rest,
     M: tl.constexpr,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -110,13 +109,13 @@ def _chunk_output(
         before = load_features(log_weight + state * M, features, M)
         most = load_features(anchor + state * M, features, M)
         shift = load_features(offset + landmarks, features, M) * LOG2E
-        p, _ = project_halves(q, to_query + start * width, rest, real, width, FEATURES, WIDTH)
-        p += tl.where(after[:, None], most[None, :], before[None, :])
+        u = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
+        p = contract(q, u) * LOG2E + tl.where(after[:, None], most[None, :], before[None, :])
         risen = tl.maximum(top, tl.max(p, axis=1))
         decay = tl.exp2(top - finite(risen))
         p = tl.exp2(p - finite(risen)[:, None])
-        a, _ = project_halves(k, to_key + start * width, rest, real, width, FEATURES, WIDTH)
-        a = tl.exp2(a + logit[:, None] + (shift - finite(most))[None, :])
+        u = load_rows(to_key + start * width, width, real, width, FEATURES, WIDTH)
+        a = tl.exp2(contract(k, u) * LOG2E + logit[:, None] + (shift - finite(most))[None, :])
         scores = wide(p, tl.trans(a), scores * decay[:, None], q)
         p = tl.where(after[:, None], p * tl.exp2(before - finite(most))[None, :], p)
         total = total * decay + tl.sum(p, axis=1)
@@ -141,7 +140,7 @@ def _chunk_output(
 def chunk_outputs(problem: Problem, states: States, out: Tensor, lse: Tensor) -> None:
     """Writes output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]` of all chunks that are not steep."""
     problem.tuned(_chunk_output, _BLOCKS)[(problem.programs(problem.query.shape[1]),)](
-        *problem.fast_tensors,
+        *problem.tensors,
         states.log_weight,
         states.summary,
         states.steep,
@@ -151,6 +150,5 @@ def chunk_outputs(problem: Problem, states: States, out: Tensor, lse: Tensor) ->
         *problem.sizes,
         *problem.strides,
         *out.stride()[:3],
-        problem.query_directions.numel(),
         **problem.constants,
     )

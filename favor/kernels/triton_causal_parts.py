@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import LOG2E, bounds, halves, interpreted, padded_width, worth_timing
+from favor.kernels.triton_common import LOG2E, bounds, ceil_divide, interpreted, padded_width, worth_timing
 
 # Logits (base 2) may rise by this much in a chunk, over what its first query sees, before the fast kernels refuse it.
 STEEP = tl.constexpr(57.0)
@@ -75,7 +75,7 @@ class Problem:
     @property
     def chunks(self) -> int:
         """Chunks of the longest sequence."""
-        return triton.cdiv(self.max_k, self.chunk)
+        return ceil_divide(self.max_k, self.chunk)
 
     @property
     def slots(self) -> int:
@@ -88,16 +88,10 @@ class Problem:
         """One for each chunk of each sequence and head."""
         return self.sequences * heads * self.chunks
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Inputs, in the order in which kernels take them."""
-        directions = (self.query_directions, self.key_directions, self.offset)
-        return (self.query, self.key, self.value, *directions, self.key_bias)
-
     @functools.cached_property
-    def fast_tensors(self) -> tuple[Tensor, ...]:
-        """The same, with directions in base 2 and in two parts for half precision."""
-        directions = (halves(x, self.query.dtype) for x in (self.query_directions, self.key_directions))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs, in the order in which kernels take them; directions in the type of the tokens."""
+        directions = (x.to(self.query.dtype) for x in (self.query_directions, self.key_directions))
         return (self.query, self.key, self.value, *directions, self.offset, self.key_bias)
 
     @property

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_causal_parts import STEEP, Blocks, Problem, corner, locate
-from favor.kernels.triton_common import LOG2E, contract, finite, load_rows, mix, processors, store_rows
+from favor.kernels.triton_common import LOG2E, ceil_divide, contract, finite, load_rows, mix, processors, store_rows
 
 
 class States(NamedTuple):
@@ -120,9 +120,7 @@ def _chunk_states(
     row = tl.arange(0, FEATURES)
     real = first_feature + row < M
     landmarks = (sequence * OWN * HK + landmark_head) * M + first_feature
-    scaled = load_rows(directions + landmarks * width, width, real, width, FEATURES, WIDTH) * LOG2E
-    high = scaled.to(tokens.dtype.element_ty)
-    low = (scaled - high.to(tl.float32)).to(high.dtype)
+    u = load_rows(directions + landmarks * width, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
     top = tl.full([FEATURES], float("-inf"), tl.float32)
     total = tl.zeros([FEATURES], tl.float32)
     part = tl.zeros([FEATURES], tl.float32)
@@ -181,11 +179,7 @@ def _chunk_states(
         x = load_rows(there, tokens_row, shown, width, CHUNK, WIDTH)
         there = corner(values, batch, head, token, values_batch, values_head, values_row)
         y = load_rows(there, values_row, shown, value_width, CHUNK, VALUE_WIDTH)
-        if high.dtype == tl.float32:
-            logits = contract(high, x)
-        else:
-            logits = tl.dot(high, tl.trans(x), acc=tl.dot(low, tl.trans(x)))
-        logits += logit[None, :]
+        logits = contract(u, x) * LOG2E + logit[None, :]
         peak = tl.max(logits, axis=1)
         if not REVERSE and not TOTALS:
             most = tl.maximum(weight, _first_visible(logits, logit, CHUNK) + shift)
@@ -250,7 +244,7 @@ def _launch(
     segments = problem.segments
     if segments is None:
         # Two programs on each processor, as long as a segment has a few chunks.
-        segments = min(2 * processors(tokens.device) // (programs * triton.cdiv(features, 64)), problem.chunks // 4)
+        segments = min(2 * processors(tokens.device) // (programs * ceil_divide(features, 64)), problem.chunks // 4)
     segments = max(segments, 1)
     constants = problem.constants | {"REVERSE": delta is not None}
     if delta is None:
@@ -261,7 +255,7 @@ def _launch(
         totals = [weight, weight.new_empty(*weight.shape, values.shape[-1]), torch.empty_like(weight)]
 
     def grid(block: dict[str, int]) -> tuple[int]:
-        return (programs * segments * triton.cdiv(features, block["FEATURES"]),)
+        return (programs * segments * ceil_divide(features, block["FEATURES"]),)
 
     for summing in (True, False) if segments > 1 else (False,):
         problem.tuned(_chunk_states, _BLOCKS)[grid](

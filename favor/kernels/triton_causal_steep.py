@@ -12,7 +12,7 @@ from torch import Tensor
 
 from favor.kernels.triton_causal_parts import Problem, corner, load_features, load_logit, locate_chunk
 from favor.kernels.triton_causal_states import States
-from favor.kernels.triton_common import LN2, LOG2E, finite, load_rows, mix, project, store_rows
+from favor.kernels.triton_common import LN2, LOG2E, contract, finite, load_rows, mix, store_rows
 
 _FEATURES = 32
 
@@ -99,7 +99,7 @@ def _steep_output(
         real = features < M
         before = load_features(log_weight + state * M, features, M)
         directions = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
-        weights = project(q, directions) * LOG2E + before[None, :]
+        weights = contract(q, directions) * LOG2E + before[None, :]
         risen = tl.maximum(top, tl.max(weights, axis=1))
         decay = tl.exp2(top - finite(risen))
         weights = tl.exp2(weights - finite(risen)[:, None])

@@ -9,7 +9,7 @@ from torch import Tensor
 from favor.kernels.triton_causal_parts import Problem, corner, load_features, load_logit, locate_chunk, wide
 from favor.kernels.triton_causal_states import States
 from favor.kernels.triton_causal_steep import logit_of_feature, rows_of
-from favor.kernels.triton_common import LOG2E, contract, load_rows, project, store_rows
+from favor.kernels.triton_common import LOG2E, contract, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
@@ -94,7 +94,7 @@ def _steep_queries(
         real = features < M
         before = load_features(log_weight + state * M, features, M)
         directions = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
-        weights = tl.exp2(project(q, directions) * LOG2E + before[None, :] - total[:, None])
+        weights = tl.exp2(contract(q, directions) * LOG2E + before[None, :] - total[:, None])
         s = load_rows(summary + start * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
         acc = wide(weights * (contract(g, s) - share[:, None]), directions, acc, q)
 
@@ -207,7 +207,7 @@ def _steep_keys(
         shift += load_features(later_weight + state * M, features, M)
         share = tl.load(later_share + state * M + features, mask=real, other=0.0)
         directions = load_rows(to_key + start * width, width, real, width, FEATURES, WIDTH)
-        t = tl.exp2(project(k, directions) * LOG2E + logit[:, None] + shift[None, :])
+        t = tl.exp2(contract(k, directions) * LOG2E + logit[:, None] + shift[None, :])
         r = load_rows(later_summary + start * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
         value_acc = wide(t, r, value_acc, k)
         t *= contract(v, r) - share[None, :]

@@ -21,20 +21,6 @@ _CPU_PROGRAMS = 4
 
 
 @triton.jit
-def project(tokens, directions):
-    """Logits tokens `[R, D]` x directions `[M, D]` -> `[R, M]`, in float32 accuracy whatever the tokens are.
-
-    Directions are float32. For half-precision tokens they enter as a sum of two half-precision parts, so that the
-    exponents keep about 16 bits (bfloat16) or 22 bits (float16) of the directions and the products run on tensor cores.
-    """
-    if tokens.dtype == tl.float32:
-        return tl.dot(tokens, tl.trans(directions), input_precision="tf32x3")
-    high = directions.to(tokens.dtype)
-    low = (directions - high.to(tl.float32)).to(tokens.dtype)
-    return tl.dot(tokens, tl.trans(high), acc=tl.dot(tokens, tl.trans(low)))
-
-
-@triton.jit
 def mix(weights, values, acc):
     """`acc` + weights `[R, M]` x values `[M, D]`, in the type of the values; weights are float32, at most about 1."""
     if values.dtype == tl.float32:
@@ -44,7 +30,7 @@ def mix(weights, values, acc):
 
 @triton.jit
 def contract(left, right):
-    """Products `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
+    """Products left `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
     if left.dtype == tl.float32:
         return tl.dot(left, tl.trans(right), input_precision="tf32x3")
     return tl.dot(left, tl.trans(right))
@@ -84,9 +70,20 @@ def store_rows(base, stride, rows, seen, width: tl.constexpr, ROWS: tl.constexpr
     tl.store(pointers, rows.to(base.dtype.element_ty), mask=seen[:, None] & (columns < width)[None, :])
 
 
+# Triton's own helpers for these two take microseconds on the host, and every launch asks for several.
+def ceil_divide(length: int, size: int) -> int:
+    """Pieces of at most `size` that `length` is cut into."""
+    return -(-length // size)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is positive."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded_width(width: int) -> int:
     """Width of a block that holds `width` columns: a power of two, at least the 16 that `tl.dot` needs."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
 
 
 class Blocks(NamedTuple):
@@ -161,38 +158,3 @@ def _pieces(programs: int, length: int, slots: int, shortest: int) -> int:
         return round(1.0 - rounds / math.ceil(rounds), 1)
 
     return min(range(1, most + 1), key=lambda pieces: (idle(pieces), pieces))
-
-
-@triton.jit
-def _halve(directions, parts, total, BLOCK: tl.constexpr):
-    where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    scaled = tl.load(directions + where, mask=where < total, other=0.0) * LOG2E
-    high = scaled.to(parts.dtype.element_ty)
-    tl.store(parts + where, high, mask=where < total)
-    if high.dtype != tl.float32:
-        low = (scaled - high.to(tl.float32)).to(high.dtype)
-        tl.store(parts + total + where, low, mask=where < total)
-
-
-def halves(directions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Directions for logits in base 2, `[2, n, Hk, M, d]`: `dtype` and the rest; `[1, n, Hk, M, d]` for float32."""
-    parts = directions.new_empty((1 if dtype == torch.float32 else 2, *directions.shape), dtype=dtype)
-    total = directions.numel()
-    if total:
-        _halve[(triton.cdiv(total, 1024),)](directions, parts, total, BLOCK=1024)
-    return parts
-
-
-@triton.jit
-def project_halves(tokens, directions, rest, seen, width: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
-    """Logits `[R, M]` as `project`, with a block of what `halves` made; also the larger part `[M, D]`.
-
-    `directions` points to the block and `rest` is how far behind it the smaller part lies.
-    """
-    high = load_rows(directions, width, seen, width, FEATURES, WIDTH)
-    if tokens.dtype == tl.float32:
-        logits = contract(tokens, high)
-    else:
-        low = load_rows(directions + rest, width, seen, width, FEATURES, WIDTH)
-        logits = tl.dot(tokens, tl.trans(high), acc=tl.dot(tokens, tl.trans(low)))
-    return logits, high

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from favor.kernels.triton_common import (
     LOG2E,
+    ceil_divide,
+    contract,
     finite,
     load_rows,
     mix,
     padded_width,
     processors,
-    project,
     store_rows,
 )
 from favor.kernels.triton_summary import Landmarks, join
@@ -118,7 +119,7 @@ def _step(
 
         uq = load_rows(query_directions + first * width, width, real, width, FEATURES, WIDTH)
         shift = tl.where(real, new + tl.load(offset + feature, mask=real, other=0.0), float("-inf"))
-        logits = (project(q, uq) + shift[None, :]) * LOG2E
+        logits = (contract(q, uq) + shift[None, :]) * LOG2E
         risen = tl.maximum(top, tl.max(logits, 1))
         base = finite(risen)
         weights = tl.exp2(logits - base[:, None])
@@ -170,10 +171,10 @@ def decode(
         return out
     block = 32 if max(width, value_width) <= 64 else 16
     most = 64 if max(width, value_width) <= 128 else 32
-    blocks = triton.cdiv(features, block)
+    blocks = ceil_divide(features, block)
     if splits is None:
-        splits = min(blocks, triton.cdiv(2 * processors(query.device), owners))
-    per_program = triton.cdiv(blocks, splits) * block
+        splits = min(blocks, ceil_divide(2 * processors(query.device), owners))
+    per_program = ceil_divide(blocks, splits) * block
     # Programs without a feature of their own report the weight 0.
     rows = summary.new_empty(batch, key_heads, splits, group, value_width)
     weights = summary.new_empty(batch, key_heads, splits, group)

@@ -19,11 +19,13 @@ from favor.kernels.triton_common import (
     LOG2E,
     Blocks,
     bounds,
+    ceil_divide,
     contract,
     finite,
     load_rows,
     mix,
     padded_width,
+    power_of_two,
     split_count,
     store_rows,
     tuned,
@@ -99,9 +101,7 @@ def _part(
     row = tl.arange(0, FEATURES)
     real = first_feature + row < features
     directions += sequence * directions_sequence + (head // group * features + first_feature) * width
-    scaled = load_rows(directions, width, real, width, FEATURES, WIDTH) * LOG2E
-    high = scaled.to(tokens.dtype.element_ty)
-    low = (scaled - high.to(tl.float32)).to(high.dtype)
+    u = load_rows(directions, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
 
     bias += (batch * heads + head) * total_length + start
     tokens += batch * tokens_batch + head * tokens_head + start * tokens_row
@@ -121,11 +121,7 @@ def _part(
         offset = tl.cast(begin, tl.int64)
         x = load_rows(tokens + offset * tokens_row, tokens_row, visible, width, TOKENS, WIDTH)
         y = load_rows(values + offset * values_row, values_row, visible, value_width, TOKENS, VALUE_WIDTH)
-        if high.dtype == tl.float32:
-            logits = contract(high, x)
-        else:
-            logits = tl.dot(high, tl.trans(x), acc=tl.dot(low, tl.trans(x)))
-        logits += shift[None, :]
+        logits = contract(u, x) * LOG2E + shift[None, :]
         risen = tl.maximum(top, tl.max(logits, 1))
         base = finite(risen)
         weights = tl.exp2(logits - base[:, None])
@@ -238,9 +234,9 @@ def join(parts: Landmarks, into: Landmarks, offset: Tensor | None = None, fill: 
             then be rounded to half precision without underflow.
     """
     sequences, heads, count, features, width = parts.summary.shape
-    block = min(triton.next_power_of_2(count), 16)
+    block = min(power_of_two(count), 16)
     rows = 32 // block
-    grid = (sequences * heads * triton.cdiv(features, rows),)
+    grid = (sequences * heads * ceil_divide(features, rows),)
     if not grid[0]:
         return
     _join[grid](
@@ -281,7 +277,7 @@ def collect(
     landmark_heads, features = directions.shape[1:3]
     value_width = values.shape[-1]
     if splits is None:
-        splits = split_count(sequences * heads * triton.cdiv(features, 128), max_length, tokens.device)
+        splits = split_count(sequences * heads * ceil_divide(features, 128), max_length, tokens.device)
     shape = (sequences, landmark_heads, heads // landmark_heads * splits, features)
     parts = Landmarks(
         directions.new_empty(*shape, value_width),
@@ -291,7 +287,7 @@ def collect(
     count = sequences * heads * splits
     if not count:
         return parts
-    tuned(_part, _BLOCKS, tokens, values)[lambda block: (count * triton.cdiv(features, block["FEATURES"]),)](
+    tuned(_part, _BLOCKS, tokens, values)[lambda block: (count * ceil_divide(features, block["FEATURES"]),)](
         directions,
         tokens,
         bias,

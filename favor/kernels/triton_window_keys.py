@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_causal_parts import corner, wide
-from favor.kernels.triton_common import LN2, LOG2E, Blocks, contract, halves, load_rows, mix, project_halves, store_rows
+from favor.kernels.triton_common import LOG2E, Blocks, ceil_divide, contract, load_rows, mix, store_rows
 from favor.kernels.triton_window_parts import Problem, locate_tile
 from favor.kernels.triton_window_states import States
 
@@ -61,7 +61,6 @@ def _key_gradients(
     blocks,
     longest,
     scale,
-    rest,
     query_batch,
     query_head,
     query_row,
@@ -135,8 +134,7 @@ def _key_gradients(
         value_acc = mix(weights, g, value_acc)
         key_acc = wide(weights * (contract(v, g) - pull[None, :]), q, key_acc, q)
 
-    # The directions hold the factor of base 2.
-    key_acc *= scale * LOG2E
+    key_acc *= scale
     bias_acc = tl.zeros([TOKENS], tl.float32)
     directions += (sequence * OWN * HK + source) * M * width
     state = ((slot * batches + batch) * HK + source) * M
@@ -148,9 +146,9 @@ def _key_gradients(
         real = feature < M
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
         e = tl.load(share + feature, mask=real, other=0.0)
-        logits, u = project_halves(k, directions + begin * width, rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + begin * width, width, real, width, FEATURES, WIDTH)
         r = load_rows(gathered + begin * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        weights = tl.exp2(logits + shift[None, :] + own[:, None])
+        weights = tl.exp2(contract(k, u) * LOG2E + shift[None, :] + own[:, None])
         slopes = weights * (_pull(v, r) - e[None, :])
         bias_acc += tl.sum(slopes, axis=1)
         value_acc = wide(weights, r, value_acc, v)
@@ -158,7 +156,7 @@ def _key_gradients(
 
     tl.store(dbias + number, bias_acc, mask=inside)
     there = corner(dk, batch, source, token, dk_batch, dk_head, dk_row)
-    store_rows(there, dk_row, key_acc * LN2, inside, width, TOKENS, WIDTH)
+    store_rows(there, dk_row, key_acc, inside, width, TOKENS, WIDTH)
     there = corner(dv, batch, source, token, dv_batch, dv_head, dv_row)
     store_rows(there, dv_row, value_acc, inside, value_width, TOKENS, VALUE_WIDTH)
 
@@ -169,10 +167,10 @@ def key_gradients(
     """Gradients of keys, values and bias; `sent` is what the queries outside of each block send to it."""
     key, value = problem.key, problem.value
     dk, dv, dbias = torch.empty_like(key), torch.empty_like(value), torch.empty_like(problem.key_bias)
-    directions = halves(problem.key_directions, key.dtype)
+    directions = problem.key_directions.to(key.dtype)
     count = problem.sequences * key.shape[1] * problem.blocks
     if count:
-        problem.tuned(_key_gradients, _BLOCKS)[lambda block: (count * triton.cdiv(problem.longest, block["TOKENS"]),)](
+        problem.tuned(_key_gradients, _BLOCKS)[lambda block: (count * ceil_divide(problem.longest, block["TOKENS"]),)](
             grad,
             problem.query,
             key,
@@ -190,7 +188,6 @@ def key_gradients(
             problem.blocks,
             problem.longest,
             problem.scale,
-            directions.stride(0),
             *problem.strides,
             *grad.stride()[:3],
             *dk.stride()[:3],

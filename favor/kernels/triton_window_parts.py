@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import Blocks, bounds, interpreted, padded_width, worth_timing
+from favor.kernels.triton_common import Blocks, bounds, ceil_divide, interpreted, padded_width, worth_timing
 
 # Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
 _PRECISE = {
@@ -75,12 +75,12 @@ class Problem:
     @property
     def blocks(self) -> int:
         """Blocks of the longest sequence."""
-        return triton.cdiv(self.max_k, self.window)
+        return ceil_divide(self.max_k, self.window)
 
     @property
     def query_blocks(self) -> int:
         """Blocks with queries, of the sequence with most of them."""
-        return min(self.blocks, triton.cdiv(self.max_q, self.window) + self.is_causal)
+        return min(self.blocks, ceil_divide(self.max_q, self.window) + self.is_causal)
 
     @property
     def longest(self) -> int:

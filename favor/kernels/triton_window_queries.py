@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_causal_parts import corner, wide
-from favor.kernels.triton_common import LN2, LOG2E, Blocks, contract, halves, load_rows, project_halves, store_rows
+from favor.kernels.triton_common import LOG2E, Blocks, ceil_divide, contract, load_rows, store_rows
 from favor.kernels.triton_window_parts import Problem, locate_tile
 
 _BLOCKS = {
@@ -49,7 +49,6 @@ def _query_gradients(
     blocks,
     longest,
     scale,
-    rest,
     query_batch,
     query_head,
     query_row,
@@ -117,8 +116,7 @@ def _query_gradients(
             logits = tl.where(column[None, :] <= place[:, None], logits, float("-inf"))
         acc = wide(tl.exp2(logits) * (contract(g, v) - pull[:, None]), k, acc, q)
 
-    # The directions hold the factor of base 2.
-    acc *= scale * LOG2E
+    acc *= scale
     bias_acc = tl.zeros([TOKENS], tl.float32)
     directions += (sequence * OWN * HK + source) * M * width
     state = ((slot * batches + batch) * HK + source) * M
@@ -128,15 +126,15 @@ def _query_gradients(
         feature = begin + tl.arange(0, FEATURES)
         real = feature < M
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
-        logits, u = project_halves(q, directions + begin * width, rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + begin * width, width, real, width, FEATURES, WIDTH)
         s = load_rows(summary + begin * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        slopes = tl.exp2(logits + shift[None, :] - norm[:, None]) * (contract(g, s) - pull[:, None])
+        slopes = tl.exp2(contract(q, u) * LOG2E + shift[None, :] - norm[:, None]) * (contract(g, s) - pull[:, None])
         bias_acc += tl.sum(slopes, axis=1)
         acc = wide(slopes, u, acc, q)
 
     tl.store(dquery_bias + number, bias_acc, mask=inside)
     there = corner(dq, batch, head, token, dq_batch, dq_head, dq_row)
-    store_rows(there, dq_row, acc * LN2, inside, width, TOKENS, WIDTH)
+    store_rows(there, dq_row, acc, inside, width, TOKENS, WIDTH)
 
 
 def query_gradients(
@@ -145,11 +143,11 @@ def query_gradients(
     """Gradients of queries and of their bias, and delta `[B, H, L]`, the product of output and gradient."""
     query = problem.query
     dq, dquery_bias, delta = torch.empty_like(query), torch.empty_like(lse), torch.empty_like(lse)
-    directions = halves(problem.query_directions, query.dtype)
+    directions = problem.query_directions.to(query.dtype)
     count = problem.sequences * query.shape[1] * problem.query_blocks
     if count:
         problem.tuned(_query_gradients, _BLOCKS)[
-            lambda block: (count * triton.cdiv(problem.longest, block["TOKENS"]),)
+            lambda block: (count * ceil_divide(problem.longest, block["TOKENS"]),)
         ](
             grad,
             query,
@@ -169,7 +167,6 @@ def query_gradients(
             problem.query_blocks,
             problem.longest,
             problem.scale,
-            directions.stride(0),
             *problem.strides,
             *grad.stride()[:3],
             *out.stride()[:3],

@@ -13,18 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_causal_parts import corner
-from favor.kernels.triton_common import (
-    LN2,
-    LOG2E,
-    Blocks,
-    contract,
-    finite,
-    halves,
-    load_rows,
-    mix,
-    project_halves,
-    store_rows,
-)
+from favor.kernels.triton_common import LN2, LOG2E, Blocks, ceil_divide, contract, finite, load_rows, mix, store_rows
 from favor.kernels.triton_window_parts import Problem, locate_tile
 from favor.kernels.triton_window_states import States
 
@@ -66,7 +55,6 @@ def _read(
     blocks,
     longest,
     scale,
-    rest,
     query_batch,
     query_head,
     query_row,
@@ -116,9 +104,9 @@ def _read(
         feature = begin + tl.arange(0, FEATURES)
         real = feature < M
         shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
-        logits, _ = project_halves(q, directions + begin * width, rest, real, width, FEATURES, WIDTH)
+        u = load_rows(directions + begin * width, width, real, width, FEATURES, WIDTH)
         s = load_rows(summary + begin * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
-        top, total, acc = _absorb(logits + shift[None, :], s, top, total, acc)
+        top, total, acc = _absorb(contract(q, u) * LOG2E + shift[None, :], s, top, total, acc)
 
     key_bias += (batch * HK + source) * keys + key_zero
     last = tl.minimum(stop, position + TOKENS) if IS_CAUSAL else stop
@@ -148,10 +136,10 @@ def read(problem: Problem, states: States) -> tuple[Tensor, Tensor]:
     batch, heads, length = query.shape[:3]
     out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     lse = problem.offset.new_empty(batch, heads, length)
-    directions = halves(problem.query_directions, query.dtype)
+    directions = problem.query_directions.to(query.dtype)
     count = problem.sequences * heads * problem.query_blocks
     if count:
-        problem.tuned(_read, _BLOCKS)[lambda block: (count * triton.cdiv(problem.longest, block["TOKENS"]),)](
+        problem.tuned(_read, _BLOCKS)[lambda block: (count * ceil_divide(problem.longest, block["TOKENS"]),)](
             query,
             problem.key,
             value,
@@ -166,7 +154,6 @@ def read(problem: Problem, states: States) -> tuple[Tensor, Tensor]:
             problem.query_blocks,
             problem.longest,
             problem.scale,
-            directions.stride(0),
             *problem.strides,
             *out.stride()[:3],
             **problem.constants,

@@ -16,7 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.kernels.triton_causal_parts import corner
-from favor.kernels.triton_common import LN2, LOG2E, Blocks, contract, finite, load_rows, mix, processors, store_rows
+from favor.kernels.triton_common import (
+    LN2,
+    LOG2E,
+    Blocks,
+    ceil_divide,
+    contract,
+    finite,
+    load_rows,
+    mix,
+    processors,
+    store_rows,
+)
 from favor.kernels.triton_window_parts import Problem, locate
 
 
@@ -110,9 +121,7 @@ def _block_states(
     row = tl.arange(0, FEATURES)
     real = first_feature + row < M
     directions += ((sequence * OWN * HK + source) * M + first_feature) * width
-    scaled = load_rows(directions, width, real, width, FEATURES, WIDTH) * LOG2E
-    high = scaled.to(tokens.dtype.element_ty)
-    low = (scaled - high.to(tl.float32)).to(high.dtype)
+    u = load_rows(directions, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
 
     top = tl.full([FEATURES], float("-inf"), tl.float32)
     total = tl.zeros([FEATURES], tl.float32)
@@ -134,11 +143,7 @@ def _block_states(
         x = load_rows(there, tokens_row, shown, width, TOKENS, WIDTH)
         there = corner(values, batch, head, token + begin, values_batch, values_head, values_row)
         y = load_rows(there, values_row, shown, value_width, TOKENS, VALUE_WIDTH)
-        if high.dtype == tl.float32:
-            logits = contract(high, x)
-        else:
-            logits = tl.dot(high, tl.trans(x), acc=tl.dot(low, tl.trans(x)))
-        logits += shift[None, :]
+        logits = contract(u, x) * LOG2E + shift[None, :]
         risen = tl.maximum(top, tl.max(logits, axis=1))
         decay = tl.exp2(top - finite(risen))
         weights = tl.exp2(logits - finite(risen)[:, None])
@@ -302,7 +307,7 @@ def _sum_blocks(
     count = problem.sequences * directions.shape[1] * problem.blocks
 
     def grid(block: dict[str, int]) -> tuple[int]:
-        return (count * triton.cdiv(directions.shape[2], block["FEATURES"]),)
+        return (count * ceil_divide(directions.shape[2], block["FEATURES"]),)
 
     if not count:
         return parts
@@ -330,11 +335,11 @@ def _join_outside(problem: Problem, parts: States, before: bool, after: bool) ->
     }
     programs, features, width = problem.sequences * constants["HK"], constants["M"], constants["VALUE_WIDTH"]
     block = max(1, 2048 // width)
-    while block * width > 256 and programs * triton.cdiv(features, block) < 6 * processors(problem.key.device):
+    while block * width > 256 and programs * ceil_divide(features, block) < 6 * processors(problem.key.device):
         block //= 2
     if not programs * problem.blocks:
         return found
-    _outside[(programs * triton.cdiv(features, block),)](
+    _outside[(programs * ceil_divide(features, block),)](
         *parts,
         problem.offset,
         *found,
