@@ -159,8 +159,13 @@ def attention_received(
         places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
         index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
         rows = x.gather(-2, index)
-    rows, parts = scale * rows.to(compute), row_parts(y, y.dtype != compute)
-    logits = torch.cat([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
+    rows = scale * rows.to(compute)
+    if y.is_cuda and y.dtype != compute and y.ndim > 2:
+        product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)
+        logits = product.unflatten(0, rows.shape[:-2])
+    else:
+        parts = row_parts(y, y.dtype != compute)
+        logits = torch.cat([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)
     if y_mask is not None:

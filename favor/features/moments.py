@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from favor.kernels.dispatch import fuses, triton_module
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -126,6 +128,11 @@ def trace(matrix: Tensor) -> Tensor:
 
 def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(samples.dtype, torch.float32)
+    if fuses(samples) and not (torch.is_grad_enabled() and samples.requires_grad):
+        if weights is None and mask is not None:
+            weights = mask.to(compute)
+        shares = None if weights is None else weights.expand(samples.shape[:-1])
+        return triton_module("moments").moments(samples, shares)
     if mask is not None:
         samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
     if weights is None:

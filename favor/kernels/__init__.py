@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from favor.kernels.dispatch import KERNELS, available, readable
-from favor.kernels.ops import attention_forward
+from favor.kernels.ops import attention
 from favor.kernels.recurrent import DecodeState, decode
 from favor.kernels.streaming import StreamState, extend
 
@@ -83,5 +83,5 @@ def linear_attention(
         key.shape[2] if max_seqlen_k is None else max_seqlen_k,
     )
     bias = None if query_bias is None else query_bias.contiguous()
-    out, *_ = attention_forward(*inputs, *operands, *lengths, bias, *longest, is_causal, window, scale, kernel)
+    out, *_ = attention(*inputs, *operands, *lengths, bias, *longest, is_causal, window, scale, kernel)
     return out

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 KERNELS = ("auto", "torch", "triton")
 _WIDEST = 256
+_WIDEST_FUSED = 128
 # Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
 _SHARED_MEMORY = 163 * 1024
 _logger = logging.getLogger("favor.kernels")
@@ -46,6 +50,23 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
         raise ValueError(f'kernel="triton" cannot run: {problem}. Use kernel="auto" or "torch".')
     _report(problem)
     return "torch"
+
+
+def triton_module(name: str) -> Any:
+    """A module of Triton kernels, imported when it is first used: triton need not be installed."""
+    return importlib.import_module(f"favor.kernels.triton_{name}")
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are ordinary tensors and nobody, such as a compiler, watches what is done to them."""
+    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return ordinary and not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode())
+
+
+def fuses(rows: Tensor) -> bool:
+    """Whether a pass over tokens outside of the kernels can be one Triton kernel, too; a compiler makes its own."""
+    fits = rows.ndim == 4 and rows.shape[-1] <= _WIDEST_FUSED and rows.stride(-1) == 1 and rows.numel() > 0
+    return plain(rows) and fits and pick("auto", rows, rows) == "triton"
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:

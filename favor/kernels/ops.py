@@ -1,18 +1,17 @@
 """The kernels as operators of PyTorch, `favor::linear_attention` and its backward, opaque to `torch.compile`."""
 
 # No `from __future__ import annotations`: the schemas of the operators are read from the annotations.
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from favor.kernels import chunked, chunked_causal, chunked_window
-from favor.kernels.dispatch import pick
+from favor.kernels.dispatch import pick, plain, triton_module
 
 
-@torch.library.custom_op("favor::linear_attention", mutates_args=())
-def attention_forward(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -42,8 +41,11 @@ def attention_forward(
         return (chunked_causal if is_causal else chunked).forward(*inputs)
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            return _triton("window").forward(*inputs, query_bias, *blocks, max_q, max_k)
-        return _triton("causal" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
+            return triton_module("window").forward(*inputs, query_bias, *blocks, max_q, max_k)
+        return triton_module("causal" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
+
+
+attention_forward = torch.library.custom_op("favor::linear_attention", _forward, mutates_args=())
 
 
 @attention_forward.register_fake
@@ -81,8 +83,7 @@ def _(
     return out, lse, offset.new_empty(landmarks), offset.new_empty(*landmarks, value.shape[-1])
 
 
-@torch.library.custom_op("favor::linear_attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -120,10 +121,15 @@ def attention_backward(
     last = nothing
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            *grads, last = _triton("window").backward(grad, *inputs, query_bias, *blocks, max_q, max_k, *saved)
+            *grads, last = triton_module("window").backward(grad, *inputs, query_bias, *blocks, max_q, max_k, *saved)
         else:
-            grads = _triton("causal" if is_causal else "bidirectional").backward(grad, *inputs, max_q, max_k, *saved)
+            grads = triton_module("causal" if is_causal else "bidirectional").backward(
+                grad, *inputs, max_q, max_k, *saved
+            )
     return *grads, *(torch.empty_like(nothing) for _ in range(3)), last
+
+
+attention_backward = torch.library.custom_op("favor::linear_attention_backward", _backward, mutates_args=())
 
 
 @attention_backward.register_fake
@@ -163,20 +169,39 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # zeros for the landmarks of a window would be many
 
 
-def _differentiate(ctx: Any, grad: Optional[Tensor], *unused: None) -> tuple[Any, ...]:  # noqa: UP045
+def _differentiate(
+    ctx: Any,
+    grad: Optional[Tensor],  # noqa: UP045
+    *unused: Any,
+    differentiate: Callable[..., tuple[Tensor, ...]] = attention_backward,
+) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * len(ctx.needs_input_grad)
     for_directions = any(ctx.needs_input_grad[3:6])
     options = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, for_directions, ctx.kernel)
-    query, key, value, bias, *directions, query_bias = attention_backward(grad, *ctx.saved_tensors, *options)
-    if not for_directions:
-        directions = [None, None, None]
+    query, key, value, bias, *found, query_bias = differentiate(grad, *ctx.saved_tensors, *options)
+    directions = found if for_directions else (None, None, None)
     return query, key, value, *directions, bias, None, None, query_bias if ctx.window else None, *(None,) * 6
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _triton(name: str) -> Any:
-    # Imported when first used: triton need not be installed.
-    return import_module(f"favor.kernels.triton_{name}")
+class _Eager(torch.autograd.Function):
+    """The operator without its dispatch, on which the host spends more time than on all else in a short pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:  # type: ignore[override]  # noqa: UP045
+        return _differentiate(ctx, *grads, differentiate=_backward)
+
+
+def attention(*inputs: Any) -> tuple[Tensor, ...]:
+    """What `attention_forward` returns; by way of the operator only where something looks at operators."""
+    return _Eager.apply(*inputs) if plain(*inputs[:3]) else attention_forward(*inputs)

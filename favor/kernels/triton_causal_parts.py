@@ -14,11 +14,20 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import LOG2E, bounds, ceil_divide, interpreted, padded_width, worth_timing
+from favor.kernels.triton_common import (
+    LOG2E,
+    bounds,
+    ceil_divide,
+    interpreted,
+    padded_width,
+    within_memory,
+    worth_timing,
+)
 
 # Logits (base 2) may rise by this much in a chunk, over what its first query sees, before the fast kernels refuse it.
 STEEP = tl.constexpr(57.0)
@@ -127,10 +136,12 @@ class Problem:
         """
         if self.query.element_size() == 4:
             choices = _PRECISE
-        size = max(padded_width(tensor.shape[-1]) * tensor.element_size() for tensor in (self.query, self.value))
-        fitting = choices[min(limit for limit in choices if limit >= size)]
+        widths = [padded_width(tensor.shape[-1]) for tensor in (self.query, self.value)]
+        fitting = choices[min(limit for limit in choices if limit >= max(widths) * self.query.element_size())]
+        if interpreted():
+            return _tuned(kernel, (Blocks(32, 4, 1),))
         given = worth_timing(fitting, self.query, self.key)
-        return _tuned(kernel, (Blocks(32, 4, 1),) if interpreted() else given)
+        return _tuned(kernel, within_memory(given, self.query.dtype != torch.bfloat16, *widths))
 
 
 @triton.jit

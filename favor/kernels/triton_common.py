@@ -107,6 +107,15 @@ def worth_timing(choices: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, ...]:
     return choices if max(tensor.shape[:-1].numel() for tensor in tensors) > FEW_ROWS else choices[:1]
 
 
+def within_memory(choices: tuple[Any, ...], tf32: bool, *widths: int) -> tuple[Any, ...]:
+    """The choices for products of tf32 with few columns: with four warps, so that no group of warps gets less than 16.
+
+    With 8 columns the tensor cores of Hopper read more of shared memory than Triton sets aside (triton issue 10629),
+    which is an illegal access, or garbage.
+    """
+    return tuple(one._replace(warps=4) if tf32 and min(one.features, *widths) < 32 else one for one in choices)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, where there is no device to time a configuration on."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -126,9 +135,11 @@ def tuned(kernel: Any, choices: dict[int, tuple[Blocks, ...]], *tensors: Tensor)
 
     `choices` lists them by the bytes of the widest row, padded, of `tensors`: wide rows leave room for few of them.
     """
-    size = max(padded_width(tensor.shape[-1]) * tensor.element_size() for tensor in tensors)
-    fitting = choices[min(limit for limit in choices if limit >= size)]
-    return _tuned(kernel, (Blocks(32, 32, 4, 1),) if interpreted() else worth_timing(fitting, *tensors))
+    widths, itemsize = [padded_width(tensor.shape[-1]) for tensor in tensors], tensors[0].element_size()
+    fitting = choices[min(limit for limit in choices if limit >= max(widths) * itemsize)]
+    if interpreted():
+        return _tuned(kernel, (Blocks(32, 32, 4, 1),))
+    return _tuned(kernel, within_memory(worth_timing(fitting, *tensors), itemsize == 4, *widths))
 
 
 def processors(device: torch.device) -> int:

@@ -14,11 +14,20 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import Blocks, bounds, ceil_divide, interpreted, padded_width, worth_timing
+from favor.kernels.triton_common import (
+    Blocks,
+    bounds,
+    ceil_divide,
+    interpreted,
+    padded_width,
+    within_memory,
+    worth_timing,
+)
 
 # Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
 _PRECISE = {
@@ -122,11 +131,14 @@ class Problem:
         """
         if self.query.element_size() == 4:
             choices = _PRECISE
-        widest = max(padded_width(self.query.shape[-1]), padded_width(self.value.shape[-1]))
-        size = widest * self.query.element_size()
-        fitting = choices[min(limit for limit in choices if limit >= size)]
+        widths = [padded_width(tensor.shape[-1]) for tensor in (self.query, self.value)]
+        fitting = choices[min(limit for limit in choices if limit >= max(widths) * self.query.element_size())]
         longest = padded_width(self.window)
-        fitting = (Blocks(32, 32, 4, 1),) if interpreted() else worth_timing(fitting, self.query, self.key)
+        if interpreted():
+            fitting = (Blocks(32, 32, 4, 1),)
+        else:
+            given = worth_timing(fitting, self.query, self.key)
+            fitting = within_memory(given, self.query.dtype != torch.bfloat16, *widths, longest)
         return _tuned(kernel, tuple(dict.fromkeys(x._replace(tokens=min(x.tokens, longest)) for x in fitting)))
 
 

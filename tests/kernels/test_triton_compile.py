@@ -39,7 +39,7 @@ def compiled_elsewhere(*arguments):
 @pytest.mark.parametrize("capability", CASES)
 def test_kernels_compile(capability):
     kernels = compiled_elsewhere(capability)
-    expected = {"_part", "_join", "_halve", "_read", "_query_gradients", "_key_gradients", "_step"}
+    expected = {"_part", "_join", "_read", "_query_gradients", "_key_gradients", "_step", "_form", "_sums"}
     assert expected <= {name.split(":")[0] for name in kernels}
     if capability == 90:
         # The tensor cores of Hopper run at full speed only with these instructions.
@@ -51,7 +51,7 @@ def test_kernels_compile(capability):
 def test_windowed_kernels_compile(capability):
     kernels = compiled_elsewhere(capability, "windowed")
     products = {"_block_states", "_read", "_query_gradients", "_key_gradients"}
-    assert products | {"_outside", "_halve"} == {name.split(":")[0] for name in kernels}
+    assert products | {"_outside"} == {name.split(":")[0] for name in kernels}
     if capability == 90:
         assert {f"{name}:wgmma" for name in products} <= set(kernels)
 
@@ -85,6 +85,8 @@ def compile_all(capability):
             kernels += compiled
         with compiling(capability) as compiled:
             one_step(*inputs[:7])
+            if width <= 128:
+                passes(inputs[0], inputs[3][..., :width, :])
         kernels += compiled
     report(kernels)
 
@@ -117,6 +119,15 @@ def one_step(query, key, value, query_directions, key_directions, offset, bias):
     tokens = (tensor[:, :, :1] for tensor in (query, key, value))
     state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
     decode(*tokens, query_directions, key_directions, offset, bias[:, :, :1].contiguous(), *state)
+
+
+def passes(rows, matrix):
+    from favor.kernels import triton_moments, triton_quadratic
+
+    matrix = matrix.repeat_interleave(2, 1)
+    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
+    triton_moments.moments(rows, rows[..., 0].float())
 
 
 if __name__ == "__main__":
