@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.kernels.dispatch import fuses, triton_module
+
 
 def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
     """What "auto" means for a matrix: "eigh" on a CPU, `instead` elsewhere; any other factorization is what it is.
@@ -62,6 +64,9 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
 
     Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
     """
+    constant = matrix.dtype == torch.float32 and not (torch.is_grad_enabled() and matrix.requires_grad)
+    if constant and matrix.shape[-1] <= 64 and fuses(matrix):
+        return triton_module("roots").newton_schulz(matrix, iterations)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     size = matrix.abs().sum(-1).amax(-1)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
     root, inverse = matrix / size, eye

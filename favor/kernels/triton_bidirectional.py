@@ -32,7 +32,7 @@ from favor.kernels.triton_common import (
 from favor.kernels.triton_summary import Landmarks, collect, empty_landmarks, join
 
 _BLOCKS = {
-    128: (Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 128, 8, 2)),
+    128: (Blocks(128, 64, 4, 3), Blocks(128, 128, 4, 2), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
     256: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 3)),
     512: (Blocks(64, 32, 8, 2), Blocks(64, 32, 4, 2)),
     1024: (Blocks(16, 16, 4, 2), Blocks(32, 16, 4, 2)),

@@ -20,7 +20,7 @@ from favor.kernels.triton_causal_states import States
 from favor.kernels.triton_common import LN2, LOG2E, contract, finite, load_rows, mix, store_rows
 
 _BLOCKS = {
-    128: (Blocks(64, 8, 2), Blocks(32, 8, 2), Blocks(32, 8, 3), Blocks(32, 4, 2)),
+    128: (Blocks(64, 8, 3), Blocks(64, 8, 2), Blocks(32, 8, 3), Blocks(64, 8, 1)),
     256: (Blocks(64, 8, 2), Blocks(32, 8, 2), Blocks(32, 4, 2), Blocks(32, 4, 3)),
     512: (Blocks(32, 8, 2), Blocks(32, 4, 2)),
     1024: (Blocks(16, 8, 1), Blocks(16, 4, 1)),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from favor.kernels.triton_common import (
     LOG2E,
+    autotuned,
     bounds,
     ceil_divide,
     interpreted,
@@ -49,10 +50,7 @@ _PRECISE = {
 }
 
 
-@functools.cache
-def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
-    configs = [triton.Config({"FEATURES": one.features}, num_warps=one.warps, num_stages=one.stages) for one in choices]
-    return triton.autotune(configs, key=["CHUNK", "WIDTH", "VALUE_WIDTH"], cache_results=True)(kernel)
+_KEY = ("CHUNK", "WIDTH", "VALUE_WIDTH")
 
 
 @dataclass
@@ -139,9 +137,9 @@ class Problem:
         widths = [padded_width(tensor.shape[-1]) for tensor in (self.query, self.value)]
         fitting = choices[min(limit for limit in choices if limit >= max(widths) * self.query.element_size())]
         if interpreted():
-            return _tuned(kernel, (Blocks(32, 4, 1),))
+            return autotuned(kernel, (Blocks(32, 4, 1),), _KEY)
         given = worth_timing(fitting, self.query, self.key)
-        return _tuned(kernel, within_memory(given, self.query.dtype != torch.bfloat16, *widths))
+        return autotuned(kernel, within_memory(given, self.query.dtype != torch.bfloat16, *widths), _KEY)
 
 
 @triton.jit

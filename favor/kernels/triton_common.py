@@ -121,13 +121,42 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@functools.cache
-def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
-    configs = [
-        triton.Config({"TOKENS": one.tokens, "FEATURES": one.features}, num_warps=one.warps, num_stages=one.stages)
-        for one in choices
-    ]
-    return triton.autotune(configs, key=["WIDTH", "VALUE_WIDTH"], cache_results=True)(kernel)
+class Tuned:
+    """A kernel with several configurations, of which Triton's autotuner finds the fastest at the first launch.
+
+    The autotuner looks at every argument again in each launch, on the host; this remembers what it found.
+
+    Args:
+        kernel: what `triton.jit` returns.
+        choices: named tuples of the configurations, `features`, `warps`, `stages` and perhaps `tokens`.
+        key: names of the arguments for each of whose values the choice is made anew, as for each type.
+    """
+
+    def __init__(self, kernel: Any, choices: tuple[Any, ...], key: tuple[str, ...]) -> None:
+        configs = []
+        for one in choices:
+            blocks = {name.upper(): value for name, value in one._asdict().items() if name in ("tokens", "features")}
+            configs.append(triton.Config(blocks, num_warps=one.warps, num_stages=one.stages))
+        self.kernel = kernel
+        self.tuner = triton.autotune(configs, key=list(key), cache_results=True)(kernel)
+        self.places = [(name, kernel.arg_names.index(name)) for name in key]
+        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def __getitem__(self, grid: Any) -> Any:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **constants: Any) -> None:
+        where = tuple(constants[name] if name in constants else args[place] for name, place in self.places)
+        case = (*where, *(argument.dtype for argument in args if isinstance(argument, Tensor)))
+        if case in self.found:
+            self.kernel[grid](*args, **constants, **self.found[case])
+            return
+        self.tuner[grid](*args, **constants)
+        if best := getattr(self.tuner, "best_config", None):
+            self.found[case] = best.all_kwargs()
+
+
+autotuned = functools.cache(Tuned)
 
 
 def tuned(kernel: Any, choices: dict[int, tuple[Blocks, ...]], *tensors: Tensor) -> Any:
@@ -137,9 +166,10 @@ def tuned(kernel: Any, choices: dict[int, tuple[Blocks, ...]], *tensors: Tensor)
     """
     widths, itemsize = [padded_width(tensor.shape[-1]) for tensor in tensors], tensors[0].element_size()
     fitting = choices[min(limit for limit in choices if limit >= max(widths) * itemsize)]
+    key = ("WIDTH", "VALUE_WIDTH")
     if interpreted():
-        return _tuned(kernel, (Blocks(32, 32, 4, 1),))
-    return _tuned(kernel, within_memory(worth_timing(fitting, *tensors), itemsize == 4, *widths))
+        return autotuned(kernel, (Blocks(32, 32, 4, 1),), key)
+    return autotuned(kernel, within_memory(worth_timing(fitting, *tensors), itemsize == 4, *widths), key)
 
 
 def processors(device: torch.device) -> int:

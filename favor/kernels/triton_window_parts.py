@@ -10,7 +10,6 @@ sequence has slot cu_k[sequence] // w + sequence + b, that of a batch slot b.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from favor.kernels.triton_common import (
     Blocks,
+    autotuned,
     bounds,
     ceil_divide,
     interpreted,
@@ -38,13 +38,7 @@ _PRECISE = {
 }
 
 
-@functools.cache
-def _tuned(kernel: Any, choices: tuple[Blocks, ...]) -> Any:
-    configs = [
-        triton.Config({"TOKENS": one.tokens, "FEATURES": one.features}, num_warps=one.warps, num_stages=one.stages)
-        for one in choices
-    ]
-    return triton.autotune(configs, key=["window", "WIDTH", "VALUE_WIDTH", "IS_CAUSAL"], cache_results=True)(kernel)
+_KEY = ("window", "WIDTH", "VALUE_WIDTH", "IS_CAUSAL")
 
 
 @dataclass
@@ -139,7 +133,8 @@ class Problem:
         else:
             given = worth_timing(fitting, self.query, self.key)
             fitting = within_memory(given, self.query.dtype != torch.bfloat16, *widths, longest)
-        return _tuned(kernel, tuple(dict.fromkeys(x._replace(tokens=min(x.tokens, longest)) for x in fitting)))
+        fitting = tuple(dict.fromkeys(x._replace(tokens=min(x.tokens, longest)) for x in fitting))
+        return autotuned(kernel, fitting, _KEY)
 
 
 @triton.jit

@@ -39,7 +39,17 @@ def compiled_elsewhere(*arguments):
 @pytest.mark.parametrize("capability", CASES)
 def test_kernels_compile(capability):
     kernels = compiled_elsewhere(capability)
-    expected = {"_part", "_join", "_read", "_query_gradients", "_key_gradients", "_step", "_form", "_sums"}
+    expected = {
+        "_part",
+        "_join",
+        "_read",
+        "_query_gradients",
+        "_key_gradients",
+        "_step",
+        "_form",
+        "_sums",
+        "_newton_schulz",
+    }
     assert expected <= {name.split(":")[0] for name in kernels}
     if capability == 90:
         # The tensor cores of Hopper run at full speed only with these instructions.
@@ -122,12 +132,13 @@ def one_step(query, key, value, query_directions, key_directions, offset, bias):
 
 
 def passes(rows, matrix):
-    from favor.kernels import triton_moments, triton_quadratic
+    from favor.kernels import triton_moments, triton_quadratic, triton_roots
 
     matrix = matrix.repeat_interleave(2, 1)
     triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
     triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
-    triton_moments.moments(rows, rows[..., 0].float())
+    _, covariance = triton_moments.moments(rows, rows[..., 0].float())
+    triton_roots.newton_schulz(covariance[..., :64, :64], 14)
 
 
 if __name__ == "__main__":

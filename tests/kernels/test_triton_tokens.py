@@ -1,4 +1,4 @@
-"""Quadratic forms and moments of tokens in Triton, against float64."""
+"""Passes over tokens in Triton, and the roots of their moments, against float64."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import favor
-from favor.kernels import triton_moments, triton_quadratic
+from favor.kernels import triton_moments, triton_quadratic, triton_roots
 from favor.kernels.triton_common import Blocks, within_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,6 +83,24 @@ def test_moments(width, weighting, dtype, poisoned):
     torch.testing.assert_close(found[1].double(), cov, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [5, 24, 64])
+def test_roots(width):
+    torch.manual_seed(0)
+    factor = torch.randn(2, 3, width, 2 * width, dtype=torch.float64)
+    matrix = 7 * factor @ factor.mT
+    matrix[1, 1] = 0.0
+    matrix[1, 2, 0, 0] = torch.nan
+    root, inverse = triton_roots.newton_schulz(matrix.float(), 24)
+    values, vectors = torch.linalg.eigh(matrix[0])
+    exact = vectors * values.sqrt().unsqueeze(-2) @ vectors.mT
+    torch.testing.assert_close(root[0].double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    eye = torch.eye(width, dtype=torch.float64).expand(3, width, width)
+    torch.testing.assert_close(exact @ inverse[0].double(), eye, rtol=1e-3, atol=1e-3)
+    assert (root[1, 1] == 0).all()
+    assert root[1, 2].isnan().any()
+    assert root[1, 0].isfinite().all()
+
+
 @pytest.mark.parametrize("family", ["favor+", "favor++", "favor#"])
 @pytest.mark.parametrize("window", [0, 16])
 def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
@@ -94,7 +112,7 @@ def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
     results = []
     for fused in (False, True):
         passes = []
-        for module in ("attention.biases", "features.moments"):
+        for module in ("attention.biases", "features.moments", "features.roots"):
             answer = partial(lambda passes, fused, rows: passes.append(rows) or fused, passes, fused)
             monkeypatch.setattr(f"favor.{module}.fuses", answer)
         out = favor.favor_attention(query, key, value, key_padding_mask=mask, window=window, **options)
