@@ -8,13 +8,13 @@ from typing import Any
 
 from favor.kernels import KERNELS
 
-# Keys per feature at which exact attention takes as long as linear attention, (bidirectional, causal), head_dim 64:
-# measured on the CPU (eval/results/speed_cpu.md); on GPUs the lengths the kernels were designed for, not yet measured.
-CROSSOVER = {"cpu": (4, 12), "cuda": (8, 16)}
-# The same for landmarks (eval/results/speed_landmark_cpu.md); on GPUs a guess.
-LANDMARK_CROSSOVER = {"cpu": (4, 28), "cuda": (8, 32)}
-# How many times as many a window takes in bidirectional layers (both files, window 128).
-WINDOWED = 2
+# Keys per feature from which on both passes take less time than the fastest exact attention, (bidirectional, causal),
+# head_dim 64: on a CPU in float32 (eval/results/speed_cpu.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
+CROSSOVER = {"cpu": (4, 12), "cuda": (18, 32)}
+# The same for landmarks (speed_landmark_cpu.md, speed_gpu_*.md); causal ones are no faster on a GPU at 65,536 keys.
+LANDMARK_CROSSOVER = {"cpu": (4, 28), "cuda": (48, 1024)}
+# How many times as many a window takes in bidirectional layers (the same files, window 128).
+WINDOWED = {"cpu": 2, "cuda": 3}
 STATISTICS = ("batch", "calibrated", "corrected")
 FACTORIZATIONS: dict[str, tuple[str, ...]] = {
     "wderf": ("eigh", "cholesky"),
@@ -123,8 +123,9 @@ class FavorConfig:
         if self.exact_below != "auto":
             return int(self.exact_below)
         measured = LANDMARK_CROSSOVER if family == "landmark" else CROSSOVER
-        keys = measured[device_type if device_type in measured else "cuda"][is_causal] * self.num_features
-        return WINDOWED * keys if self.window and not is_causal else keys
+        device_type = device_type if device_type in measured else "cuda"
+        keys = measured[device_type][is_causal] * self.num_features
+        return WINDOWED[device_type] * keys if self.window and not is_causal else keys
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""

@@ -117,7 +117,7 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
     assert config.exact_threshold("cpu", True, "landmark") == 100 * LANDMARK_CROSSOVER["cpu"][1]
     windowed = favor.FavorConfig(num_features=100, window=128)
-    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * WINDOWED
+    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * WINDOWED["cpu"]
     assert windowed.exact_threshold("cpu", True) == 100 * causal
     exact = BERT.build("sdpa")(**tokens(True)).last_hidden_state
     few = 24 // bidirectional  # the batch has 24 keys
