@@ -197,9 +197,9 @@ class _Eager(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:  # type: ignore[override]  # noqa: UP045
-        return _differentiate(ctx, *grads, differentiate=_backward)
+        # Where gradients are to be differentiated again, the operator says that it cannot.
+        return _differentiate(ctx, *grads, differentiate=attention_backward if torch.is_grad_enabled() else _backward)
 
 
 def attention(*inputs: Any) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from truth import gradients, make_inputs
 
 import favor
@@ -32,6 +33,41 @@ def test_operators_keep_the_rules_of_pytorch(is_causal, packed, kernel, directio
     for index, tensor in enumerate(inputs):
         tensor.requires_grad_(directions or not 3 <= index < 6)
     torch.library.opcheck(attention_forward, (*inputs, *forward))
+
+
+class Watching(TorchDispatchMode):
+    """Keeps the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_the_way_around_the_operators_gives_the_same(is_causal):
+    inputs = [t.float() for t in make_inputs(9, groups=2)]
+    weight = torch.randn(1, 4, 9, 8)
+
+    def run():
+        return gradients(lambda *t: linear_attention(*t, is_causal=is_causal), inputs, weight)
+
+    alone = run()
+    with Watching() as watching:
+        watched = run()
+    assert {"favor.linear_attention.default", "favor.linear_attention_backward.default"} <= set(watching.seen)
+    for ours, theirs in zip(alone, watched, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_second_derivatives_are_refused():
+    inputs = [t.float().requires_grad_() for t in make_inputs(9, groups=2)]
+    (slope,) = torch.autograd.grad(linear_attention(*inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_attention_backward"):
+        slope.square().sum().backward()
 
 
 @interpreted
