@@ -95,8 +95,8 @@ def favor_attention(
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
             first), changed in place. The inputs are then the tokens that come next, of which padding is left out; there
             is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length.
-        kernel: how positive features are computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton"; see
-            `favor.kernels`. Other features have one plain form, which "triton" refuses.
+        kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
+            "triton"; see `favor.kernels`. Other features have one plain form, which "triton" refuses.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.

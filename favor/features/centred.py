@@ -123,6 +123,7 @@ class WDERF(CDERF):
         return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)
 
 
+@torch.no_grad()
 def attention_received(
     x: Tensor,
     y: Tensor,

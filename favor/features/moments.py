@@ -128,7 +128,7 @@ def trace(matrix: Tensor) -> Tensor:
 
 def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(samples.dtype, torch.float32)
-    if fuses(samples) and not (torch.is_grad_enabled() and samples.requires_grad):
+    if not torch.is_grad_enabled() and fuses(samples):
         if weights is None and mask is not None:
             weights = mask.to(compute)
         shares = None if weights is None else weights.expand(samples.shape[:-1])

@@ -57,15 +57,22 @@ def triton_module(name: str) -> Any:
     return importlib.import_module(f"favor.kernels.triton_{name}")
 
 
-def plain(*tensors: Tensor) -> bool:
+def plain(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors and nobody, such as a compiler, watches what is done to them."""
-    ordinary = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-    return ordinary and not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode())
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def fuses(rows: Tensor) -> bool:
     """Whether a pass over tokens outside of the kernels can be one Triton kernel, too; a compiler makes its own."""
-    fits = rows.ndim == 4 and rows.shape[-1] <= _WIDEST_FUSED and rows.stride(-1) == 1 and rows.numel() > 0
+    fits = (
+        rows.ndim == 4
+        and rows.dtype != torch.float64
+        and rows.shape[-1] <= _WIDEST_FUSED
+        and rows.stride(-1) == 1
+        and rows.numel() > 0
+    )
     return plain(rows) and fits and pick("auto", rows, rows) == "triton"
 
 

@@ -108,11 +108,17 @@ def _backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients; empty for directions and offset unless `for_directions`, and for a query bias that is not given."""
+    picked = pick(kernel, query, value)
+    if for_directions and picked == "triton":
+        # As they entered the forward pass.
+        query_directions, key_directions = (
+            directions.to(query.dtype).to(directions.dtype) for directions in (query_directions, key_directions)
+        )
     inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
     saved, nothing = (out, lse, weight, summary), offset.new_empty(0)
     blocks = (window, scale, is_causal)
     # The Triton kernels hold the directions fixed; training them is for the chunked form, on any device.
-    if for_directions or pick(kernel, query, value) == "torch":
+    if for_directions or picked == "torch":
         if query_bias is not None:
             saved = (*saved[:3], summary.to(offset.dtype))
             grads, dquery_bias = chunked_window.backward(grad, *inputs, query_bias, *blocks, *saved, for_directions)
@@ -199,7 +205,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Any, ...]:  # type: ignore[override]  # noqa: UP045
         # Where gradients are to be differentiated again, the operator says that it cannot.
-        return _differentiate(ctx, *grads, differentiate=attention_backward if torch.is_grad_enabled() else _backward)
+        alone = plain(grads[0]) and not torch.is_grad_enabled()
+        return _differentiate(ctx, *grads, differentiate=_backward if alone else attention_backward)
 
 
 def attention(*inputs: Any) -> tuple[Tensor, ...]:

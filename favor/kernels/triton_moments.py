@@ -14,7 +14,6 @@ from torch import Tensor
 from favor.kernels.triton_causal_parts import corner
 from favor.kernels.triton_common import load_rows, padded_width, split_count, store_rows
 
-WIDEST = 128
 _TOKENS = 64
 
 
@@ -69,7 +68,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weighted mean and covariance of tokens.
 
     Args:
-        rows: `[B, H, L, d]`, float32 or half precision, d at most `WIDEST`, L at least 1; the last stride is 1.
+        rows: `[B, H, L, d]`, float32 or half precision, d at most 128, L at least 1; the last stride is 1.
         weights: `[B, H, L]`, not negative; 0 leaves a token out, whatever it holds. None weighs all alike.
 
     Returns:
@@ -88,7 +87,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     splits = split_count(batch * heads, length, rows.device)
     first = pivot.new_empty(batch, heads, splits, width)
     second = pivot.new_empty(batch, heads, splits, width, width)
-    if first.numel():
+    with torch.cuda.device_of(rows):
         _sums[(batch * heads * splits,)](
             rows,
             weights,

@@ -15,7 +15,6 @@ from torch import Tensor
 from favor.kernels.triton_causal_parts import corner
 from favor.kernels.triton_common import ceil_divide, load_rows, padded_width, store_rows
 
-WIDEST = 128
 _TOKENS = 64
 
 
@@ -112,7 +111,7 @@ def form(
     """The form of every token, or its gradient.
 
     Args:
-        rows: `[B, H, S, d]`, float32 or half precision, d at most `WIDEST`; the last stride is 1.
+        rows: `[B, H, S, d]`, float32 or half precision, d at most 128; the last stride is 1.
         matrix: A `[..., d, d]`, or A A' for the gradient; float32, broadcast over batch and heads.
         shift, linear: c and b, `[..., d]`.
         weight: w.
@@ -141,7 +140,11 @@ def form(
         out = torch.empty(batch, heads, length, dtype=torch.float32, device=rows.device)
     else:
         out, grad = torch.empty_like(rows), grad.contiguous()
-    if out.numel():
+        if out.stride(-1) != 1:  # like rows that overlap
+            out = rows.new_empty(rows.shape)
+    if not out.numel():
+        return out
+    with torch.cuda.device_of(rows):
         _form[(batch * heads * ceil_divide(length, _TOKENS),)](
             rows,
             matrix,

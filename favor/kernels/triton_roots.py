@@ -34,7 +34,7 @@ def newton_schulz(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     matrix = matrix.contiguous()
     root, inverse = torch.empty_like(matrix), torch.empty_like(matrix)
     width = matrix.shape[-1]
-    if matrix.numel():
+    with torch.cuda.device_of(matrix):
         _newton_schulz[(matrix.shape[:-2].numel(),)](
             matrix,
             root,

@@ -70,6 +70,30 @@ def test_second_derivatives_are_refused():
         slope.square().sum().backward()
 
 
+def test_attention_maps_over_a_new_dimension():
+    query, *others = [t.float() for t in make_inputs(9, groups=2)]
+    queries = torch.stack([query, 2 * query])
+    mapped = torch.vmap(lambda one: linear_attention(one, *others))(queries)
+    for one, expected in zip(mapped, queries, strict=True):
+        torch.testing.assert_close(one, linear_attention(expected, *others))
+
+
+@interpreted
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_gradients_in_half_precision_do_not_depend_on_whose_are_asked_for(is_causal):
+    inputs = [t.float() for t in make_inputs(60, groups=2)]
+    tokens = [3 * t.bfloat16() for t in inputs[:2]] + [inputs[2].bfloat16()]
+    weight = torch.randn(1, 4, 60, 8).bfloat16()
+    found = []
+    for training in (False, True):
+        leaves = [t.detach().requires_grad_() for t in tokens]
+        directions = [t.detach().requires_grad_(training) for t in inputs[3:6]]
+        out = linear_attention(*leaves, *directions, inputs[6], is_causal=is_causal, kernel="triton")
+        found.append(torch.autograd.grad(out, leaves, weight))
+    for fixed, trained in zip(*found, strict=True):
+        assert (fixed - trained).float().norm() <= 8e-3 * fixed.float().norm()
+
+
 @interpreted
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])

@@ -101,23 +101,25 @@ def test_roots(width):
     assert root[1, 0].isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["favor+", "favor++", "favor#"])
+@pytest.mark.parametrize("family", ["pos", "gerf", "wderf"])
 @pytest.mark.parametrize("window", [0, 16])
 def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 60, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[1, 40:] = False
-    options = {"features": {"favor+": "pos", "favor++": "gerf", "favor#": "wderf"}[family], "num_features": 32}
+    features = favor.features.get(family, **({"factorization": "cholesky"} if family == "wderf" else {}))
+    options = {"features": features, "num_features": 32}
+    modules = ("attention.biases", "features.moments", "features.roots")
     results = []
     for fused in (False, True):
-        passes = []
-        for module in ("attention.biases", "features.moments", "features.roots"):
-            answer = partial(lambda passes, fused, rows: passes.append(rows) or fused, passes, fused)
+        asked = set()
+        for module in modules:
+            answer = partial(lambda asked, name, fused, rows: asked.add(name) or fused, asked, module, fused)
             monkeypatch.setattr(f"favor.{module}.fuses", answer)
         out = favor.favor_attention(query, key, value, key_padding_mask=mask, window=window, **options)
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
-        assert passes
+        assert asked == set(modules[: {"pos": 1, "gerf": 2, "wderf": 3}[family]])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
