@@ -47,6 +47,7 @@ class _Chunk:
     Attributes:
         anchor: `[N, 1, M]`.
         weights: 2^(key logits + offset - anchor), `[N, C, M]`.
+        top: the largest of their logarithms, `[N, 1, M]`.
     """
 
     start: int
@@ -54,6 +55,7 @@ class _Chunk:
     first: int
     anchor: Tensor
     weights: Tensor
+    top: Tensor
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -62,11 +64,16 @@ class _Chunk:
 
 @dataclass
 class _State:
-    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times 2^-anchor."""
+    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times 2^-anchor.
+
+    Attributes:
+        top: the largest logit among these keys, `[N, 1, M]`, -inf where there is none.
+    """
 
     anchor: Tensor
     total: Tensor
     values: Tensor
+    top: Tensor
 
     @classmethod
     def before(cls, inputs: Inputs) -> _State:
@@ -74,20 +81,21 @@ class _State:
         prefix = inputs.key.shape[2] - inputs.query.shape[2]
         top, total, values = summarise(inputs, prefix)
         top, total = top.transpose(1, 2), total.transpose(1, 2)
-        return cls((top + inputs.offset).masked_fill(total == 0, -torch.inf), total, values)
+        anchor = (top + inputs.offset).masked_fill(total == 0, -torch.inf)
+        return cls(anchor, total, values, anchor)
 
     def move(self, anchor: Tensor) -> None:
-        """Same sums for a new anchor, which is -inf only where nothing has been seen."""
-        decay = exp2(self.anchor - anchor.masked_fill(anchor == -torch.inf, 0.0))
+        """Same sums for a new, finite anchor."""
+        decay = exp2(self.anchor - anchor)
         self.total.mul_(decay)
         self.values.mul_(decay.transpose(1, 2))
         self.anchor = anchor
 
-    def add(self, weights: Tensor, values: Tensor) -> None:
-        """Adds keys, given their weights at the present anchor, and lifts the anchor over them."""
-        self.total += weights.sum(1, keepdim=True)
-        self.values.baddbmm_(weights.transpose(1, 2), values)
-        self.move(self.anchor + weights.amax(1, keepdim=True).clamp_(min=1.0).log2_())
+    def add(self, chunk: _Chunk, values: Tensor) -> None:
+        """Adds the keys of a chunk, at whose anchor the sums are, given their values."""
+        self.total += chunk.weights.sum(1, keepdim=True)
+        self.values.baddbmm_(chunk.weights.transpose(1, 2), values)
+        self.top = torch.maximum(self.top, chunk.anchor + chunk.top)
 
 
 def forward(
@@ -128,7 +136,7 @@ def forward(
             span = (chunk.start, chunk.stop)
             write(own_out, *span, rows)
             write(own_lse, *span, top)
-            state.add(chunk.weights, values)
+            state.add(chunk, values)
     return out, lse, offset.new_empty(0), offset.new_empty(0)
 
 
@@ -166,21 +174,23 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
     start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
     while start < length:
         stop = min(start + size, length)
-        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
-        logits.add_(inputs.bias[:, prefix + start : prefix + stop]).add_(inputs.offset)
-        anchor = torch.maximum(state.anchor, logits[:, :1])
+        own = slice(prefix + start, prefix + stop)
+        logits = buffer.product(inputs.keys(inputs.key, own.start, own.stop), project, LOG2E)
+        anchor = torch.maximum(state.top, logits[:, :1] + inputs.bias[:, own][:, :1] + inputs.offset)
         if inputs.hidden is not None:
             # Nothing seen so far, and the first key is hidden: the first visible one.
-            visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
+            visible = (~inputs.hidden[:, own]).to(torch.uint8).argmax(1, keepdim=True)
             first = logits.gather(1, visible.expand(-1, -1, logits.shape[2]))
+            first = first + inputs.bias[:, own].gather(1, visible) + inputs.offset
             anchor = torch.where(anchor == -torch.inf, first, anchor)
-        logits -= anchor.masked_fill(anchor == -torch.inf, 0.0)
+            anchor = anchor.masked_fill(anchor == -torch.inf, 0.0)  # nothing to see in this chunk either
+        top = logits.add_(inputs.bias[:, own]).add_(inputs.offset - anchor).amax(1, keepdim=True)
         # A steep chunk is cut; later chunks try the full size again.
-        while stop - start > 1 and bool((logits[:, : stop - start] > _STEEPEST).any()):
+        while stop - start > 1 and bool(top.amax() > _STEEPEST):
             stop = (start + stop + 1) // 2
+            top = logits[:, : stop - start].amax(1, keepdim=True)
         state.move(anchor)
-        weights = exp2(logits[:, : stop - start])
-        yield _Chunk(start, stop, prefix + start, anchor.masked_fill(anchor == -torch.inf, 0.0), weights)
+        yield _Chunk(start, stop, prefix + start, anchor, exp2(logits[:, : stop - start]), top)
         start = stop
 
 
@@ -208,7 +218,7 @@ def _backward_queries(
         if grads.offset.numel():
             sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
             sequence.accumulate(grads.offset, slopes.sum(1))
-        state.add(chunk.weights, values)
+        state.add(chunk, values)
         anchors.append((start, stop, chunk.anchor))
     return anchors
 
