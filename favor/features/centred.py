@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.features.moments import Moments, row_parts, trace
+from favor.features.moments import Moments, add_diagonal, row_parts, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
 from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
@@ -54,28 +54,28 @@ class CDERF(Regularised):
     def fit_moments(self, moments: Moments) -> Parameters:
         """G and Sigma from the covariances, the shift from the means."""
         ridge = moments.ridge(self.regularization, self.floor, centred=True)
-        moments = moments.regularised(self.regularization, self.floor, centred=True)
+        moments = moments.regularised(ridge)
         root, _ = torch.linalg.cholesky_ex(finite(moments.cov_x))
-        eye = torch.eye(moments.head_dim, dtype=root.dtype, device=root.device)
-        inverse_root = torch.linalg.solve_triangular(root, eye, upper=False)
         product = finite(root.transpose(-1, -2) @ moments.cov_y @ root)
         if without_eigh(self.factorization, product, "cholesky") == "eigh":
             values, vectors = eigh(product, ridge.square())  # both covariances are at least t I
             spread = values.sqrt()
-            transform = from_spectrum(spread.sqrt(), vectors) @ inverse_root
+            transform = torch.linalg.solve_triangular(
+                root, from_spectrum(spread.sqrt(), vectors), upper=False, left=False
+            )
             inverse = root @ from_spectrum(spread.rsqrt(), vectors)
             # In the basis of the eigenvectors, so that neither their signs nor their order matter.
             factor = from_spectrum(optimal_sigma(2 * spread).sqrt(), vectors)
         else:
             # 1e-5 of the trace is kept as the least eigenvalue, so that a Cholesky factor exists.
             least = 1e-5 * trace(product).clamp(min=torch.finfo(product.dtype).tiny).sqrt()
-            middle = newton_schulz(product, iterations=14)[0] + least[..., None, None] * eye
+            middle = add_diagonal(newton_schulz(product, iterations=14)[0], least)
             upper = torch.linalg.cholesky_ex(middle)[0].transpose(-1, -2)
-            transform = upper @ inverse_root
+            transform = torch.linalg.solve_triangular(root, upper, upper=False, left=False)
             inverse = torch.linalg.solve_triangular(upper, root, upper=True, left=False)
             second = transform @ moments.cov_x @ transform.transpose(-1, -2)
             second = second + inverse.transpose(-1, -2) @ moments.cov_y @ inverse
-            factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
+            factor, _ = torch.linalg.cholesky_ex(finite(add_diagonal(second, 1.0)))
         mapped = (transform @ moments.mean_x.unsqueeze(-1)).transpose(-1, -2) @ transform
         return Parameters(transform, inverse, factor, shift=moments.mean_y + mapped.squeeze(-2))
 

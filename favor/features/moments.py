@@ -102,19 +102,24 @@ class Moments:
         return self.second_x + self.second_y + outer + outer.transpose(-1, -2)
 
     def ridge(self, regularization: float, floor: float, *, centred: bool = False) -> Tensor:
-        """The t of `regularised`, `[...]`."""
+        """T = regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
+
+        M1 and M2 are the second moments, or with `centred` the covariances. The absolute floor is what keeps the
+        inverse of an all-zero set finite.
+        """
         total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
         return regularization * total / (2 * self.head_dim) + floor
 
-    def regularised(self, regularization: float, floor: float, *, centred: bool = False) -> Moments:
-        """Adds t I to both second moments, t = regularization * (tr M1 + tr M2) / (2 d) + floor.
+    def regularised(self, ridge: Tensor) -> Moments:
+        """Adds t I to both second moments, for a t of each set `[...]`."""
+        return Moments(self.mean_x, self.mean_y, add_diagonal(self.cov_x, ridge), add_diagonal(self.cov_y, ridge))
 
-        The absolute floor is what keeps the inverse of an all-zero set finite. M1 and M2 are the second moments, or
-        with `centred` the covariances.
-        """
-        eye = torch.eye(self.head_dim, dtype=self.mean_x.dtype, device=self.mean_x.device)
-        ridge = self.ridge(regularization, floor, centred=centred)[..., None, None] * eye
-        return Moments(self.mean_x, self.mean_y, self.cov_x + ridge, self.cov_y + ridge)
+
+def add_diagonal(matrix: Tensor, number: Tensor | float) -> Tensor:
+    """Matrices `[..., d, d]` plus a number `[...]` times the identity."""
+    total = matrix.clone()
+    torch.diagonal(total, dim1=-2, dim2=-1).add_(number.unsqueeze(-1) if isinstance(number, Tensor) else number)
+    return total
 
 
 def _interleave(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

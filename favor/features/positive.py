@@ -100,7 +100,7 @@ class SADERF(Regularised):
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Psi from the diagonals of the second moments, then A as in GERF."""
-        moments = moments.regularised(self.regularization, self.floor)
+        moments = moments.regularised(moments.ridge(self.regularization, self.floor))
         diag_x = torch.diagonal(moments.second_x, dim1=-2, dim2=-1)
         diag_y = torch.diagonal(moments.second_y, dim1=-2, dim2=-1)
         psi = (diag_y / diag_x).pow(0.25)
@@ -141,7 +141,7 @@ class ADERF(Regularised):
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """G by the roots of three matrices, then A as in GERF on the transformed data."""
-        moments = moments.regularised(self.regularization, self.floor)
+        moments = moments.regularised(moments.ridge(self.regularization, self.floor))
         form = without_eigh(self.factorization, moments.second_x, "newton_schulz")
         roots = newton_schulz if form == "newton_schulz" else _roots
         root, inverse_root = roots(moments.second_x)

@@ -48,8 +48,8 @@ def finite(matrix: Tensor) -> Tensor:
     """Matrices, the identity in place of those that are not finite."""
     # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    broken = ~matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    return torch.where(broken, eye, matrix)
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=(-2, -1), keepdim=True)
+    return torch.where(largest < torch.inf, matrix, eye)
 
 
 def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]:
