@@ -65,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
     add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
     add("--memory_limit", type=float, help="GB that a method may need; default: half of what is free")
+    add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the host's share")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
     add("--threads", type=int, help="CPU threads; default: those torch takes")
     add("--seed", type=int, default=0)
@@ -76,6 +77,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = arguments.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("expected a CUDA device for --device cuda, got none; use --device cpu")
+    if arguments.cuda_graph and (not cuda or arguments.model):
+        parser.error("expected --cuda_graph with --device cuda and without --model")
     arguments.dtype = DTYPES[arguments.dtype or ("bf16" if cuda else "fp32")]
     arguments.key_heads = arguments.key_heads or arguments.heads
     if arguments.heads % arguments.key_heads:
@@ -116,12 +119,13 @@ def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Con
             return (None if found.passed else found.worst), found.to_dict()
 
         call = partial(run_pass, prepared.attend, *own)
+        timed = measure.Recorded(call) if bench.arguments.cuda_graph else call
         peak: Callable[[], int] | None = None
         if here.device == "cuda":
             peak = partial(measure.cuda_peak, call)
         elif bench.server is not None:
             peak = partial(bench.server.peak, {"method": method.name, "cell": asdict(here)})
-        return Trial(check, call, peak, flops=method.flops(here), moved_bytes=here.input_output_bytes)
+        return Trial(check, timed, peak, flops=method.flops(here), moved_bytes=here.input_output_bytes)
 
     return Contender(method.name, method.exponent, refuses, start)
 
@@ -236,6 +240,8 @@ def explanation(bench: Bench) -> list[str]:
             "without a head; forward+backward includes the gradients of all weights. Before its time each backend is",
             "run once and must give finite numbers and, for FAVOR, others than SDPA.",
         ]
+    if a.cuda_graph:
+        lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
     return [
         *lines,
         f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from favor.kernels.dispatch import is_tracing
+
 
 @dataclass
 class Compaction:
@@ -23,7 +25,7 @@ class Compaction:
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
         """From a padding mask `[B, S]`, True for real tokens; None if the padding is at the end already."""
-        if mask.shape[1] < 2 or (not torch.compiler.is_compiling() and bool((mask[:, 1:] <= mask[:, :-1]).all())):
+        if mask.shape[1] < 2 or (not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all())):
             return None
         order = torch.argsort(~mask, dim=1, stable=True)
         return cls(order, mask.gather(1, order))

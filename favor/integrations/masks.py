@@ -13,6 +13,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from favor.kernels.dispatch import is_tracing
+
 
 def favor_mask(
     batch_size: int,
@@ -56,7 +58,7 @@ def favor_mask(
             )
     elif mask_function is not bidirectional_mask_function:
         # A tracer cannot look into it, and transformers there gives every decoder without a mask a packed one.
-        if _is_tracing() or _is_packed(mask_function):
+        if is_tracing() or _is_packed(mask_function):
             return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=kwargs.get("device"))
         raise ValueError(
             "favor attention supports causal and bidirectional masks with padding; this mask adds a prefix or blocks, "
@@ -67,7 +69,7 @@ def favor_mask(
     padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     if padding.shape[1] < kv_length:
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    if not _is_tracing() and bool(padding.all()):
+    if not is_tracing() and bool(padding.all()):
         return None
     return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
 
@@ -104,9 +106,10 @@ def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, i
     visible = _visible(mask)
     if same_rows:
         return visible[:, 0].expand(batch, -1)
-    if _is_tracing():
+    if is_tracing():
         raise ValueError(
-            f"cannot read a materialised mask of shape {tuple(mask.shape)} while compiling; pass a 2D one."
+            f"cannot read a materialised mask of shape {tuple(mask.shape)} while compiling or recording a CUDA graph; "
+            "pass a 2D one."
         )
     padding = visible.any(dim=1, keepdim=True)
     expected = padding
@@ -135,7 +138,7 @@ def _visible(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         return mask != 0
     hidden = mask <= -1e4
-    if not _is_tracing() and not bool(((mask == 0) | hidden).all()):
+    if not is_tracing() and not bool(((mask == 0) | hidden).all()):
         raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
     return ~hidden
 
@@ -159,10 +162,6 @@ _PARTS_OF_PACKED = {
     "causal_mask_function",
     "bidirectional_mask_function",
 }
-
-
-def _is_tracing() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 _UNKNOWN_LENGTHS = (

@@ -57,6 +57,13 @@ def triton_module(name: str) -> Any:
     return importlib.import_module(f"favor.kernels.triton_{name}")
 
 
+def is_tracing() -> bool:
+    """Whether what tensors hold is not to be looked at: a compiler or a CUDA graph records what is done to them."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def plain(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors and nobody, such as a compiler, watches what is done to them."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
