@@ -40,7 +40,7 @@ def key_bias(
     for rows, own in _pairs(key, params, None if packing is None else packing.split_keys):
         shift = None if own.shift is None else own.shift / root
         biases.append(_Form(root * own.inverse, shift, weight=scale * features.alpha)(rows, hidden, dtype))
-    return torch.cat(biases, dim=2)
+    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
 
 
 def query_bias(
@@ -71,7 +71,7 @@ def query_bias(
             form = _Form(None, linear=linear, weight=-scale / 2)
         value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
         biases.append(value.view(rows.shape[:3]))
-    return torch.cat(biases, dim=2)
+    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
 
 
 def _pairs(

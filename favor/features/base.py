@@ -112,8 +112,11 @@ class PositiveFeatures(RandomFeatures):
         Returns:
             query directions `[..., M, d]`, key directions `[..., M, d]` and offsets `[..., M]`.
         """
-        u = omega @ params.factor.transpose(-1, -2)
-        offset = (omega.square().sum(-1) - u.square().sum(-1)) / (2 * root**2)
+        if params.form == "identity":
+            u, offset = omega, omega.new_zeros(omega.shape[:-1])
+        else:
+            u = omega @ params.factor.transpose(-1, -2)
+            offset = (omega.square().sum(-1) - u.square().sum(-1)) / (2 * root**2)
         to_query, to_key = u, u
         if params.maps:
             to_query, to_key = u @ params.transform, u @ params.inverse.transpose(-1, -2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from favor.features.moments import Moments, add_diagonal, row_parts, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
-from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
+from favor.features.roots import eigh, from_spectrum, newton_schulz, without_eigh
 
 
 class CDERF(Regularised):
@@ -55,9 +55,10 @@ class CDERF(Regularised):
         """G and Sigma from the covariances, the shift from the means."""
         ridge = moments.ridge(self.regularization, self.floor, centred=True)
         moments = moments.regularised(ridge)
-        root, _ = torch.linalg.cholesky_ex(finite(moments.cov_x))
-        product = finite(root.transpose(-1, -2) @ moments.cov_y @ root)
-        if without_eigh(self.factorization, product, "cholesky") == "eigh":
+        root, _ = torch.linalg.cholesky_ex(moments.cov_x)
+        product = root.transpose(-1, -2) @ moments.cov_y @ root
+        decomposes = without_eigh(self.factorization, product, "cholesky") == "eigh"
+        if decomposes:
             values, vectors = eigh(product, ridge.square())  # both covariances are at least t I
             spread = values.sqrt()
             transform = torch.linalg.solve_triangular(
@@ -75,9 +76,10 @@ class CDERF(Regularised):
             inverse = torch.linalg.solve_triangular(upper, root, upper=True, left=False)
             second = transform @ moments.cov_x @ transform.transpose(-1, -2)
             second = second + inverse.transpose(-1, -2) @ moments.cov_y @ inverse
-            factor, _ = torch.linalg.cholesky_ex(finite(add_diagonal(second, 1.0)))
+            factor, _ = torch.linalg.cholesky_ex(add_diagonal(second, 1.0))
         mapped = (transform @ moments.mean_x.unsqueeze(-1)).transpose(-1, -2) @ transform
-        return Parameters(transform, inverse, factor, shift=moments.mean_y + mapped.squeeze(-2))
+        shift = moments.mean_y + mapped.squeeze(-2)
+        return Parameters(transform, inverse, factor, shift=shift, form="full" if decomposes else "triangular")
 
 
 class WDERF(CDERF):
@@ -166,7 +168,8 @@ def attention_received(
         logits = product.unflatten(0, rows.shape[:-2])
     else:
         parts = row_parts(y, y.dtype != compute)
-        logits = torch.cat([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
+        pieces = [rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts]
+        logits = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)
     if y_mask is not None:

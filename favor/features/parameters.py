@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Parameters:
         maps: False where G = I, which then need not be applied.
         shift: b, `[..., d]`; None for no shift.
         log_weights: log w, `[..., M]`, of the M directions they were learned for; None for weights of 1.
+        form: what is known of L: "identity", "triangular" or "full", which is nothing.
     """
 
     transform: Tensor
@@ -46,12 +48,13 @@ class Parameters:
     maps: bool = True
     shift: Tensor | None = None
     log_weights: Tensor | None = None
+    form: Literal["identity", "triangular", "full"] = "full"
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
         """G = L = I: the positive features of FAVOR+, which need no statistics."""
         eye = torch.eye(head_dim, dtype=dtype, device=device)
-        return cls(eye, eye, eye, maps=False)
+        return cls(eye, eye, eye, maps=False, form="identity")
 
     @classmethod
     def from_matrices(cls, A: Tensor, B1: Tensor, B2: Tensor, *, tolerance: float = 1e-5) -> Parameters:
@@ -112,6 +115,7 @@ class Parameters:
             factor=correction.factor @ self.factor,
             maps=True,
             shift=shift,
+            form="full",
         )
 
     def heads(self, heads: Sequence[int]) -> Parameters:
@@ -125,7 +129,8 @@ class Parameters:
             return None if part is None else change(part)
 
         transform, inverse, factor = (change(matrix) for matrix in (self.transform, self.inverse, self.factor))
-        return Parameters(transform, inverse, factor, self.maps, optional(self.shift), optional(self.log_weights))
+        shift, log_weights = optional(self.shift), optional(self.log_weights)
+        return Parameters(transform, inverse, factor, self.maps, shift, log_weights, self.form)
 
     def split(self) -> list[Parameters]:
         """Parameters of each entry of the first of four dimensions `[n, Hk, d, d]`, as n parameters `[1, Hk, d, d]`."""
@@ -138,7 +143,7 @@ class Parameters:
         shifts = parts(self.shift, 3)
         # Weights belong to directions, which all sequences share.
         return [
-            Parameters(*own, self.maps, shift, self.log_weights)  # type: ignore[arg-type]
+            Parameters(*own, self.maps, shift, self.log_weights, self.form)  # type: ignore[arg-type]
             for own, shift in zip(matrices, shifts, strict=True)
         ]
 
@@ -150,6 +155,10 @@ class Parameters:
     @property
     def log_det_sigma(self) -> Tensor:
         """Log det Sigma, `[...]`."""
+        if self.form == "identity":
+            return self.factor.new_zeros(self.factor.shape[:-2])
+        if self.form == "triangular":  # a decomposition is many launches on a GPU
+            return 2 * torch.diagonal(self.factor, dim1=-2, dim2=-1).abs().log().sum(-1)
         return 2 * torch.linalg.slogdet(self.factor).logabsdet
 
     @property

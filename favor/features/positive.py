@@ -15,7 +15,7 @@ from torch import Tensor
 from favor.features.base import PositiveFeatures
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
-from favor.features.roots import eigh, finite, from_spectrum, newton_schulz, without_eigh
+from favor.features.roots import eigh, from_spectrum, newton_schulz, without_eigh
 
 Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
 
@@ -46,10 +46,6 @@ class PosRF(PositiveFeatures):
     name = "pos"
     needs_statistics = False
 
-    def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Omega itself, and no offset; otherwise as in `PositiveFeatures.directions`."""
-        return omega, omega, omega.new_zeros(omega.shape[:-1])
-
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""
         return Parameters.identity(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
@@ -69,7 +65,7 @@ class GERF(PositiveFeatures):
         """A from the mean squared norm of x + y, which follows from traces and means."""
         eye = torch.eye(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
         phi = (moments.trace_sum + 2 * moments.cross) / moments.head_dim
-        return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye, maps=False)
+        return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye, maps=False, form="triangular")
 
 
 class Regularised(PositiveFeatures):
@@ -107,7 +103,8 @@ class SADERF(Regularised):
         scaled = (psi.square() * diag_x).sum(-1) + (diag_y / psi.square()).sum(-1)
         sigma = optimal_sigma((scaled + 2 * moments.cross) / moments.head_dim)
         eye = torch.eye(moments.head_dim, dtype=psi.dtype, device=psi.device)
-        return Parameters(torch.diag_embed(psi), torch.diag_embed(1 / psi), sigma.sqrt()[..., None, None] * eye)
+        factor = sigma.sqrt()[..., None, None] * eye
+        return Parameters(torch.diag_embed(psi), torch.diag_embed(1 / psi), factor, form="triangular")
 
 
 class ADERF(Regularised):
@@ -150,7 +147,7 @@ class ADERF(Regularised):
         nuclear = trace(mean @ moments.second_x)
         sigma = optimal_sigma((2 * nuclear + 2 * moments.cross) / moments.head_dim)
         eye = torch.eye(moments.head_dim, dtype=mean.dtype, device=mean.device)
-        return Parameters(*roots(mean), sigma.sqrt()[..., None, None] * eye)
+        return Parameters(*roots(mean), sigma.sqrt()[..., None, None] * eye, form="triangular")
 
 
 class SDERF(PositiveFeatures):
@@ -182,14 +179,14 @@ class SDERF(PositiveFeatures):
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         form = without_eigh(self.factorization, second, "newton_schulz")
         if form == "cholesky":
-            factor, _ = torch.linalg.cholesky_ex(finite(eye + second))
+            factor, _ = torch.linalg.cholesky_ex(eye + second)
         elif form == "newton_schulz":
-            factor = _sigma_root(finite(second), eye)
+            factor = _sigma_root(second, eye)
         else:
             values, vectors = eigh(second)
             # The symmetric root does not depend on signs or order of eigenvectors, which differ between devices.
             factor = from_spectrum(optimal_sigma(values).sqrt(), vectors)
-        return Parameters(eye, eye, factor, maps=False)
+        return Parameters(eye, eye, factor, maps=False, form="triangular" if form == "cholesky" else "full")
 
 
 def check_factorization(given: str, allowed: Sequence[str]) -> None:

@@ -81,8 +81,8 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         weights = weights.float().contiguous()
         total = weights.sum(-1, keepdim=True)
         seen = total > 0
-        share = torch.where(seen, 1.0 / total, 0.0)
-        place = (weights > 0).int().argmax(-1)[..., None, None].expand(batch, heads, 1, width)
+        share = (1.0 / total).masked_fill_(~seen, 0.0)
+        place = weights.argmax(-1)[..., None, None].expand(batch, heads, 1, width)
         pivot = torch.where(seen, rows.gather(2, place).squeeze(2).float(), 0.0)
     splits = split_count(batch * heads, length, rows.device)
     first = pivot.new_empty(batch, heads, splits, width)

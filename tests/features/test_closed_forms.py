@@ -248,3 +248,18 @@ def test_moments_of_half_precision_are_float32():
     x, y = data()
     moments = Moments.from_samples(x.half(), y.half())
     assert moments.second_x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", POSITIVE, ids=lambda family: family.name)
+def test_what_is_said_of_the_factor_is_true(family):
+    """Attention takes the determinant and the directions from it."""
+    x, y = data()
+    for params in (family().fit(x, y), family().fit(x, y).to(x.float())):
+        expected = torch.linalg.slogdet(params.factor @ params.factor.T).logabsdet
+        torch.testing.assert_close(params.log_det_sigma, expected, rtol=1e-5, atol=1e-5)
+        assert params.form != "triangular" or torch.equal(params.factor, params.factor.tril())
+        assert params.form != "identity" or torch.equal(params.factor, torch.eye(4).to(params.factor))
+    correction = Parameters(EYE, EYE, EYE + 0.1 * torch.ones(4, 4, dtype=torch.float64))
+    corrected = family().fit(x, y).corrected(correction)
+    expected = torch.linalg.slogdet(corrected.factor @ corrected.factor.T).logabsdet
+    torch.testing.assert_close(corrected.log_det_sigma, expected)
