@@ -295,7 +295,8 @@ def _answer(send: Connection, limit: float | None, threads: int, task: Callable[
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+    # The last is what oneDNN says when it gets no memory.
+    if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|could not create a primitive", text):
         wanted = re.search(r"allocate (\d+) bytes", text)
         return "out of memory" + (f": no {int(wanted[1]) / 1e6:.4g} MB were left" if wanted else "")
     return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
