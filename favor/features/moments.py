@@ -102,7 +102,7 @@ class Moments:
         return self.second_x + self.second_y + outer + outer.transpose(-1, -2)
 
     def ridge(self, regularization: float, floor: float, *, centred: bool = False) -> Tensor:
-        """T = regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
+        """The t of `regularised`: regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
 
         M1 and M2 are the second moments, or with `centred` the covariances. The absolute floor is what keeps the
         inverse of an all-zero set finite.
