@@ -9,10 +9,10 @@ from typing import Any
 from favor.kernels import KERNELS
 
 # Keys per feature from which on both passes take less time than the fastest exact attention, (bidirectional, causal),
-# head_dim 64: on a CPU in float32 (eval/results/speed_cpu.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
+# head_dim 64: on a CPU in float32 (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
 CROSSOVER = {"cpu": (4, 12), "cuda": (18, 32)}
-# The same for landmarks (speed_landmark_cpu.md, speed_gpu_*.md). On a GPU causal ones, timed by hand, are slower than
-# exact attention at 65,536 keys: the last number is a bound.
+# The same for landmarks (speed_landmark_*cpu.md, speed_gpu_*.md), causal ones on a CPU with a window (19 without).
+# On a GPU causal ones, timed by hand, are slower than exact attention at 65,536 keys: the last number is a bound.
 LANDMARK_CROSSOVER = {"cpu": (4, 28), "cuda": (48, 1024)}
 # How many times as many a window takes in bidirectional layers (the same files, window 128).
 WINDOWED = {"cpu": 2, "cuda": 3}
