@@ -56,6 +56,19 @@ def seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def record(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A CUDA graph of a call that has run before, and the tensors that its replays fill."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
 class Recorded:
     """A call replayed from a CUDA graph, recorded the first time, so that its time is the device's alone.
 
@@ -73,14 +86,7 @@ class Recorded:
             self._graph.replay()
             return
         expected = self._call()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = self._call()
+        graph, found = record(self._call)
         graph.replay()
         for one, other in zip(found, expected, strict=True):
             if not float((one.double() - other.double()).norm()) <= 0.01 * float(other.double().norm()):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from favor.attention.packing import Packing
 from favor.features import Parameters, PositiveFeatures
+from favor.features.moments import joined
 from favor.kernels.dispatch import fuses, triton_module
 
 
@@ -40,7 +41,7 @@ def key_bias(
     for rows, own in _pairs(key, params, None if packing is None else packing.split_keys):
         shift = None if own.shift is None else own.shift / root
         biases.append(_Form(root * own.inverse, shift, weight=scale * features.alpha)(rows, hidden, dtype))
-    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
+    return joined(biases, dim=2)
 
 
 def query_bias(
@@ -71,7 +72,7 @@ def query_bias(
             form = _Form(None, linear=linear, weight=-scale / 2)
         value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
         biases.append(value.view(rows.shape[:3]))
-    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
+    return joined(biases, dim=2)
 
 
 def _pairs(
@@ -154,7 +155,7 @@ class _Apply(torch.autograd.Function):
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         size = rows.shape[2] // 32 + 64 if in_parts else max(rows.shape[2], 1)
-        bias = torch.cat([form.of(part, dtype) for part in rows.split(size, dim=2)], dim=2)
+        bias = joined([form.of(part, dtype) for part in rows.split(size, dim=2)], dim=2)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.features.moments import Moments, add_diagonal, row_parts, trace
+from favor.features.moments import Moments, add_diagonal, joined, row_parts, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
 from favor.features.roots import eigh, from_spectrum, newton_schulz, without_eigh
@@ -168,8 +168,7 @@ def attention_received(
         logits = product.unflatten(0, rows.shape[:-2])
     else:
         parts = row_parts(y, y.dtype != compute)
-        pieces = [rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts]
-        logits = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+        logits = joined([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
     if counts is not None:
         logits = logits + counts.log().unsqueeze(-2)
     if y_mask is not None:

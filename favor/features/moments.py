@@ -161,6 +161,11 @@ def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
+def joined(pieces: list[Tensor], dim: int) -> Tensor:
+    """Pieces put together again; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
 def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
     """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere.
 

@@ -174,17 +174,16 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
     start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
     while start < length:
         stop = min(start + size, length)
-        own = slice(prefix + start, prefix + stop)
-        logits = buffer.product(inputs.keys(inputs.key, own.start, own.stop), project, LOG2E)
-        anchor = torch.maximum(state.top, logits[:, :1] + inputs.bias[:, own][:, :1] + inputs.offset)
+        bias = inputs.bias[:, prefix + start : prefix + stop]
+        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
+        anchor = torch.maximum(state.top, logits[:, :1] + bias[:, :1] + inputs.offset)
         if inputs.hidden is not None:
             # Nothing seen so far, and the first key is hidden: the first visible one.
-            visible = (~inputs.hidden[:, own]).to(torch.uint8).argmax(1, keepdim=True)
-            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2]))
-            first = first + inputs.bias[:, own].gather(1, visible) + inputs.offset
-            anchor = torch.where(anchor == -torch.inf, first, anchor)
+            visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
+            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2])) + bias.gather(1, visible)
+            anchor = torch.where(anchor == -torch.inf, first + inputs.offset, anchor)
             anchor = anchor.masked_fill(anchor == -torch.inf, 0.0)  # nothing to see in this chunk either
-        top = logits.add_(inputs.bias[:, own]).add_(inputs.offset - anchor).amax(1, keepdim=True)
+        top = logits.add_(bias).add_(inputs.offset - anchor).amax(1, keepdim=True)
         # A steep chunk is cut; later chunks try the full size again.
         while stop - start > 1 and bool(top.amax() > _STEEPEST):
             stop = (start + stop + 1) // 2

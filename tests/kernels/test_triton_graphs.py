@@ -6,6 +6,7 @@ from transformers import BertConfig, BertModel
 
 import favor
 from favor.attention.compaction import Compaction
+from favor.eval.speed_measure import record
 from favor.integrations.masks import favor_mask
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
@@ -32,20 +33,6 @@ def test_values_are_not_looked_at_while_recording(monkeypatch):
     assert torch.equal(compaction.order, torch.arange(6).expand(2, 6))
 
 
-def recorded(step):
-    """A graph of a step that has run before, and what its replays fill."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
-
-
 @on_gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_a_graph_gives_the_attention_of_new_inputs(options):
@@ -57,7 +44,8 @@ def test_a_graph_gives_the_attention_of_new_inputs(options):
         out = favor.favor_attention(*inputs, num_features=64, **options)
         return out, *torch.autograd.grad(out, inputs, slope)
 
-    graph, results = recorded(step)
+    step()
+    graph, results = record(step)
     with torch.no_grad():
         for tensor in inputs:
             tensor.copy_(torch.randn_like(tensor))
@@ -79,7 +67,8 @@ def test_a_graph_of_a_padded_model():
     def step():
         return (model(input_ids=ids, attention_mask=mask).last_hidden_state,)
 
-    graph, (found,) = recorded(step)
+    step()
+    graph, (found,) = record(step)
     mask[1, :40] = 0
     (expected,) = step()
     graph.replay()
