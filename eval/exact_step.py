@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from favor.eval import report
+from favor.eval.common import report
 from favor.optim import ProxBoundSGD, bound_coefficients, bound_matvec, exact_step_
 from favor.optim.single import single_direction
 

@@ -30,15 +30,15 @@ import favor
 from favor import favor_attention
 from favor import features as families
 from favor.config import FavorConfig, feature_family
-from favor.eval import report
-from favor.eval.pretrained import PACKAGE, minilm_path
-from favor.integrations.feature_weights import DENSE
-from favor.integrations.layers import attention_modules
-from favor.integrations.observe import Observation, observe
+from favor.eval.common import report
+from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.integrations.adapt.feature_weights import DENSE
+from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.layer import attention_modules
 from favor.integrations.stored import carrying, stored_parameters
-from favor.train.attention_student import relative_error
-from favor.train.pretrained import load_exact
-from favor.train.text import samples
+from favor.train.common.pretrained import load_exact
+from favor.train.text.attention_student import relative_error
+from favor.train.text.samples import samples
 
 BACKENDS = ("favor+", "favor++", "favor#:sderf", "favor#")
 PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "weights", "weights, G, L and b"

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import favor
-from favor.eval import report
-from favor.eval.speed_models import Model
+from favor.eval.common import report
+from favor.eval.speed.models import Model
 
 TOLERANCE = 1e-3
 WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")

@@ -11,7 +11,8 @@ optimizer go on to 5. A seed determines the initial parameters, the order of the
 all optimizers.
 
 Tasks: `fashion` (10 labels, --images_dir), `sst2` (2 labels, --glue_dir) and `text` (8192 labels, --text_file); see
-`favor.eval.head_tasks`. Finished runs are kept in the file --cache; a program started again with it goes on from there.
+`favor.eval.optim.head_tasks`. Finished runs are kept in the file --cache; a program started again with it goes on from
+there.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from favor.eval import head_report, head_tasks, report
-from favor.eval.head_report import Entry, label
-from favor.eval.head_tasks import HeadTask
+from favor.eval.common import report
+from favor.eval.optim import head_report, head_tasks
+from favor.eval.optim.head_report import Entry, label
+from favor.eval.optim.head_tasks import HeadTask
 from favor.optim import SoftmaxBound
-from favor.train.batches import EpochSampler, mix
+from favor.train.common.batches import EpochSampler, mix
 
 TASKS = ("fashion", "sst2", "text")
 MILESTONES = (1, 2, 5)

@@ -11,7 +11,7 @@ features are fitted to the pair of sets the kernel is taken of, queries (validat
 inputs as y, without labels. Directions are orthogonal, and in opposite pairs for the families that have that as their
 default (cderf). The features of fewer than the largest M are the first M of the same draw.
 
-DIR holds the UCI files (see `favor.eval.kernel_data`) or CSV files of one's own, named by --datasets.
+DIR holds the UCI files (see `favor.eval.figures.kernel_data`) or CSV files of one's own, named by --datasets.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from favor import features
-from favor.eval import report
-from favor.eval.kernel_data import BUNDLED, UCI, Dataset, load, split
-from favor.eval.kernel_report import checks, plot, report_lines
+from favor.eval.common import report
+from favor.eval.figures.kernel_data import BUNDLED, UCI, Dataset, load, split
+from favor.eval.figures.kernel_report import checks, plot, report_lines
 
 ALPHA = -0.5
 POSITIVE = ("pos", "gerf", "saderf", "aderf", "sderf", "cderf")

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from favor.eval import long_form_report, report
-from favor.eval.launch import Backend
-from favor.eval.long_form_cell import (
+from favor.eval.common import report
+from favor.eval.common.launch import Backend
+from favor.eval.speech import long_form_report
+from favor.eval.speech.long_form_cell import (
     RATE,
     Failure,
     Recording,
@@ -35,9 +36,9 @@ from favor.eval.long_form_cell import (
 )
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
 from favor.models.conformer.configuration_conformer import PRESETS, subsampled_frames
-from favor.train.speech_data import Utterance
-from favor.train.speech_sources import load_speech
-from favor.train.word_errors import word_errors
+from favor.train.speech.data import Utterance
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
 
 TOLERANCE = 1e-3
 EXACT = ("sdpa", "eager")

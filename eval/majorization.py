@@ -6,7 +6,8 @@
 All methods minimise F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2 from the same point near 0. The
 minimum F* is that of scipy's L-BFGS in double precision. Reported are F - F* and the test error against passes over the
 data and against seconds: processor time of one thread, which other processes do not disturb, for steps alone and not
-for evaluation. What a pass is: `favor.eval.majorization_steps`; how data are scaled: `favor.eval.majorization_data`.
+for evaluation. What a pass is: `favor.eval.optim.majorization_steps`; how data are scaled:
+`favor.eval.optim.majorization_data`.
 
 Every method has the same budget for its step size and other options: a search of at most --trials short runs with seed
 0, which together take as long as one run at most; the best objective at their end wins. A run ends after --epochs
@@ -28,11 +29,11 @@ from typing import Any
 
 import torch
 
-from favor.eval import report
-from favor.eval.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
-from favor.eval.majorization_methods import METHODS, Configuration, Method, Score, search
-from favor.eval.majorization_report import checks, plot, report_lines, summary, thinned
-from favor.eval.majorization_steps import CONVERGED, Trace, initial_head, run
+from favor.eval.common import report
+from favor.eval.optim.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
+from favor.eval.optim.majorization_methods import METHODS, Configuration, Method, Score, search
+from favor.eval.optim.majorization_report import checks, plot, report_lines, summary, thinned
+from favor.eval.optim.majorization_steps import CONVERGED, Trace, initial_head, run
 
 QUICK = ("synthetic", "digits", "breast_cancer")
 TUNING_SHARE = 10

@@ -15,7 +15,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from favor.train.text import read_text
+from favor.train.text.samples import read_text
 
 END = "<|endoftext|>"
 

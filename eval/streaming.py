@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import favor
-from favor.eval import report
+from favor.eval.common import report
 from favor.models.conformer import (
     ConformerConfig,
     ConformerFeatureExtractor,

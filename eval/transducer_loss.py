@@ -5,7 +5,7 @@
 Forward and backward pass, float32, sequences without padding. Two tables: from logits `[B, T, U + 1, V]` on, and from
 what a joint network makes them of. A method is only timed if its loss and its gradients for the first sequence agree
 with float64. Peak memory counts what a pass allocates at its highest point, without its inputs; on a CPU in a fresh
-process for each number (see `favor.eval.speed_measure`).
+process for each number (see `favor.eval.speed.measure`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from favor.eval import report
-from favor.eval import speed_measure as measure
+from favor.eval.common import report
+from favor.eval.speed import measure
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
 
 TOLERANCE = 1e-3  # the naive recursion is in float32

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from favor import features
-from favor.eval import report
+from favor.eval.common import report
 
 SIZE = 8
 DIM = SIZE * SIZE

@@ -36,18 +36,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor.eval import asr as evaluation
-from favor.eval import launch
-from favor.eval import wer_report as report
-from favor.eval.approximation_heads import mean_of_values
-from favor.eval.launch import Backend
-from favor.eval.wer_report import EXACT, UNIFORM
+from favor.eval.approximation.heads import mean_of_values
+from favor.eval.common import launch
+from favor.eval.common.launch import Backend
+from favor.eval.speech import wer_report as report
+from favor.eval.speech.wer_report import EXACT, UNIFORM
+from favor.integrations.adapt.observe import Observation
 from favor.integrations.masks import favor_mask, key_padding
-from favor.integrations.observe import Observation
 from favor.integrations.refusals import causal_of, refuse
-from favor.train import asr, asr_arguments, checkpoint
-from favor.train.speech_data import long_enough
-from favor.train.speech_model import make_model, make_processor
-from favor.train.speech_sources import load_speech
+from favor.train import asr
+from favor.train.common import checkpoint
+from favor.train.speech import arguments as asr_arguments
+from favor.train.speech.data import long_enough
+from favor.train.speech.model import make_model, make_processor
+from favor.train.speech.sources import load_speech
 
 DEFAULT_ARMS = (EXACT, UNIFORM, "favor++", "favor#:sderf", "favor#:wderf")
 OWN = (

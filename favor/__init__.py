@@ -10,11 +10,11 @@ from importlib.metadata import version
 from favor import features
 from favor.attention import favor_attention
 from favor.config import BACKENDS, FavorConfig
-from favor.integrations.calibration import calibrate
-from favor.integrations.convert import convert
-from favor.integrations.generation import FavorCache
-from favor.integrations.layers import RedrawCounter
-from favor.integrations.transformers import configure, register
+from favor.integrations.adapt.calibrate import calibrate
+from favor.integrations.adapt.convert import convert
+from favor.integrations.backend import configure, register
+from favor.integrations.cache import FavorCache
+from favor.integrations.layer import RedrawCounter
 
 __version__ = version("favor")
 __all__ = [

@@ -36,9 +36,9 @@ class FavorConfig:
         num_features: number of random features (or landmarks) M a head, default 256. `favor_elu` always has head_dim
             features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
-            `eval/approximation.py`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or "landmark",
-            which is nothing random: M groups of keys stand for all keys (see `favor.features.Landmarks`), without
-            parameters, in decoders too. Other backends have one family each and do not read it.
+            `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
+            "landmark", which is nothing random: M groups of keys stand for all keys (see `favor.features.Landmarks`),
+            without parameters, in decoders too. Other backends have one family each and do not read it.
         factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
             "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf" (no
             eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is "eigh" on
@@ -56,8 +56,8 @@ class FavorConfig:
             stored in the model, for causal layers too. "corrected" takes those of each sequence and changes them by
             what `favor.train.distill` learned for each head; not for causal layers.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
-            error. "auto" (default) is the length where the two take equally long, measured by `eval/speed.py` for each
-            kind of device: see `exact_threshold`. 0 never runs exact attention.
+            error. "auto" (default) is the length where the two take equally long, measured by `favor.eval.speed` for
+            each kind of device: see `exact_threshold`. 0 never runs exact attention.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 

@@ -22,17 +22,17 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
-from favor.train import checkpoint, loop, report
-from favor.train.arguments import DEFAULT_SEED
-from favor.train.asr_arguments import Arguments, SpeechTrainArguments
-from favor.train.average import weight_average
-from favor.train.optimizers import adamw_groups
-from favor.train.speech_data import Skipped, Utterance, check_lengths, long_enough
-from favor.train.speech_loaders import make_loaders
-from favor.train.speech_model import make_model, make_processor
-from favor.train.speech_sources import load_speech
-from favor.train.transcribe import transcribe
-from favor.train.word_errors import character_errors, word_errors
+from favor.train.common import checkpoint, loop, report
+from favor.train.common.arguments import DEFAULT_SEED
+from favor.train.common.average import weight_average
+from favor.train.common.optimizers import adamw_groups
+from favor.train.speech.arguments import Arguments, SpeechTrainArguments
+from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
+from favor.train.speech.loaders import make_loaders
+from favor.train.speech.model import make_model, make_processor
+from favor.train.speech.sources import load_speech
+from favor.train.speech.transcribe import transcribe
+from favor.train.speech.word_errors import character_errors, word_errors
 
 HUB = "openslr/librispeech_asr"
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from favor.integrations.layers import attention_modules, decodes_or_is_causal
-from favor.train import language
+from favor.integrations.layer import attention_modules, decodes_or_is_causal
+from favor.train.text import language
 
 
 class Texts(Dataset[dict[str, Tensor]]):

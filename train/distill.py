@@ -33,14 +33,14 @@ import favor
 from favor import features as families
 from favor.config import feature_family
 from favor.features import Landmarks
-from favor.integrations.layers import attention_modules, decodes
-from favor.integrations.observe import Observation, observe
+from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.layer import attention_modules, decodes
 from favor.integrations.stored import store_parameters, stored_choice
-from favor.train.arguments import check_positive, option
-from favor.train.attention_student import AttentionStudent
-from favor.train.checkpoint import write_json
-from favor.train.pretrained import load_exact
-from favor.train.text import samples
+from favor.train.common.arguments import check_positive, option
+from favor.train.common.checkpoint import write_json
+from favor.train.common.pretrained import load_exact
+from favor.train.text.attention_student import AttentionStudent
+from favor.train.text.samples import samples
 
 RESULTS = "distillation.json"
 

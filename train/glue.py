@@ -25,17 +25,17 @@ from transformers import AutoModelForSequenceClassification
 
 import favor
 from favor.models.bert import PerformerBertForSequenceClassification
-from favor.train import checkpoint, loop, report
-from favor.train.arguments import DEFAULT_SEED, Arguments, ModelArguments
-from favor.train.batches import make_loaders
-from favor.train.glue_data import GlueData, Task, get_task, load_glue
-from favor.train.metrics import load_glue_metric
-from favor.train.optimizers import make_optimizer
-from favor.train.pretrained import check_positions, load_switched, load_tokenizer
+from favor.train.common import checkpoint, loop, report
+from favor.train.common.arguments import DEFAULT_SEED, Arguments, ModelArguments
+from favor.train.common.batches import make_loaders
+from favor.train.common.optimizers import make_optimizer
+from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer
+from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
+from favor.train.text.metrics import load_glue_metric
 
 
 def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
-    """The pretrained model with a head for the task; see `favor.train.pretrained.load_switched`."""
+    """The pretrained model with a head for the task; see `favor.train.common.pretrained.load_switched`."""
 
     def adapt(config: Any) -> None:
         labels = task.labels or ("score",)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from favor.train import language
-from favor.train.arguments import option
-from favor.train.batches import mix
+from favor.train.common.arguments import option
+from favor.train.common.batches import mix
+from favor.train.text import language
 
 
 @dataclass(kw_only=True)

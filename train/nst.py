@@ -30,12 +30,14 @@ from accelerate import Accelerator
 from transformers import HfArgumentParser
 
 from favor.models.conformer import ConformerConfig, ConformerProcessor
-from favor.train import asr, asr_arguments, checkpoint, report
-from favor.train.arguments import check_positive, option
-from favor.train.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
-from favor.train.speech_data import Utterance
-from favor.train.speech_model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
-from favor.train.speech_sources import load_speech
+from favor.train import asr
+from favor.train.common import checkpoint, report
+from favor.train.common.arguments import check_positive, option
+from favor.train.speech import arguments as asr_arguments
+from favor.train.speech.data import Utterance
+from favor.train.speech.model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
+from favor.train.speech.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
+from favor.train.speech.sources import load_speech
 
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from favor import features as families
-from favor.attention import landmark, positive, signed
-from favor.attention.compaction import Compaction
+from favor.attention import linear as positive
+from favor.attention import signed
 from favor.attention.directions import directions
 from favor.attention.packing import Packing
+from favor.attention.padding import Compaction
 from favor.features import Landmarks, Parameters, PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.kernels import StreamState
+from favor.landmark import attention as landmark
 
 __all__ = ["directions", "favor_attention"]
 

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.features.centred import CDERF, WDERF
-from favor.features.landmarks import Landmarks
 from favor.features.maps import ELUFeatures, ReLUFeatures
 from favor.features.moments import Moments
 from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
 from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, optimal_a
 from favor.features.trigonometric import TrigRF
+from favor.landmark.grouping import Landmarks
 
 if TYPE_CHECKING:
-    from favor.features.sampler import SoftmaxKernelSampler
+    from favor.sklearn import SoftmaxKernelSampler
 
 REGISTRY: dict[str, type[RandomFeatures | Landmarks]] = {
     family.name: family
@@ -58,7 +58,7 @@ def get(name: str, **options: Any) -> RandomFeatures | Landmarks:
 def __getattr__(name: str) -> Any:
     # scikit-learn takes a second to import: only for those who want the transformer.
     if name == "SoftmaxKernelSampler":
-        from favor.features.sampler import SoftmaxKernelSampler
+        from favor.sklearn import SoftmaxKernelSampler
 
         return SoftmaxKernelSampler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.features.linalg import eigh, from_spectrum, newton_schulz, without_eigh
 from favor.features.moments import Moments, add_diagonal, joined, row_parts, trace
 from favor.features.parameters import Parameters
 from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
-from favor.features.roots import eigh, from_spectrum, newton_schulz, without_eigh
 
 
 class CDERF(Regularised):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from favor.features.base import PositiveFeatures
+from favor.features.linalg import eigh, from_spectrum, newton_schulz, without_eigh
 from favor.features.moments import Moments, trace
 from favor.features.parameters import Parameters
-from favor.features.roots import eigh, from_spectrum, newton_schulz, without_eigh
 
 Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
 

@@ -54,7 +54,7 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
 
 def triton_module(name: str) -> Any:
     """A module of Triton kernels, imported when it is first used: triton need not be installed."""
-    return importlib.import_module(f"favor.kernels.triton_{name}")
+    return importlib.import_module(f"favor.kernels.gpu.{name}")
 
 
 def is_tracing() -> bool:

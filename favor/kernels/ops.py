@@ -7,8 +7,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from favor.kernels import chunked, chunked_causal, chunked_window
 from favor.kernels.dispatch import pick, plain, triton_module
+from favor.kernels.eager import bidirectional as chunked
+from favor.kernels.eager import causal as chunked_causal
+from favor.kernels.eager import window as chunked_window
 
 
 def _forward(
@@ -41,8 +43,8 @@ def _forward(
         return (chunked_causal if is_causal else chunked).forward(*inputs)
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            return triton_module("window").forward(*inputs, query_bias, *blocks, max_q, max_k)
-        return triton_module("causal" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
+            return triton_module("window.op").forward(*inputs, query_bias, *blocks, max_q, max_k)
+        return triton_module("causal.op" if is_causal else "bidirectional").forward(*inputs, max_q, max_k)
 
 
 attention_forward = torch.library.custom_op("favor::linear_attention", _forward, mutates_args=())
@@ -127,9 +129,9 @@ def _backward(
     last = nothing
     with torch.cuda.device_of(query):
         if query_bias is not None:
-            *grads, last = triton_module("window").backward(grad, *inputs, query_bias, *blocks, max_q, max_k, *saved)
+            *grads, last = triton_module("window.op").backward(grad, *inputs, query_bias, *blocks, max_q, max_k, *saved)
         else:
-            grads = triton_module("causal" if is_causal else "bidirectional").backward(
+            grads = triton_module("causal.op" if is_causal else "bidirectional").backward(
                 grad, *inputs, max_q, max_k, *saved
             )
     return *grads, *(torch.empty_like(nothing) for _ in range(3)), last

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.triton_common import finite
+from favor.kernels.gpu.common import finite
 
 
 @triton.jit

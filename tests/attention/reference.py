@@ -6,8 +6,8 @@ import torch
 
 import favor
 from favor import features
-from favor.attention import landmark_causal
 from favor.attention.functional import directions
+from favor.landmark import causal as landmark_causal
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "pos@8", "wderf@16"]

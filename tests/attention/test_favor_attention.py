@@ -7,9 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
-from favor.attention import landmark_causal
 from favor.attention.functional import directions
-from favor.kernels import chunked_causal
+from favor.kernels.eager import causal as chunked_causal
+from favor.landmark import causal as landmark_causal
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import FAMILIES, attend, inputs
 
-from favor.attention import landmark_causal
+from favor.landmark import causal as landmark_causal
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from favor.train.glue_data import TASKS
-from favor.train.metrics import load_glue_metric
+from favor.train.text.glue_data import TASKS
+from favor.train.text.metrics import load_glue_metric
 
 
 def classes(seed: int, number: int = 2) -> tuple[np.ndarray, np.ndarray]:

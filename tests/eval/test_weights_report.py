@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import favor
 from favor.eval import feature_weights
 from favor.eval.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
-from favor.integrations.observe import observe
+from favor.integrations.adapt.observe import observe
 
 SMALL = [
     "--length",

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import favor
 from favor.config import CROSSOVER, LANDMARK_CROSSOVER, WINDOWED
+from favor.integrations.backend import favor_attention_forward, model_options
 from favor.integrations.masks import favor_mask
-from favor.integrations.transformers import favor_attention_forward, model_options
 
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 ignore_fallback = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")

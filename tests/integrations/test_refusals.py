@@ -6,8 +6,8 @@ import transformers as hf
 from architectures import ARCHITECTURES, AUDIO, COMMON, mel_frames, padding_mask, tokens, waveform
 from torch.nn.functional import scaled_dot_product_attention
 
+from favor.integrations.backend import favor_attention_forward
 from favor.integrations.masks import favor_mask, key_padding
-from favor.integrations.transformers import favor_attention_forward
 
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 

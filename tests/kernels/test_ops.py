@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from truth import gradients, make_inputs
 
 import favor
-from favor.kernels import dispatch, linear_attention, triton_common
+from favor.kernels import dispatch, linear_attention
+from favor.kernels.gpu import common as triton_common
 from favor.kernels.ops import attention_backward, attention_forward
 
 LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)

@@ -186,7 +186,7 @@ SIZES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
 
 
 def compile_all():
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "gpu"))
     import ahead
 
     from favor.models.conformer import triton_transducer

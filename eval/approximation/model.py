@@ -1,0 +1,85 @@
+"""What a linear attention backend does to the output of a whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import favor
+from favor.eval.approximation.heads import LOCAL, MEAN, Variant
+
+MASKED = 0.15
+
+
+def measure_of(model: PreTrainedModel) -> str:
+    """What is compared end to end: "perplexity" of a causal model, "masked-LM loss", or the "cosine" of embeddings."""
+    name = type(model).__name__
+    if name.endswith("ForCausalLM") or name.endswith("LMHeadModel"):
+        return "perplexity"
+    return "masked-LM loss" if name.endswith("ForMaskedLM") else "cosine"
+
+
+def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTrainedModel:
+    """The model with a variant in every layer, or with exact attention for None."""
+    if variant is None:
+        model.set_attn_implementation("sdpa")
+        return model
+    return favor.configure(model, variant.backend, **variant.options(seed))
+
+
+def is_backend(variant: Variant) -> bool:
+    """Whether a variant can run in a model; the baselines are computed for single heads only."""
+    return variant.backend not in (MEAN, LOCAL)
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int) -> Tensor:
+    """Of each sample `[n, L]`: its mean-pooled embedding `[n, width]`, or its loss `[n, 1]`."""
+    measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
+    for sample in ids.split(1):
+        sample = sample.to(model.device)
+        if measure == "cosine":
+            rows.append(model(input_ids=sample).last_hidden_state.mean(1))
+            continue
+        inputs, labels = sample, sample
+        if measure == "masked-LM loss":
+            hidden = (torch.rand(sample.shape, generator=generator) < MASKED).to(sample.device)
+            inputs, labels = sample.masked_fill(hidden, mask_id or 0), sample.masked_fill(~hidden, -100)
+        rows.append(model(input_ids=inputs, labels=labels).loss.view(1, 1))
+    return torch.cat(rows).cpu()
+
+
+def score(measure: str, exact: Tensor, found: Tensor) -> float:
+    """Mean cosine to the exact embeddings, or the loss or perplexity itself."""
+    if measure == "cosine":
+        return float(torch.cosine_similarity(exact, found).mean())
+    mean = float(found.mean())
+    return math.exp(mean) if measure == "perplexity" else mean
+
+
+@torch.no_grad()
+def sentence_similarity(
+    model: PreTrainedModel, tokenizer: Any, pairs: Sequence[tuple[str, str]], scores: Sequence[float], batch: int = 64
+) -> float:
+    """Spearman correlation of the cosine of mean-pooled embeddings of sentence pairs with human scores."""
+    texts = [text for pair in pairs for text in pair]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    embeddings: list[Tensor] = [torch.empty(0)] * len(texts)
+    for start in range(0, len(order), batch):
+        part = order[start : start + batch]
+        inputs = tokenizer([texts[i] for i in part], padding=True, truncation=True, return_tensors="pt")
+        inputs = inputs.to(model.device)
+        hidden = model(**inputs).last_hidden_state
+        weights = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        pooled = (hidden * weights).sum(1) / weights.sum(1)
+        for index, row in zip(part, pooled.cpu(), strict=True):
+            embeddings[index] = row
+    both = torch.stack(embeddings).unflatten(0, (-1, 2))
+    cosines = torch.cosine_similarity(both[:, 0], both[:, 1])
+    return float(spearmanr(cosines.numpy(), scores).statistic)

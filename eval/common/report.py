@@ -1,0 +1,97 @@
+"""What the programs without training share: Markdown tables, acceptance checks, and the files of a result."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from favor.eval.common import launch
+
+DATA = "DATA"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement that a result should bear out, the numbers behind it, and whether it does."""
+
+    statement: str
+    numbers: str
+    holds: bool
+
+    def line(self) -> str:
+        """The check as one line of text."""
+        return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.statement} ({self.numbers})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, its first column to the left and the others to the right."""
+    lines = [list(header), ["---", *("---:" for _ in header[1:])], *(list(row) for row in rows)]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dropped: Sequence[str] = ()) -> str:
+    """The command line as it goes into a result: data folders as `DATA`, without options that say where to write.
+
+    Args:
+        program: module name.
+        argv: the arguments.
+        folders: options whose value is a data folder.
+        dropped: options with one value that are left out.
+    """
+    kept: list[str] = []
+    words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])])
+    for word in words:
+        if word in dropped:
+            next(words, None)
+            continue
+        kept.append(word)
+        if word in folders and next(words, None) is not None:
+            kept.append(DATA)
+    return " ".join(["python -m", program, *([shlex.join(kept)] if kept else [])])
+
+
+def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
+    """Command, machine and versions."""
+    import torch
+
+    known = launch.versions()
+    versions = {name: known[name] for name in ("python", "favor", "torch")}
+    return {
+        "command": command,
+        "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
+        "versions": versions | {name: metadata.version(name) for name in packages},
+    }
+
+
+def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
+    """Writes name.md and name.json; machine, versions and command come last in the first.
+
+    Args:
+        folder: made if it is not there.
+        name: of the files, without ending.
+        lines: the Markdown report.
+        content: for JSON; needs the keys of `context`.
+        checks: go into both.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
+    tail = ["", "## Checks", "", *(f"- {check.line()}" for check in checks)] if checks else []
+    tail += ["", f"{content['machine']}; {versions}.", "", "```bash", content["command"], "```"]
+    (folder / f"{name}.md").write_text("\n".join([*lines, *tail]) + "\n")
+    whole = {**content, "checks": [vars(check) for check in checks]}
+    (folder / f"{name}.json").write_text(json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""The decompositions compared with what scikit-learn has: `python -m favor.eval.decomposition`."""

@@ -1,0 +1,1 @@
+"""Parts of `favor.eval.kernel_classification`."""

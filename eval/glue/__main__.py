@@ -1,0 +1,328 @@
+"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
+
+    python -m favor.eval.glue --data_dir DIR --tasks mrpc rte --backends sdpa favor+ favor#:saderf \
+        --seeds 0 1 2 --output_dir out/glue --results eval/results --exact_below 0 --num_train_epochs 3
+
+Each (task, backend, seed) is one training run of `favor.train.glue` in a process of its own, in a folder of its own
+below `--output_dir`. Started again, the program skips the runs that are already there. With `--checkpoints DIR` nothing
+is trained: every saved run below DIR (of the given tasks, backends and seeds) is loaded again, evaluated, and compared
+with what its training run had measured. Unknown arguments are passed on to `favor.train.glue`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from favor.eval.common import launch
+from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256, minilm_path
+from favor.eval.glue import table
+
+DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
+OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of the evaluation, and the rest, which goes to `favor.train.glue`.
+
+    Raises:
+        ValueError: if the rest sets what the evaluation varies itself.
+    """
+    parser = argparse.ArgumentParser(
+        prog="favor.eval.glue",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    tasks = [column.task for column in table.COLUMNS]
+    parser.add_argument("--model_name_or_path", help=f"default: the MiniLM BERT in the package {PACKAGE}")
+    parser.add_argument("--data_dir", help="GLUE in its official TSV layout; default: what train.glue takes")
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK")
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        metavar="NAME[:FEATURES][:M]",
+        help=f"default: {' '.join(DEFAULT_BACKENDS)}; with --checkpoints: all",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0; with --checkpoints: all")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/glue"), help="one folder a run, below it")
+    parser.add_argument("--results", type=Path, help="where glue.md, .json, .png go; default: the output folder")
+    parser.add_argument("--name", default="glue", help="file name of the results, without ending")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="evaluate the saved runs below this folder instead of training"
+    )
+    parser.add_argument(
+        "--task_options",
+        nargs="+",
+        default=[],
+        metavar="TASK:NAME=VALUE",
+        help="training options of one task, for example cola:num_train_epochs=5 (they win over common ones)",
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-6, help="of a reloaded run's metric (a fraction)")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes (GPUs) of accelerate launch")
+    parser.add_argument("--note", default="", help="a sentence for the head of the report")
+    arguments, rest = parser.parse_known_args(argv)
+    arguments.command = list(sys.argv[1:] if argv is None else argv)
+    numbered = any(launch.Backend.parse(text).num_features for text in arguments.backends or ())
+    own = (*OWN_ARGUMENTS, "--num_features") if numbered else OWN_ARGUMENTS
+    given = [
+        word.split("=")[0] for word in (*rest, *(f"--{text.partition(':')[2]}" for text in arguments.task_options))
+    ]
+    for word in given:
+        if word in own:
+            raise ValueError(f"{word} is set by favor.eval.glue itself; use --tasks, --backends or --seeds")
+    if arguments.checkpoints:
+        unused = [*rest, *arguments.task_options]
+        if unused or arguments.model_name_or_path or arguments.num_processes != 1:
+            raise ValueError(
+                "with --checkpoints nothing is trained: --model_name_or_path, --task_options, --num_processes and "
+                f"arguments of favor.train.glue have no use, got {shlex.join(unused) or 'one of the first three'}"
+            )
+    return arguments, rest
+
+
+def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError on anything else."""
+    options: dict[str, list[str]] = {}
+    for text in texts:
+        task, colon, setting = text.partition(":")
+        name, equals, value = setting.partition("=")
+        if not (colon and equals and name):
+            raise ValueError(f"--task_options expects TASK:NAME=VALUE, got {text!r}")
+        table.column(task)
+        options.setdefault(task, []).extend([f"--{name}", value])
+    return options
+
+
+def train_cell(
+    task: str, backend: launch.Backend, seed: int, folder: Path, common: Sequence[str], num_processes: int
+) -> tuple[table.Run, bool]:
+    """The run of one cell, and whether it had to be trained now (False: it was there already).
+
+    Raises:
+        ValueError: if the folder holds a finished run that had other arguments.
+        RuntimeError: if the training fails.
+    """
+    arguments = ["--task_name", task, *backend.arguments(), "--seed", str(seed), *common]
+    record, finished = folder / "cell.json", folder / "all_results.json"
+    if not finished.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        record.write_text(
+            json.dumps({"backend": backend.label, "arguments": arguments, "machine": launch.machine()}, indent=2)
+        )
+        again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
+        results = launch.train([*arguments, again], folder, num_processes)
+        return run_from_results(results, backend.label, launch.machine()), True
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if before.get("arguments") != arguments:
+        raise ValueError(
+            f"{folder} holds a finished run with other arguments:\n  then {shlex.join(before.get('arguments', []))}\n"
+            f"  now  {shlex.join(arguments)}\nchoose another --output_dir, or remove that folder to train again"
+        )
+    return run_from_results(json.loads(finished.read_text()), backend.label, before["machine"]), False
+
+
+def model_in_words(path: str) -> str:
+    """The pretrained model's name, without the folders of this machine."""
+    if MODULE in Path(path).parts:
+        return f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE} (model.safetensors sha256 {SHA256})"
+    return Path(path).name if Path(path).exists() else path
+
+
+def run_from_results(results: dict[str, Any], backend: str, machine: str) -> table.Run:
+    """One record of the table from the `all_results.json` of one seed."""
+    column = table.column(results["task_name"])
+    if len(results["seeds"]) != 1:
+        raise ValueError(
+            f"expected the results of one seed, got seeds {results['seeds']}; point at a folder of one seed"
+        )
+    return table.Run(
+        task=column.task,
+        backend=backend,
+        seed=results["seeds"][0],
+        value=results["metrics"][column.metric],
+        baseline=results["baseline"][column.metric],
+        train_rows=results["train_samples"],
+        seconds_per_step=results["seconds_per_step"],
+        peak_memory_mb=results["peak_memory_bytes"] / 2**20,
+        details={
+            "machine": machine,
+            "model": model_in_words(results["model_name_or_path"]),
+            "versions": results["versions"],
+            "all_metrics": results["metrics"],
+            "steps": results["steps"],
+            "options": results["favor"],
+            "sources": results["sources"],
+            "constant_predictions": bool(results["constant_prediction_seeds"]),
+        },
+    )
+
+
+def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
+    """Train what is missing, one seed after the other, writing the report after each run; also returns failures."""
+    backends = [launch.Backend.parse(text) for text in arguments.backends or DEFAULT_BACKENDS]
+    options = parse_task_options(arguments.task_options)
+    model = arguments.model_name_or_path or str(minilm_path())
+    data = ["--data_dir", arguments.data_dir] if arguments.data_dir else []
+    cells = [(s, t, b) for s in arguments.seeds or [0] for t in arguments.tasks for b in backends]
+    runs: list[table.Run] = []
+    failures: list[str] = []
+    for number, (seed, task, backend) in enumerate(cells, 1):
+        name = f"[{number}/{len(cells)}] {task} {backend.label} seed {seed}"
+        common = ["--model_name_or_path", model, *data, *rest, *options.get(task, [])]
+        folder = arguments.output_dir / task / backend.slug / f"seed_{seed}"
+        start = time.perf_counter()
+        try:
+            run, trained = train_cell(task, backend, seed, folder, common, arguments.num_processes)
+        except RuntimeError as error:
+            failures.append(name)
+            print(f"{name}: FAILED: {error}", flush=True)
+            continue
+        runs.append(run)
+        took = f"{time.perf_counter() - start:.0f} s" if trained else "already there"
+        print(f"{name}: {100 * run.value:.2f} (baseline {100 * (run.baseline or 0):.2f}), {took}", flush=True)
+        write_report(runs, arguments)
+    return runs, failures
+
+
+def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[str]]:
+    """Evaluate every saved run of the asked tasks; also returns those that do not repeat their training's metric."""
+    import datasets
+    import transformers
+
+    from favor.eval.glue import checkpoints
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    runs: list[table.Run] = []
+    failures: list[str] = []
+    for folder, results in checkpoints.find_runs(arguments.checkpoints):
+        record = checkpoints.record_of(folder, results)
+        backend = record["backend"]
+        asked = (
+            results["task_name"] in arguments.tasks
+            and (arguments.backends is None or backend in arguments.backends)
+            and (arguments.seeds is None or results["seeds"][0] in arguments.seeds)
+        )
+        if not asked:
+            continue
+        trained = run_from_results(results, backend, record["machine"])
+        scores, tokens = checkpoints.evaluate(folder, results, arguments.data_dir)
+        details = dict(trained.details)
+        if details["options"]:
+            short = [number <= details["options"]["num_features"] for number in tokens]
+            details["short_samples"] = sum(short) / len(short)
+        again = replace(trained, value=scores[table.column(trained.task).metric], details=details)
+        same = abs(again.value - trained.value) <= arguments.tolerance
+        print(
+            f"{folder}: {100 * again.value:.4f}, {'as' if same else 'NOT AS'} in training ({100 * trained.value:.4f})"
+        )
+        runs.append(again)
+        if not same:
+            failures.append(str(folder))
+    return runs, failures
+
+
+def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
+    """How many samples have no more tokens than a backend has features; only runs evaluated again tell."""
+    shares = {
+        (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
+        for run in runs
+        if run.details["options"]
+    }
+    lines = []
+    for limit in sorted({number for number, _ in shares}):
+        found = [
+            f"{task} {share:.0%}"
+            for (number, task), share in sorted(shares.items())
+            if number == limit and share is not None
+        ]
+        lines += [f"- Samples with at most {limit} tokens: {', '.join(found)}"] if found else []
+    return lines
+
+
+def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str) -> list[str]:
+    """The Markdown report: what was run and how, the scores, the costs."""
+    machines = sorted({run.details["machine"] for run in runs})
+    sources = sorted({f"{run.task}: {', '.join(run.details['sources'].values())}" for run in runs})
+    options = sorted(
+        {f"`{run.backend}`: {json.dumps(run.details['options'])}" for run in runs if run.details["options"]}
+    )
+    constant = [
+        f"`{run.backend}` on {run.task}, seed {run.seed}" for run in runs if run.details["constant_predictions"]
+    ]
+    versions = sorted({", ".join(f"{k} {v}" for k, v in run.details["versions"].items()) for run in runs})
+    models = sorted({run.details["model"] for run in runs})
+    seeds = sorted({run.seed for run in runs})
+    heading = "saved checkpoints, evaluated again" if arguments.checkpoints else "fine-tuned by favor.train.glue"
+    lines = [
+        "# GLUE, development sets, x 100",
+        "",
+        *([arguments.note, ""] if arguments.note else []),
+        f"- Model: {'; '.join(models)}; {heading}",
+        f"- Seeds: {', '.join(map(str, seeds))}; mean ± sample standard deviation where there are several",
+        f"- Data: {'; '.join(sources)}",
+        *lengths_lines(runs),
+        *(f"- Backend {text}" for text in options),
+        *([f"- Warning: constant predictions of {', '.join(constant)}"] if constant else []),
+        *(f"- Machine: {text}" for text in machines),
+        *(f"- Versions: {text}" for text in versions),
+        f"- Command: `{command}`",
+        "",
+        *table.score_lines(runs),
+        "",
+        "Bold: the best linear backend of a column; a row that is not a linear backend (`sdpa`) is exact softmax",
+        "attention, the reference. The paper's rows are its Table 1, with BERT-base (12 layers, 768 wide, pre-trained",
+        "with each kind of attention, full training sets): another model than the one above, so compare the order of",
+        f"the backends, not the numbers. {table.DASH} was not run; mean: over the tasks that were.",
+        "",
+        "## Cost: median seconds a training step, peak memory of the process",
+        "",
+        *table.cost_lines(runs),
+    ]
+    return lines
+
+
+def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> None:
+    """Write NAME.md, NAME.json and NAME.png into the results folder."""
+    folder = arguments.results or arguments.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    command = "python -m favor.eval.glue " + shlex.join(arguments.command)
+    markdown = "\n".join(report_lines(runs, arguments, command)) + "\n"
+    (folder / f"{arguments.name}.md").write_text(markdown)
+    content = {
+        "command": command,
+        "rows": table.summarise(runs),
+        "majority_baseline": table.baselines(runs),
+        "training_rows": table.train_rows(runs),
+        "paper_table_1": {
+            name: dict(zip((c.task for c in table.COLUMNS), values, strict=True))
+            for name, values in table.PAPER.items()
+        },
+    }
+    (folder / f"{arguments.name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    table.plot(runs, folder / f"{arguments.name}.png")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
+    arguments, rest = parse_arguments(argv)
+    runs, failures = evaluate_all(arguments) if arguments.checkpoints else train_all(arguments, rest)
+    if runs:
+        write_report(runs, arguments)
+        print("\n".join(["", *table.score_lines(runs), "", *table.cost_lines(runs)]))
+        print(f"\nwritten to {arguments.results or arguments.output_dir}")
+    if failures:
+        print("failed: " + "; ".join(failures), file=sys.stderr)
+    return 1 if failures or not runs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

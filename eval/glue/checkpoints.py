@@ -1,0 +1,94 @@
+"""Load saved fine-tuning runs again and evaluate them, apart from the program that trained them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+import favor
+import favor.models  # registers the zoo, so that its checkpoints reload with their backend
+from favor.eval.common.launch import Backend
+from favor.train.common.arguments import DataArguments
+from favor.train.common.batches import tokenized
+from favor.train.text.glue_data import get_task, load_glue
+from favor.train.text.metrics import load_glue_metric
+
+
+def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Folders of one-seed runs below `root` with their `all_results.json`.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    found = [(path.parent, json.loads(path.read_text())) for path in sorted(root.rglob("all_results.json"))]
+    runs = [(folder, results) for folder, results in found if (folder / "config.json").exists()]
+    if not runs:
+        raise ValueError(
+            f"expected saved runs (all_results.json beside config.json) below {root}, found none; train some with "
+            "favor.train.glue or with favor.eval.glue without --checkpoints"
+        )
+    return runs
+
+
+def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
+    """The row of a run, `backend`, and its `machine`: as `favor.eval.glue` wrote them down, else from the results."""
+    name, options = results["attn_implementation"], results["favor"] or {}
+    backend = Backend(name, options.get("features") if name in ("favor#", "favor_sharp") else None)
+    record = folder / "cell.json"
+    written = json.loads(record.read_text()) if record.exists() else {}
+    return {"backend": backend.label, "machine": results["device"]} | written
+
+
+def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
+    """The saved model with the backend it was trained with.
+
+    Zoo models remember their backend and reload by themselves; others are told, and read their options from the config.
+    """
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    backend = results["attn_implementation"]
+    if model.config._attn_implementation != backend:
+        if model.config.model_type == "performer_bert":
+            raise ValueError(
+                f"{folder} should reload with {backend} by itself, but came with {model.config._attn_implementation}"
+            )
+        favor.configure(model, attn_implementation=backend)
+    return model.eval()
+
+
+@torch.no_grad()
+def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
+    """Metrics of a saved run on its development set (MNLI: matched), with the length limit it was trained with.
+
+    Also returns how many tokens each sample has.
+
+    Args:
+        folder: where `save_pretrained` wrote model and tokenizer.
+        results: the run's `all_results.json`.
+        data_dir: as in `favor.train.glue`. Default None: the folder the run was trained on, else the hub.
+    """
+    arguments = DataArguments(**{field.name: results["arguments"][field.name] for field in fields(DataArguments)})
+    task = get_task(results["task_name"])
+    data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows)
+    data.keep_first(None, arguments.max_eval_samples)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
+    encoded = tokenized(data.evaluation[task.eval_splits[0]], task, tokenizer, arguments)
+    mixed = results["mixed_precision"]
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=None if mixed == "no" else 8)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
+    guesses, labels = [], []
+    for batch in DataLoader(encoded, results["arguments"]["per_device_eval_batch_size"], collate_fn=collate):
+        labels.append(batch.pop("labels"))
+        with torch.autocast(device.type, precision) if precision else contextlib.nullcontext():
+            logits = model(**batch.to(device)).logits.float()
+        guesses.append((logits.squeeze(-1) if task.is_regression else logits.argmax(-1)).cpu())
+    metric = load_glue_metric(task.name)
+    scores = metric.compute(predictions=torch.cat(guesses).numpy(), references=torch.cat(labels).numpy())
+    return scores, [len(ids) for ids in encoded["input_ids"]]

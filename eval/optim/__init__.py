@@ -1,0 +1,1 @@
+"""Parts of `favor.eval.head_optimizer` and `favor.eval.majorization`."""

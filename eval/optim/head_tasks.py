@@ -1,0 +1,233 @@
+"""Three classification problems with a softmax output layer, for `favor.eval.head_optimizer`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from favor.eval.common.pretrained import minilm_path
+from favor.train.text.glue_data import load_glue
+from favor.train.text.samples import read_text
+
+IMAGES = "fashion_mnist_10k.npz"
+WORD = re.compile(r"\w+|[^\w\s]")
+UNKNOWN = 0
+
+
+@dataclass(frozen=True)
+class HeadTask:
+    """A network whose last layer is a softmax layer, and what it is trained on.
+
+    Args:
+        name: of the task.
+        data: inputs and labels by part: "train", "measured" (the part of it that the training loss is taken of) and
+            "test". Labels are `[n]` or, for every token, `[n, L]`.
+        build: a new model, from torch's global generator.
+        head: name of the output layer in the model, an `nn.Linear`.
+        logits: model and inputs to logits `[..., labels]`.
+        batch_size: rows of a batch.
+        settings: what determines the data and the model, beside the seed.
+        about: one sentence for the report.
+    """
+
+    name: str
+    data: Mapping[str, tuple[Tensor, Tensor]]
+    build: Callable[[], nn.Module]
+    head: str
+    logits: Callable[[nn.Module, Tensor], Tensor]
+    batch_size: int
+    settings: Mapping[str, Any]
+    about: str
+
+    def loss(self, model: nn.Module, rows: Tensor, part: str = "train") -> tuple[Tensor, Tensor]:
+        """Mean cross entropy over the labels of some rows, and how many of the labels have the largest logit."""
+        inputs, labels = (values[rows] for values in self.data[part])
+        logits = self.logits(model, inputs).flatten(0, -2)
+        right = (logits.detach().argmax(-1) == labels.flatten()).sum()
+        return nn.functional.cross_entropy(logits, labels.flatten()), right
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, part: str) -> tuple[float, float]:
+        """Mean cross entropy and accuracy over a part, in evaluation mode; the model's mode is restored."""
+        training, (_, labels) = model.training, self.data[part]
+        model.eval()
+        loss, right = 0.0, 0
+        for rows in torch.arange(len(labels)).split(self.batch_size):
+            value, hits = self.loss(model, rows, part)
+            loss += value.item() * labels[rows].numel()
+            right += int(hits)
+        model.train(training)
+        return loss / labels.numel(), right / labels.numel()
+
+
+def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
+    """Fashion-MNIST, 10 labels, with a network of two hidden layers.
+
+    Args:
+        folder: holds fashion_mnist_10k.npz with x_train, y_train, x_test and y_test; images `[n, height, width]` uint8.
+        width: of the hidden layers.
+        batch_size: images of a batch.
+
+    Raises:
+        ValueError: if the file is not there.
+    """
+    path = Path(folder) / IMAGES
+    if not path.is_file():
+        raise ValueError(f"images_dir must hold {IMAGES}; {path} is not there.")
+    with np.load(path) as archive:
+        parts = {
+            part: (
+                torch.from_numpy(archive[f"x_{part}"]).flatten(1).float().div(255),
+                torch.from_numpy(archive[f"y_{part}"]).long(),
+            )
+            for part in ("train", "test")
+        }
+    inputs, labels = parts["train"]
+    parts["measured"] = parts["train"]
+    number = int(labels.max()) + 1
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(inputs.shape[1], width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(width, number))
+
+    return HeadTask(
+        "fashion",
+        parts,
+        build,
+        "4",
+        lambda model, rows: model(rows),
+        batch_size,
+        {"samples": len(labels), "width": width, "batch_size": batch_size},
+        f"Fashion-MNIST, {len(labels)} images, {number} labels, batches of {batch_size}; hidden layers of {width} and "
+        f"{width} units with ReLU.",
+    )
+
+
+def sst2(
+    folder: Path | None,
+    samples: int = 640,
+    measured: int = 320,
+    test: int | None = 436,
+    max_length: int = 32,
+    batch_size: int = 32,
+    path: Path | None = None,
+) -> HeadTask:
+    """SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer.
+
+    Args:
+        folder: GLUE's; None takes the hub's copy.
+        samples: sentences of the training set, drawn once.
+        measured: how many of them the training loss is taken of.
+        test: sentences of the development set; None takes all.
+        max_length: longer sentences are cut.
+        batch_size: sentences of a batch.
+        path: folder of the pretrained model. Default: the one that the package of `favor.eval.common.pretrained` holds.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = minilm_path() if path is None else path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    data = load_glue("sst2", folder)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:samples]
+    train, dev = data.train.select(order.tolist()), data.evaluation["validation"]
+    parts = {}
+    for part, rows in (("train", train), ("test", dev.select(range(min(test or len(dev), len(dev)))))):
+        ids = tokenizer(list(rows["sentence"]), truncation=True, max_length=max_length, padding=True)["input_ids"]
+        parts[part] = (torch.tensor(ids), torch.tensor(rows["label"]))
+    parts["measured"] = (parts["train"][0][:measured], parts["train"][1][:measured])
+
+    def build() -> nn.Module:
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
+
+    def logits(model: nn.Module, ids: Tensor) -> Tensor:
+        mask = ids != tokenizer.pad_token_id
+        longest = int(mask.sum(-1).max())
+        return model(input_ids=ids[:, :longest], attention_mask=mask[:, :longest]).logits
+
+    return HeadTask(
+        "sst2",
+        parts,
+        build,
+        "classifier",
+        logits,
+        batch_size,
+        {
+            "samples": len(train),
+            "measured": measured,
+            "test": len(parts["test"][1]),
+            "max_length": max_length,
+            "batch_size": batch_size,
+        },
+        f"SST-2, {len(train)} sentences drawn once, 2 labels, batches of {batch_size}; pretrained 6-layer MiniLM with "
+        f"its dropout. Training loss of {len(parts['measured'][1])} of the sentences.",
+    )
+
+
+def text(
+    path: Path,
+    tokens: int = 64_000,
+    measured: int = 25_600,
+    test: int = 12_800,
+    vocabulary: int = 8192,
+    length: int = 64,
+    width: int = 128,
+    layers: int = 2,
+    batch_size: int = 16,
+) -> HeadTask:
+    """The next word of a text, with a small causal transformer whose output layer is not tied to its embedding.
+
+    Words are lower-cased; those that are not among the most frequent ones of the file are one unknown word. Training
+    and test samples are spaced evenly over the file, and none overlap.
+
+    Args:
+        path: text file, see `favor.train.text.samples.read_text`.
+        tokens: words of the training set.
+        measured: how many of them the training loss is taken of.
+        test: words of the test set.
+        vocabulary: number of labels, the unknown word included.
+        length: words of a sample.
+        width: of the transformer; the number of heads is a 32nd of it.
+        layers: of the transformer.
+        batch_size: samples of a batch.
+
+    Raises:
+        ValueError: if the text is too short.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    words = WORD.findall(read_text(path).lower())
+    known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
+    number = (tokens + test) // length
+    available = (len(words) - 1) // length
+    if number > available:
+        raise ValueError(f"expected a text of at least {number * length + 1} words, got {len(words)} in {path}.")
+    # The first of several samples of a place in the text is a test sample, now and then.
+    starts = (torch.arange(number) * available // number * length).tolist()
+    rows = torch.tensor([[known.get(word, UNKNOWN) for word in words[i : i + length + 1]] for i in starts])
+    rows = rows[torch.randperm(number, generator=torch.Generator().manual_seed(0))]
+    held_out, train = rows[: test // length], rows[test // length :]
+    split = {"train": train, "measured": train[: measured // length], "test": held_out}
+    labels = len(known) + 1
+    shape: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": max(1, width // 32), "n_positions": length}
+    config = GPT2Config(vocab_size=labels, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, **shape)
+    settings = {"file": Path(path).name, "tokens": tokens, "test": test, "measured": measured, "length": length}
+    return HeadTask(
+        "text",
+        {part: (values[:, :-1], values[:, 1:]) for part, values in split.items()},
+        lambda: GPT2LMHeadModel(config),
+        "lm_head",
+        lambda model, ids: model(input_ids=ids, use_cache=False).logits,
+        batch_size,
+        {**settings, "labels": labels, "width": width, "layers": layers, "batch_size": batch_size},
+        f"Next word of novels, {train[:, 1:].numel()} words, {labels} labels, batches of {batch_size} x {length}; "
+        f"{layers}-layer causal transformer of width {width} from scratch, untied output layer. Training loss of "
+        f"{split['measured'][:, 1:].numel()} of the words.",
+    )

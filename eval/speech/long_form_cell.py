@@ -1,0 +1,309 @@
+"""One cell of `favor.eval.long_form`: a recording, a model, and what they take in a process of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import favor
+from favor.eval.common.launch import Backend
+from favor.eval.speed import measure as speed_measure
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerProcessor,
+    ctc_greedy,
+)
+from favor.train.speech.data import Utterance, read_audio
+from favor.train.speech.transcribe import transcribe
+
+RATE = 16000
+# As the environment variables of favor.eval.speed.measure; passes take longer with it, so they are not timed then.
+_RELEASE_EARLY = ((-1, 1 << 16), (-3, 1 << 16))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Audio of some minutes: utterances one after another, or noise.
+
+    Args:
+        seconds: length.
+        utterances: in order. Default none: noise.
+        seed: of the noise.
+    """
+
+    seconds: float
+    utterances: tuple[Utterance, ...] = ()
+    seed: int = 0
+
+    def samples(self) -> np.ndarray:
+        """`[n]` float32 at 16 kHz."""
+        if not self.utterances:
+            source = np.random.default_rng(self.seed)
+            return 0.1 * source.standard_normal(round(self.seconds * RATE), dtype=np.float32)
+        read = {utterance.id: read_audio(utterance, RATE) for utterance in self.utterances}
+        return np.concatenate([read[utterance.id] for utterance in self.utterances])
+
+    @property
+    def text(self) -> str:
+        """What is said."""
+        return " ".join(utterance.text for utterance in self.utterances)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether an utterance is there more than once."""
+        return len({utterance.id for utterance in self.utterances}) < len(self.utterances)
+
+    @classmethod
+    def of(cls, utterances: Sequence[Utterance], seconds: float) -> Recording:
+        """The first utterances that last so long together, from the beginning again where there are too few."""
+        if not sum(utterance.seconds or 0.0 for utterance in utterances) > 0:
+            raise ValueError("utterances must have lengths: prepare them first.")
+        chosen: list[Utterance] = []
+        length = 0.0
+        while length < seconds:
+            chosen.append(utterances[len(chosen) % len(utterances)])
+            length += chosen[-1].seconds or 0.0
+        return cls(length, tuple(chosen))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model of all cells.
+
+    Args:
+        preset: size of a new model with random weights.
+        model_name_or_path: a trained one in its place. Default None.
+        num_features: of the FAVOR backends. Default 128.
+        seed: of random weights and features. Default 0.
+        threads: of a process. Default 1.
+    """
+
+    preset: str = "small"
+    model_name_or_path: str | None = None
+    num_features: int = 128
+    seed: int = 0
+    threads: int = 1
+
+    def build(self, backend: Backend) -> ConformerForCTC:
+        """The model in evaluation mode, the same weights for every backend."""
+        torch.manual_seed(self.seed)
+        name = backend.name
+        if self.model_name_or_path is not None:
+            model = ConformerForCTC.from_pretrained(
+                self.model_name_or_path, dtype=torch.float32, attn_implementation=name
+            )
+        else:
+            model = ConformerForCTC(ConformerConfig.preset(self.preset, attn_implementation=name))
+        if name in favor.BACKENDS:
+            options: dict[str, Any] = {"features": backend.features} if backend.features else {}
+            if self.model_name_or_path is None:
+                options["seed"] = self.seed  # a trained model keeps its own directions
+            number = backend.num_features or self.num_features
+            favor.configure(model, num_features=number, exact_below=0, **options)
+        return model.eval()
+
+    def extractor(self) -> ConformerFeatureExtractor:
+        """The model's feature extractor."""
+        if self.model_name_or_path is None:
+            return ConformerFeatureExtractor()
+        return ConformerFeatureExtractor.from_pretrained(self.model_name_or_path)
+
+
+@torch.inference_mode()
+def check(setup: Setup, backends: Sequence[Backend], recording: Recording) -> dict[str, Any]:
+    """The logits of every backend for one recording.
+
+    Returns:
+        "finite" by backend; "difference", the greatest between sdpa and eager, None unless both are there; "distance",
+        |logits - those of sdpa| / |those of sdpa| by backend, None without sdpa.
+    """
+    inputs = setup.extractor()(recording.samples(), sampling_rate=RATE)
+    logits = {backend.label: setup.build(backend)(**inputs).logits for backend in backends}
+    exact = logits.get("sdpa")
+    both = exact is not None and "eager" in logits
+    return {
+        "finite": {label: bool(found.isfinite().all()) for label, found in logits.items()},
+        "difference": (logits["eager"] - exact).abs().max().item() if both else None,
+        "distance": {
+            label: None if exact is None else ((found - exact).norm() / exact.norm()).item()
+            for label, found in logits.items()
+        },
+    }
+
+
+def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, float]]:
+    """The last result, and medians of the seconds by the wall's clock and by this process's own."""
+    walls, own = [], []
+    result = None
+    for _ in range(repeats):
+        del result
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = call()
+        walls.append(time.perf_counter() - wall)
+        own.append(time.process_time() - cpu)
+    return result, {"seconds": statistics.median(walls), "cpu_seconds": statistics.median(own)}
+
+
+def _ready(setup: Setup, backend: Backend) -> tuple[ConformerForCTC, ConformerFeatureExtractor]:
+    """Model and feature extractor after one short pass, so that libraries have their buffers."""
+    model, extractor = setup.build(backend), setup.extractor()
+    model(**extractor(Recording(1.0).samples(), sampling_rate=RATE))
+    speed_measure.warm_libraries()
+    return model, extractor
+
+
+@torch.inference_mode()
+def measure_time(setup: Setup, backend: Backend, recording: Recording, repeats: int) -> dict[str, Any]:
+    """Seconds of features and of one pass over a recording, medians by the wall's clock and by the process's own.
+
+    Returns:
+        "frames" L; "features" and "pass" with "seconds" and "cpu_seconds"; for a trained model "text".
+
+    Raises:
+        ArithmeticError: if a logit is not finite.
+    """
+    model, extractor = _ready(setup, backend)
+    audio = recording.samples()
+    inputs, features = timed(lambda: extractor(audio, sampling_rate=RATE), repeats)
+    logits, forward = timed(lambda: model(**inputs).logits, repeats)
+    if not bool(logits.isfinite().all()):
+        raise ArithmeticError("logits are not finite")
+    found: dict[str, Any] = {"frames": logits.shape[1], "features": features, "pass": forward}
+    if setup.model_name_or_path is not None:
+        lengths = model.subsampled_lengths(inputs["attention_mask"].sum(-1))
+        (tokens,) = ctc_greedy(logits, lengths, blank=model.config.pad_token_id)
+        found["text"] = _tokenizer(setup).decode(tokens, group_tokens=False)
+    return found
+
+
+@torch.inference_mode()
+def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict[str, int]:
+    """Peak memory of features and of one pass over a recording, in bytes.
+
+    Returns:
+        "features" and "pass": by how much each raises the resident memory, its inputs not counted; "total": the peak
+        over the loaded model, audio included; "resident": the peak of the process.
+    """
+    for setting in _RELEASE_EARLY:
+        ctypes.CDLL(None).mallopt(*setting)
+    model, extractor = _ready(setup, backend)
+    _settle()
+    loaded = _resident()
+    audio = recording.samples()
+    inputs, features, first = _peak(lambda: extractor(audio, sampling_rate=RATE))
+    _, forward, second = _peak(lambda: model(**inputs).logits)
+    resident = max(first, second)
+    return {"features": features, "pass": forward, "total": resident - loaded, "resident": resident}
+
+
+def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance]) -> list[str]:
+    """What a trained model understands of utterances, each on its own."""
+    model, extractor, tokenizer = setup.build(backend), setup.extractor(), _tokenizer(setup)
+    batches = (extractor(read_audio(utterance, RATE), sampling_rate=RATE) for utterance in utterances)
+    return [transcribe(model, batch, tokenizer)[0] for batch in batches]
+
+
+def _tokenizer(setup: Setup) -> Any:
+    return ConformerProcessor.from_pretrained(setup.model_name_or_path).tokenizer
+
+
+def _settle() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What a call returns, the bytes by which it raises the resident memory, and the peak of that memory."""
+    results: list[Any] = []
+    _settle()
+    before = _resident()
+    growth = speed_measure.resident_peak(lambda: results.append(call()))
+    return results[0], growth, before + growth
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process has no result."""
+
+    reason: str
+
+
+def isolated(limit: float | None, threads: int, task: Callable[..., Any], *arguments: Any) -> Any:
+    """What `task(*arguments)` returns in a fresh process, or a `Failure`.
+
+    The process is forked from one that has imported everything and computed nothing.
+
+    Args:
+        limit: bytes by which its address space may grow beyond what the imported libraries take; None for no limit.
+        threads: of torch.
+        task: what to do; it and its arguments must be picklable, and what it returns as well, without tensors.
+        *arguments: for it.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(send, limit, threads, task, arguments))
+    process.start()
+    send.close()
+    with receive:
+        try:
+            answer = receive.recv()
+        except EOFError:
+            answer = None
+    process.join()
+    if answer is None:
+        killed = " (killed, as the system does when it has no memory left)" if process.exitcode == -9 else ""
+        return Failure(f"the process ended with code {process.exitcode}{killed} and no answer")
+    return answer
+
+
+def _answer(send: Connection, limit: float | None, threads: int, task: Callable[..., Any], arguments: tuple) -> None:
+    """What the forked process does."""
+    torch.set_num_threads(threads)
+    former = resource.getrlimit(resource.RLIMIT_AS)
+    if limit is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + int(limit), former[1]))
+    try:
+        answer = task(*arguments)
+    except Exception as error:
+        answer = Failure(_reason(error))
+    resource.setrlimit(resource.RLIMIT_AS, former)
+    send.send(answer)
+    send.close()
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    # The last is what oneDNN says when it gets no memory.
+    if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|could not create a primitive", text):
+        wanted = re.search(r"allocate (\d+) bytes", text)
+        return "out of memory" + (f": no {int(wanted[1]) / 1e6:.4g} MB were left" if wanted else "")
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
+
+
+def available() -> str | None:
+    """Why nothing can be measured here, None if it can."""
+    if not hasattr(os, "fork"):
+        return "processes with a limit of memory need Linux"
+    return speed_measure.MemoryServer.problem()

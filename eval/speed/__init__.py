@@ -1,0 +1,1 @@
+"""Speed and memory of attention: `python -m favor.eval.speed`."""

@@ -1,0 +1,329 @@
+"""Speed and memory of FAVOR attention beside exact attention and other packages, checked in float64 before each time.
+
+    python -m favor.eval.speed                      attention, by length, direction and pass
+    python -m favor.eval.speed --model both         whole models, in tokens a second
+
+Writes a Markdown table, JSON and a plot. A cell whose result is wrong shows FAILED and no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from favor.eval.common import launch
+from favor.eval.speed import measure, methods, report
+from favor.eval.speed import models as speed_models
+from favor.eval.speed.cell import Cell, run_pass
+from favor.eval.speed.panel import Bench, Contender, Trial
+from favor.eval.speed.reference import TOLERANCE
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DIRECTIONS = ("bidirectional", "causal")
+PASSES = ("forward", "forward+backward")
+LONGEST = {"cpu": 1 << 15, "cuda": 1 << 18}
+TINY = 16
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the benchmark, defaults that depend on the device filled in."""
+    parser = argparse.ArgumentParser(prog="favor.eval.speed", description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", choices=(*speed_models.MODELS, "both"), help="time whole models instead of attention")
+    add("--layers", type=int, default=12, help="layers of the models")
+    add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
+    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    add("--passes", nargs="+", choices=PASSES, default=PASSES)
+    add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS)
+    add(
+        "--features",
+        nargs="+",
+        default=["pos"],
+        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens",
+    )
+    add("--batch_size", type=int, default=1)
+    add("--heads", type=int, default=8)
+    add("--key_heads", type=int, help="default: as many as heads")
+    add("--head_dim", type=int, default=64)
+    add("--num_features", type=int, default=256)
+    add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="of favor_attention")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=tuple(DTYPES), help="default: fp32 on a CPU, bf16 on CUDA")
+    add("--repeats", type=int, default=20, help="samples of a method in a cell, at most")
+    add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
+    add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
+    add("--memory_limit", type=float, help="GB that a method may need; default: half of what is free")
+    add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the host's share")
+    add("--skip_memory", action="store_true", help="do not measure peak memory")
+    add("--threads", type=int, help="CPU threads; default: those torch takes")
+    add("--seed", type=int, default=0)
+    add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
+    add("--output_dir", type=Path, default=Path("eval/results"))
+    add("--name", help="of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
+    add("--isolate", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    cuda = arguments.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("expected a CUDA device for --device cuda, got none; use --device cpu")
+    if arguments.cuda_graph and (not cuda or arguments.model):
+        parser.error("expected --cuda_graph with --device cuda and without --model")
+    arguments.dtype = DTYPES[arguments.dtype or ("bf16" if cuda else "fp32")]
+    arguments.key_heads = arguments.key_heads or arguments.heads
+    if arguments.heads % arguments.key_heads:
+        parser.error(f"expected --heads to be a multiple of --key_heads, got {arguments.heads}, {arguments.key_heads}")
+    if arguments.lengths is None:
+        arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
+    for name in ("layers", "batch_size", "heads", "key_heads", "head_dim", "num_features", "repeats"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"expected --{name} of at least 1, got {getattr(arguments, name)}")
+    arguments.lengths = sorted(set(arguments.lengths))
+    if arguments.lengths[0] < 1:
+        parser.error(f"expected --lengths of at least 1, got {arguments.lengths[0]}")
+    if arguments.name is None:
+        arguments.name = ("models_" if arguments.model else "speed_") + ("gpu" if cuda else "cpu")
+    return arguments
+
+
+def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Contender:
+    """A method as a contender, at cells like `cell` of any length."""
+
+    def refuses(length: int) -> str | None:
+        here = replace(cell, length=length)
+        needed = method.scratch_bytes(here)
+        return method.refuses(here) or _over_limit(needed, bench.memory_limit)
+
+    def start(length: int) -> Trial:
+        here = replace(cell, length=length)
+        query, key, value, slope = _inputs(here)
+        prepared = method.prepare(here)
+        own = [
+            prepared.layout(tensor.detach()).requires_grad_(tensor.requires_grad)
+            for tensor in (query, key, value, slope)
+        ]
+
+        def check() -> tuple[str | None, dict[str, Any]]:
+            factor = method.factor if here.itemsize == 2 else 1.0
+            found = prepared.check(here, query, key, value, factor)
+            return (None if found.passed else found.worst), found.to_dict()
+
+        call = partial(run_pass, prepared.attend, *own)
+        timed = measure.Recorded(call) if bench.arguments.cuda_graph else call
+        peak: Callable[[], int] | None = None
+        if here.device == "cuda":
+            peak = partial(measure.cuda_peak, call)
+        elif bench.server is not None:
+            peak = partial(bench.server.peak, {"method": method.name, "cell": asdict(here)})
+        return Trial(check, timed, peak, flops=method.flops(here), moved_bytes=here.input_output_bytes)
+
+    return Contender(method.name, method.exponent, refuses, start)
+
+
+def _over_limit(needed: float, limit: float) -> str | None:
+    if needed <= limit:
+        return None
+    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--memory_limit)"
+
+
+@lru_cache(maxsize=1)
+def _inputs(cell: Cell) -> tuple[torch.Tensor, ...]:
+    return cell.inputs()
+
+
+def isolated_peak(request: dict[str, Any]) -> int:
+    """Peak bytes of one pass, in the process that calls this; see `favor.eval.speed.measure`."""
+    cell, method = Cell(**request["cell"]), methods.by_name(request["method"])
+    warnings.simplefilter("ignore")
+    for one in (replace(cell, length=TINY), cell):
+        prepared, inputs = method.prepare(one), [*one.inputs()]
+        if one is not cell:
+            run_pass(prepared.attend, *inputs)
+    measure.warm_libraries()
+    return measure.resident_peak(lambda: run_pass(prepared.attend, *inputs))
+
+
+def run_attention(bench: Bench) -> Iterator[None]:
+    """A panel for each direction and pass; stops after each."""
+    arguments = bench.arguments
+    chosen = []
+    for method in methods.select(arguments.methods, arguments.features, arguments.device):
+        if (missing := method.missing()) is None:
+            chosen.append(method)
+        else:
+            bench.note(f"{method.name} skipped: {missing}")
+    shape = {
+        name: getattr(arguments, name) for name in ("batch_size", "heads", "key_heads", "head_dim", "num_features")
+    }
+    same = {name: getattr(arguments, name) for name in ("dtype", "device", "kernel", "seed", "magnitude")}
+    for direction in arguments.directions:
+        for pass_name in arguments.passes:
+            cell = Cell(1, direction == "causal", pass_name != "forward", **shape, **same)
+            bench.run(f"{direction}, {pass_name}", [attention_contender(bench, method, cell) for method in chosen])
+            _inputs.cache_clear()
+            yield
+
+
+def model_contender(bench: Bench, model: speed_models.Model, backend: str, backward: bool) -> Contender:
+    """A backend of a model as a contender."""
+    batch_size = bench.arguments.batch_size
+
+    def refuses(length: int) -> str | None:
+        return _over_limit(model.scratch_bytes(batch_size, length, backward), bench.memory_limit)
+
+    def start(length: int) -> Trial:
+        tokens = model.tokens(batch_size, length)
+        slope = model.slope(batch_size, length) if backward else None
+        call = partial(model.run, tokens, slope)
+        peak = partial(_model_peak, model, call) if model.device == "cuda" else None
+        return Trial(
+            lambda: (model.problem(backend, tokens, slope), None),
+            call,
+            peak,
+            ready=partial(model.use, backend),
+            tokens=tokens.numel(),
+        )
+
+    return Contender(backend, 2 if backend == "sdpa" else 1, refuses, start)
+
+
+def _model_peak(model: speed_models.Model, call: Callable[[], object]) -> int:
+    """Peak bytes of a pass; without this, gradients of the pass before would count as there already."""
+    model.module.zero_grad(set_to_none=True)
+    return measure.cuda_peak(call)
+
+
+def run_models(bench: Bench) -> Iterator[None]:
+    """A panel for each model and pass; stops after each."""
+    arguments = bench.arguments
+    for name in speed_models.MODELS if arguments.model == "both" else (arguments.model,):
+        model = speed_models.Model.build(
+            name,
+            layers=arguments.layers,
+            longest=arguments.lengths[-1],
+            num_features=arguments.num_features,
+            seed=arguments.seed,
+            kernel=arguments.kernel,
+            dtype=arguments.dtype,
+            device=arguments.device,
+        )
+        for pass_name in arguments.passes:
+            backward = pass_name != "forward"
+            contenders = [model_contender(bench, model, backend, backward) for backend in speed_models.BACKENDS]
+            bench.run(f"{name}, {pass_name}", contenders)
+            yield
+
+
+def explanation(bench: Bench) -> list[str]:
+    """How to read the numbers, as Markdown lines."""
+    a, ceilings = bench.arguments, bench.ceilings
+    lines = [
+        f"Medians of up to {a.repeats} samples (fewer where a pass is slow), methods in turns; quartiles are in the",
+        "JSON. Causal rows of data-dependent features (gerf, saderf, aderf, sderf; favor++, favor#) compute what `pos`",
+        "computes: statistics of a sequence would show its tokens the future.",
+    ]
+    if a.model:
+        return [
+            *lines,
+            f"Models: random weights, {a.layers} layers of width 768, 12 heads (llama: 4 key heads), batch",
+            f"{a.batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the last hidden state,",
+            "without a head; forward+backward includes the gradients of all weights. Before its time each backend is",
+            "run once and must give finite numbers and, for FAVOR, others than SDPA.",
+        ]
+    if a.cuda_graph:
+        lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
+    return [
+        *lines,
+        f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",
+        f"batch {a.batch_size}, {a.heads} heads, {a.key_heads} key heads, width {a.head_dim},",
+        f"{a.num_features} features, {a.dtype}, seed {a.seed}. forward+backward gives the gradients of query, key and",
+        "value. Before its time each method is compared with its own formula in float64 on the cell's inputs: up to 64",
+        "query rows of one head, with a backward all gradients that follow from them. Largest relative error allowed:",
+        f"{TOLERANCE[a.dtype]:g}, gradients twice that, performer-pytorch in half precision four times that.",
+        "Peak memory: what a pass allocates at its highest point, output and gradients included, inputs not; on a CPU",
+        "in a fresh process for each cell, by the high-water mark of its resident memory.",
+        "Operations counted, per token and head: FAVOR and performer-pytorch 8 M d forward, 24 M d forward+backward;",
+        "softmax 4 L d, half of it causal, 3.5 times that forward+backward; fla 4 d^2 and 12 d^2. Roofline: the larger",
+        "of operations over the matmul ceiling and bytes of inputs and outputs (with a backward also of their",
+        f"gradients) over the copy ceiling, both measured in this run: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s in",
+        f"{a.dtype}, {ceilings.copy_bytes / 1e9:.3g} GB/s read plus written. Caches can hold short cells and beat the",
+        f"copy ceiling. A method that would need more than {bench.memory_limit / 1e9:.3g} GB is skipped.",
+    ]
+
+
+def shown_command(argv: Sequence[str]) -> str:
+    """The command without its output folder, which is a place on one machine."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and not word.startswith("--output_dir"):
+            kept.append(word)
+        skip = word == "--output_dir"
+    return " ".join(["python -m favor.eval.speed", *([shlex.join(kept)] if kept else [])])
+
+
+def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
+    """What makes a run repeatable."""
+    arguments = bench.arguments
+    versions = launch.versions()
+    for package in ("triton", "performer-pytorch", "flash-linear-attention"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    what = "Whole models" if arguments.model else "Attention"
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("output_dir", "isolate")}
+    return {
+        "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
+        "command": shown_command(argv),
+        "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
+        "versions": versions,
+        "seed": arguments.seed,
+        "settings": settings,
+        "memory_limit_bytes": bench.memory_limit,
+        "ceilings": asdict(bench.ceilings),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code, 1 if a cell failed."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.isolate:
+        methods.preload()
+        measure.serve(sys.stdin, sys.stdout, isolated_peak)
+        return 0
+    share = 0.5 * measure.free_bytes(arguments.device)
+    limit = share if arguments.memory_limit is None else 1e9 * arguments.memory_limit
+    bench = Bench(arguments, measure.ceilings(arguments.dtype, arguments.device), limit)
+    ceilings = bench.ceilings
+    about, lines = context(bench, words), []
+    bench.say(f"ceilings: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, {ceilings.copy_bytes / 1e9:.3g} GB/s")
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*parameters from this sequence would let its tokens see later ones")
+        if not arguments.model and arguments.device == "cpu" and not arguments.skip_memory:
+            if (problem := measure.MemoryServer.problem()) is None:
+                bench.server = stack.enter_context(measure.MemoryServer(torch.get_num_threads()))
+            else:
+                bench.note(problem)
+        for _ in run_models(bench) if arguments.model else run_attention(bench):
+            # After each panel, so that one that fails does not take the others with it.
+            lines = report.write(
+                bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name
+            )
+    print("\n".join(["", *lines, "", f"written: {arguments.name}.md, .json and .png in {arguments.output_dir}"]))
+    return int(any(result.status == "failed" for result in bench.results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

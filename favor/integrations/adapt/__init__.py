@@ -1,0 +1,1 @@
+"""Fits a pretrained model to linear attention: statistics, parameters, weights, exact heads."""

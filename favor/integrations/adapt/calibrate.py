@@ -1,0 +1,260 @@
+"""Parameters of the estimator fixed from data, one set a head, kept in the model as buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from favor import features as families
+from favor.config import FavorConfig, feature_family
+from favor.features import Moments, Parameters, PositiveFeatures
+from favor.integrations.adapt.feature_weights import DENSE, fit_weights
+from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.adapt.samples import Samples
+from favor.integrations.layer import attention_modules
+from favor.integrations.stored import store_parameters, stored_choice, weights_of
+
+REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
+REFINE_STEPS = 300
+_INVERTING = ("wderf", "cderf", "saderf", "aderf")
+
+
+class Statistics:
+    """Moments of queries and keys of every attention layer and head, over any number of batches.
+
+    Args:
+        features: the family whose `moments` are taken.
+    """
+
+    def __init__(self, features: PositiveFeatures) -> None:
+        self.features = features
+        self.layers: dict[int, tuple[Moments, float]] = {}
+        self.longest = 0
+
+    def __call__(self, seen: Observation) -> None:
+        """Adds one call of a layer; each sequence has the weight of its tokens."""
+        batch, key_heads = seen.key.shape[:2]
+        groups = seen.query.shape[1] // key_heads
+        # One set of moments for each sequence and query head, [B, Hk, G, ...]; the heads of a group are pooled.
+        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2)
+        masks = [
+            None if mask is None else mask[:, None, None].expand(-1, key_heads, groups, -1)
+            for mask in (seen.query_padding, seen.padding)
+        ]
+        y = y.expand(-1, -1, groups, -1, -1)
+        moments = self.features.moments(x, y, *masks, scale=seen.scale, is_causal=seen.is_causal)
+        flat = Moments(*(t.transpose(1, 2).flatten(0, 1).double().cpu() for t in moments.tensors()))
+        count = torch.full((batch,), x.shape[3]) if seen.padding is None else seen.padding.sum(-1).cpu()
+        pooled = Moments.pooled(flat, count.repeat_interleave(groups))
+        self.longest = max(self.longest, x.shape[3])
+        number, total = seen.layer, float(count.sum())
+        if number in self.layers:
+            before, weight = self.layers[number]
+            both = Moments(*(torch.stack(pair) for pair in zip(before.tensors(), pooled.tensors(), strict=True)))
+            pooled, total = Moments.pooled(both, torch.tensor([weight, total])), weight + total
+        self.layers[number] = (pooled, total)
+
+    def parameters(self) -> dict[int, Parameters]:
+        """Closed-form parameters of every layer, `[Hk, d, d]`."""
+        return {number: self.features.fit_moments(moments) for number, (moments, _) in sorted(self.layers.items())}
+
+    def rho(self) -> dict[int, Tensor]:
+        """Expected log(1 + Var / K^2) of every layer and head `[Hk]`: usable with M features where below log M."""
+        parameters = self.parameters()
+        return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
+
+
+@torch.no_grad()
+def gather(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    *,
+    features: PositiveFeatures,
+    max_batches: int | None = None,
+    also: Callable[[Observation], None] | None = None,
+) -> Statistics:
+    """Runs a model with exact attention over data and gathers `Statistics`.
+
+    Args:
+        model: any transformers model; its mode is put back afterwards.
+        dataloader: batches as for `favor.calibrate`.
+        features: the family whose statistics are wanted.
+        max_batches: stop after so many; None (default) takes all.
+        also: called with every observation besides.
+
+    Raises:
+        ValueError: if there is no batch, or no attention layer ran.
+    """
+    statistics, device = Statistics(features), next(model.parameters()).device
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    batches = 0
+
+    def callback(seen: Observation) -> None:
+        statistics(seen)
+        if also is not None:
+            also(seen)
+
+    try:
+        with observe(model, callback):
+            for batch in islice(dataloader, max_batches):
+                model(**_inputs(batch, device))
+                batches += 1
+    finally:
+        for module in training:
+            module.training = True
+    if not statistics.layers:
+        raise ValueError(
+            f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
+            "each a tensor of input_ids or a dictionary of the model's arguments."
+        )
+    return statistics
+
+
+def _inputs(batch: Any, device: torch.device) -> dict[str, Tensor]:
+    """Arguments of the model, without labels, from a dictionary, a tensor of input_ids or a tuple of that alone."""
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping) or not all(isinstance(tensor, Tensor) for tensor in batch.values()):
+        raise ValueError(
+            "a batch must be a tensor of input_ids or a dictionary of tensors with the model's arguments, got "
+            f"{type(batch).__name__}{list(batch) if isinstance(batch, Mapping) else ''}."
+        )
+    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+
+
+def calibrate(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    *,
+    attn_implementation: str = "favor#",
+    max_batches: int | None = None,
+    feature_weights: bool = False,
+    refine_steps: int | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Fixes the parameters of the estimator (G, L and the key shift of each head) from data, and uses them from now on.
+
+    The model runs over the data with exact attention; the closed form of the family, by default wDERF with the keys
+    weighted by the attention they get, is taken of the pooled statistics. The parameters become buffers of the
+    attention modules, `save_pretrained` writes them and `from_pretrained` reads them. Causal layers can use them, since
+    they do not depend on the sequence at hand.
+
+    Args:
+        model: any transformers model that the backends accept.
+        dataloader: batches: dictionaries of the model's arguments (`labels` are left out) or tensors of input_ids. A
+            few thousand tokens of the kind the model will see are enough.
+        attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++";
+            "favor+" with feature_weights.
+        max_batches: stop after so many batches; None (default) takes all.
+        feature_weights: whether to learn nonnegative weights of the features of each head too, from the divergence
+            between softmax attention and its estimate in 16 sequences of the data (128 queries of each). They enter
+            the offsets of the keys, so attention costs what it did. They are for the directions and the window they
+            were learned with: num_features, seed, orthogonal, window and exact heads can no longer change, and
+            redraw_interval must be 0. With too little data they fit these and no others. Default False.
+        refine_steps: with feature_weights, gradient steps by which "wderf" and "cderf" (the default of favor#) adapt G,
+            L and shift to the same divergence; default 300 for these two, a minute or two for a small model on one
+            core. The other families keep the parameters of their papers: 0 is their default and only value.
+        **options: fields of `FavorConfig` to set, as in `favor.configure`.
+
+    Returns:
+        The model, with `statistics="calibrated"`.
+
+    Raises:
+        ValueError: for a backend without parameters, a bad option, data that give none, or feature weights with
+            redraw_interval above 0 or from sequences that a window covers.
+
+    Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`. Weights:
+    `favor.decomposition.mixture_proportions`; that they are learned, and the parameters with them, is this package's.
+
+    Example:
+        >>> import torch, favor
+        >>> from transformers import BertConfig, BertModel
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.calibrate(BertModel(tiny), [torch.arange(12).view(2, 6)], exact_below=0)
+        >>> model.config.favor["statistics"]
+        'calibrated'
+    """
+    from favor.integrations.backend import configure, model_options
+
+    config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
+    name, arguments = feature_family(attn_implementation, config)
+    if not feature_weights:
+        if refine_steps is not None:
+            raise ValueError("refine_steps belongs to feature_weights=True.")
+        fit_to_data(model, dataloader, name, arguments, True, max_batches)
+    else:
+        family = _weighted_family(name, arguments, config, refine_steps)
+        steps = (REFINE_STEPS if name in DENSE else 0) if refine_steps is None else refine_steps
+        samples, modules = Samples(config.window), attention_modules(model)
+        statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
+        fits, keys, device = {}, {}, next(model.parameters()).device
+        for number, parameters in statistics.parameters().items():
+            own = stored_choice(modules[number])
+            heads = own.get("exact_heads", ())
+            fits[number] = fit_weights(
+                family, parameters, samples.layers[number], config, number, steps, exact_heads=heads, device=device
+            )
+            keys[number] = weights_of(own, config.window, config, number)
+        store_parameters(model, fits, name, weights=keys)
+    return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
+
+
+def _weighted_family(
+    name: str, arguments: Mapping[str, Any], config: FavorConfig, refine_steps: int | None
+) -> PositiveFeatures:
+    """The family whose features get weights, once everything that forbids them is ruled out."""
+    family = _family(name, arguments)
+    if not isinstance(family, PositiveFeatures):
+        raise ValueError(
+            f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
+        )
+    if config.redraw_interval:
+        raise ValueError(
+            "feature weights belong to the directions they were learned for, which "
+            f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
+        )
+    allowed = refine_steps is None or (isinstance(refine_steps, int) and refine_steps >= 0)
+    if not allowed or (refine_steps and name not in DENSE):
+        raise ValueError(
+            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {' and '.join(DENSE)}; got "
+            f"{refine_steps!r}."
+        )
+    return family
+
+
+def _family(name: str, arguments: Mapping[str, Any]) -> families.RandomFeatures:
+    return families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
+
+
+def fit_to_data(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    name: str,
+    arguments: Mapping[str, Any],
+    store: bool,
+    max_batches: int | None,
+) -> Statistics:
+    """Gathers the statistics of a family and, with `store`, puts its parameters into the model.
+
+    Args:
+        name, arguments: registry name of the family and its options.
+        model, dataloader, max_batches: as for `calibrate`.
+    """
+    family = _family(name, arguments)
+    if not isinstance(family, PositiveFeatures) or not family.needs_statistics:
+        raise ValueError(
+            f"{name} features have no parameters to fit to data; use favor# with features wderf or cderf, favor++, or "
+            "favor+ with feature_weights=True."
+        )
+    statistics = gather(model, dataloader, features=family, max_batches=max_batches)
+    if store:
+        store_parameters(model, statistics.parameters(), name)
+    return statistics

@@ -1,0 +1,157 @@
+"""Turning a pretrained model into one with linear attention: backend, parameters, and which heads stay exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from favor.config import FavorConfig, feature_family
+from favor.features import Landmarks
+from favor.integrations.adapt.calibrate import fit_to_data
+from favor.integrations.layer import decodes_or_is_causal
+from favor.integrations.stored import clear_choices, update_choices
+
+WIDENINGS = (2, 4)  # windows that a layer may take instead of the common one, as multiples
+NARROWEST = 64
+
+
+def convert(
+    model: PreTrainedModel,
+    attn_implementation: str = "favor#",
+    *,
+    dataloader: Iterable[Any] | None = None,
+    layers: str = "all",
+    flop_budget: float = 0.5,
+    length: int | None = None,
+    max_batches: int | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Switches a pretrained model to a FAVOR backend, in all heads or where the estimate is good.
+
+    Args:
+        model: any transformers model that the backends accept.
+        attn_implementation: a FAVOR backend, default "favor#".
+        dataloader: batches as for `favor.calibrate`. Needed for `layers="auto"` and for `statistics="calibrated"`.
+        layers: "all" (default), or "auto": heads whose diagnostic rho says that M features cannot estimate them
+            (rho > log M, see `favor.features.Parameters.rho`) keep exact attention, worst first, as far as the budget
+            goes; the layers of those that have to be estimated anyway take wider windows with what is left of it.
+        flop_budget: for "auto", operations of all attention layers as a fraction of those of exact attention.
+        length: for "auto", number of tokens at which operations are counted; default the longest in the data.
+        max_batches: stop after so many batches of data; None (default) takes all.
+        **options: fields of `FavorConfig`, as in `favor.configure`.
+
+    Returns:
+        The model. What `save_pretrained` writes holds all choices; the name of the backend is kept by zoo models, and
+        passed again as `attn_implementation` for others.
+
+    Raises:
+        ValueError: for a bad option, or a budget below the cost of estimating every head.
+    """
+    from favor.integrations.backend import configure, model_options
+
+    if layers not in ("all", "auto"):
+        raise ValueError(f'layers must be "all" or "auto", got {layers!r}.')
+    config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
+    if config.statistics == "corrected":
+        raise ValueError(
+            'statistics="corrected" is what favor.train.distill makes; convert with "batch" or "calibrated".'
+        )
+    clear_choices(model)
+    if layers == "all" and config.statistics == "batch":
+        return configure(model, attn_implementation, **options)
+    if dataloader is None:
+        raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
+    name, arguments = feature_family(attn_implementation, config)
+    if name == Landmarks.name:
+        raise ValueError('layers="auto" is by the variance of random features, and landmarks have none; use "all".')
+    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
+        raise ValueError(
+            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit none of their own.'
+        )
+    statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
+    if layers == "auto":
+        rho = statistics.rho()
+        head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
+        costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
+        update_choices(model, allocate(rho, costs, flop_budget))
+    return configure(model, attn_implementation, **options)
+
+
+@dataclass
+class Costs:
+    """Operations of one head over a sequence, forward.
+
+    Attributes:
+        length: tokens L.
+        num_features: M.
+        window: window of the layers that choose none, 0 for none.
+        head_dim: d of each layer.
+    """
+
+    length: int
+    num_features: int
+    window: int
+    head_dim: Mapping[int, int]
+
+    def exact(self, layer: int) -> float:
+        """4 L^2 d."""
+        return 4.0 * self.length**2 * self.head_dim[layer]
+
+    def linear(self, layer: int, window: int) -> float:
+        """8 L M d for the features and 4 L window d inside the blocks."""
+        return 4.0 * self.length * self.head_dim[layer] * (2 * self.num_features + min(window, self.length))
+
+
+def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
+    """Heads that stay exact, and wider windows, for `config.favor_layers`.
+
+    Args:
+        rho: diagnostic of every layer and key head, `[Hk]`.
+        costs: of both kinds of attention.
+        budget: fraction of the operations of exact attention in all heads.
+
+    Returns:
+        an entry for every layer.
+
+    Raises:
+        ValueError: if the budget does not pay for the estimate alone.
+    """
+    limit = budget * sum(costs.exact(layer) * len(own) for layer, own in rho.items())
+    spent = sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
+    if spent > limit:
+        share = budget * spent / limit
+        raise ValueError(
+            f"flop_budget={budget} is less than the estimate alone costs at {costs.length} tokens, {share:.2f} of "
+            "exact attention. Raise it, or take fewer features, a shorter window or longer sequences."
+        )
+    exact: dict[int, list[int]] = {layer: [] for layer in rho}
+    hopeless = sorted(
+        ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist())), reverse=True
+    )
+    left = []
+    for value, layer, head in hopeless:
+        if value <= math.log(costs.num_features):
+            break
+        extra = costs.exact(layer) - costs.linear(layer, costs.window)
+        if spent + extra <= limit:
+            spent += extra
+            exact[layer].append(head)
+        else:
+            left.append(layer)
+    windows = dict.fromkeys(rho, costs.window)
+    for widening in WIDENINGS:
+        for layer in dict.fromkeys(left):
+            wider = widening * max(costs.window, NARROWEST)
+            estimated = len(rho[layer]) - len(exact[layer])
+            extra = (costs.linear(layer, wider) - costs.linear(layer, windows[layer])) * estimated
+            if wider < costs.length and spent + extra <= limit:
+                spent += extra
+                windows[layer] = wider
+    # A layer with the common window has none of its own, so that a change of the option reaches it.
+    own = {layer: {"window": window} for layer, window in windows.items() if window != costs.window}
+    return {layer: {"exact_heads": sorted(exact[layer]), **own.get(layer, {})} for layer in rho}

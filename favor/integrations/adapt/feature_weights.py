@@ -1,0 +1,285 @@
+"""Weights of random features, and parameters to go with them, learned so that attention comes close to softmax.
+
+For fixed directions the weights that minimise the generalised Kullback-Leibler divergence between softmax attention and
+its estimate are the proportions of a mixture, a convex problem (`favor.decomposition.mixture_proportions`): component m
+is the matrix f_1m(x_i) f_2m(y_j) / z_i over all pairs of tokens, with z_i the sum of row i. An exact window is one more
+component. For the dense families G, L and b are learned too, by gradient steps on the same divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from favor.attention.functional import directions
+from favor.config import FavorConfig
+from favor.decomposition.mixture import fit_proportions
+from favor.features import Parameters, PositiveFeatures
+from favor.integrations.adapt.samples import Sample
+
+DENSE = ("cderf", "wderf")  # families whose G, L and b are learned; the others keep those of their paper
+SHIFT = 0.05
+ROUNDS, ITERATIONS = 3, 20  # of z and, for given z, of the mixture
+STEPS_BETWEEN, ITERATIONS_BETWEEN = 25, 5  # gradient steps between two short fits of the weights
+UNDERFLOW = 1e-30  # least sum of a row, relative to its largest feature
+LEARNING_RATE, LAST_SHARE = 1e-2, 0.05  # of Adam, falling linearly to a share
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """The estimate of a sequence's attention, as factors; every row has a scale of its own.
+
+    Attributes:
+        query: features of the queries, `[Hk, G, R, M]`; key: of the keys, `[Hk, 1, S, M]`.
+        far: `[R, S]`, 1 where the features count and 0 where not; None for everywhere.
+        near: exact part, `[Hk, G, R, S]`; None without a window.
+    """
+
+    query: Tensor
+    key: Tensor
+    far: Tensor | None
+    near: Tensor | None
+
+    def matrix(self, weights: Tensor | None = None, near: Tensor | None = None) -> Tensor:
+        """Unnormalised attention `[Hk, G, R, S]`, with weights `[Hk, M]` and a factor `[Hk]` of the exact part."""
+        query = self.query if weights is None else self.query * weights[:, None, None]
+        product = query @ self.key.transpose(-1, -2)
+        product = product if self.far is None else product * self.far
+        if self.near is None:
+            return product
+        return product + (self.near if near is None else self.near * near[:, None, None, None])
+
+
+def fit_weights(
+    features: PositiveFeatures,
+    parameters: Parameters,
+    samples: Sequence[Sample],
+    config: FavorConfig,
+    layer: int,
+    steps: int,
+    *,
+    exact_heads: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+) -> Parameters:
+    """Parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
+
+    Args:
+        features: the family.
+        parameters: of the family, without weights.
+        samples: at least one.
+        config: for number, seed and kind of the directions.
+        layer: number of the layer.
+        steps: gradient steps on G, L and b; 0 learns the weights alone.
+        exact_heads: key heads that stay exact, which need no weights.
+        device: to compute on.
+
+    Raises:
+        ValueError: if no sequence is longer than the window, so that there is nothing to learn from.
+    """
+    heads, keys, head_dim = samples[0].y.shape
+    if all(sample.window >= sample.y.shape[1] for sample in samples):
+        raise ValueError(
+            f"no sequence of the data is longer than window={samples[0].window} (the first has {keys} tokens), so "
+            "nothing is left for features to estimate; pass longer sequences."
+        )
+    eye = torch.eye(head_dim).expand(heads, -1, -1)
+    parameters = parameters.to(eye)
+    matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
+    shift = None if parameters.shift is None else parameters.shift.expand_as(eye[..., 0])
+    whole = replace(parameters, shift=shift, log_weights=torch.zeros(heads, config.num_features), **matrices)
+    linear = [head for head in range(heads) if head not in exact_heads]
+    if not linear:
+        return whole
+    own = [sample.of_heads(linear, device) for sample in samples]
+    found = LayerFit(features, whole.heads(linear).to(own[0].y), own, config, layer).fit(steps).to(eye)
+    places = torch.tensor(linear)
+    for name in ("transform", "inverse", "factor", "shift", "log_weights"):
+        part = getattr(whole, name)
+        if part is not None:
+            whole = replace(whole, **{name: part.index_copy(0, places, getattr(found, name))})
+    return replace(whole, maps=found.maps)
+
+
+class LayerFit:
+    """Weights and parameters of the heads of a layer that are estimated.
+
+    Args:
+        features: the family.
+        parameters: of the family, `[Hk, d, d]`, with weights to begin with.
+        samples: at least one, on the device to compute on.
+        config: for number, seed and kind of the directions.
+        layer: number of the layer.
+    """
+
+    def __init__(
+        self,
+        features: PositiveFeatures,
+        parameters: Parameters,
+        samples: Sequence[Sample],
+        config: FavorConfig,
+        layer: int,
+    ) -> None:
+        self.features, self.parameters, self.samples = features, parameters, samples
+        heads, _, head_dim = samples[0].y.shape
+        # These are the directions that `favor_attention` draws for so many heads.
+        source = "cderf" if features.antithetic else "pos"
+        numbers = (config.num_features, head_dim, heads, config.orthogonal, config.seed, layer, 0)
+        self.omega = directions(source, *numbers, samples[0].y.device, torch.float32)
+        self.targets = [sample.logits().softmax(-1) for sample in samples]
+
+    @torch.no_grad()
+    def fit(self, steps: int) -> Parameters:
+        """Learned parameters, of each head the best that were met.
+
+        Args:
+            steps: gradient steps on G, L and b; 0 learns the weights alone.
+        """
+        if steps:
+            return self._refined(self.weighted(self.parameters, ITERATIONS_BETWEEN), steps)
+        found = self.parameters
+        for _ in range(ROUNDS):
+            found = self.weighted(found, ITERATIONS)
+        return _better(found, self.divergence(found), self.parameters, self.divergence(self.parameters))[0]
+
+    def divergence(self, parameters: Parameters) -> Tensor:
+        """Mean over queries of KL(softmax row || estimated row), `[Hk]`."""
+        rows = sum(target[0, :, :, 0].numel() for target in self.targets)
+        pairs = zip(self.samples, self.targets, strict=True)
+        return sum((self._divergence(s, t, parameters) for s, t in pairs), torch.zeros(())) / rows  # type: ignore[return-value]
+
+    def weighted(self, parameters: Parameters, iterations: int) -> Parameters:
+        """The same parameters with better weights: a number of iterations of the mixture, from those they have."""
+        top = self._top(parameters)
+        estimates = [self._estimate(sample, parameters, top) for sample in self.samples]
+        # Rows are divided once by their sums under the present weights.
+        scaled = []
+        for own in estimates:
+            z = own.matrix().sum(-1, keepdim=True)
+            # A row whose sum underflows says nothing.
+            share = torch.where(z > UNDERFLOW, 1 / z, 0.0)
+            scaled.append(replace(own, query=own.query * share, near=None if own.near is None else own.near * share))
+        mass = torch.stack([self._mass(own) for own in scaled]).sum(0)  # of every component, [Hk, M (+ 1)]
+        divisor = mass.clamp(min=torch.finfo(mass.dtype).tiny)
+        size = parameters.factor.new_tensor([t.shape[1] * t.shape[2] * t.shape[3] for t in self.targets]).sum()
+
+        def split(pi: Tensor) -> tuple[Tensor, Tensor | None]:
+            factors = pi / divisor
+            number = self.omega.shape[-2]
+            return factors[:, :number], factors[:, number] if factors.shape[1] > number else None
+
+        def times(pi: Tensor) -> Tensor:
+            # Every component sums to the number of pairs, so that values are of order 1.
+            return torch.cat([size * own.matrix(*split(pi)).flatten(1) for own in scaled], dim=1)
+
+        def transposed_times(ratios: Tensor) -> Tensor:
+            parts = ratios.split([target[0].numel() for target in self.targets], dim=1)
+            sums = [self._mass(own, r.view_as(t)) for own, r, t in zip(scaled, parts, self.targets, strict=True)]
+            return size * torch.stack(sums).sum(0) / divisor
+
+        counts = torch.cat([target.flatten(1) for target in self.targets], dim=1)
+        result = fit_proportions(
+            times, transposed_times, counts, mass, SHIFT, guard=True, tol=1e-5, max_iter=iterations
+        )
+        weights, near = split(result.proportions)
+        # The exact part has the weight 1; without one a common factor changes nothing.
+        common = weights.amax(-1) if near is None else near
+        change = (weights / common.unsqueeze(-1)).clamp(min=torch.finfo(weights.dtype).tiny).log()
+        # A feature without a part in any row keeps its weight.
+        change = torch.where(change.isfinite() & (mass[:, : change.shape[1]] > 0), change, 0.0)
+        assert parameters.log_weights is not None
+        return replace(parameters, log_weights=parameters.log_weights + change)
+
+    def _refined(self, base: Parameters, steps: int) -> Parameters:
+        """Gradient steps on corrections of G, L and b, with short fits of the weights between."""
+        assert base.shift is not None  # the families of DENSE have one
+        start = (self.parameters, self.divergence(self.parameters))
+        best, least = _better(base, self.divergence(base), *start)
+        eye = torch.eye(base.factor.shape[-1], device=base.factor.device)
+        transform, factor = (torch.zeros_like(base.factor, requires_grad=True) for _ in range(2))
+        shift = torch.zeros_like(base.factor[..., 0], requires_grad=True)
+        optimizer = torch.optim.Adam([transform, factor, shift], lr=LEARNING_RATE)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, LAST_SHARE, steps)
+        log_weights = base.log_weights
+
+        def present() -> Parameters:
+            correction = Parameters(eye + transform, torch.linalg.inv(eye + transform), eye + factor, shift=shift)
+            return replace(base.corrected(correction), log_weights=log_weights)
+
+        for step in range(steps):
+            number = step % len(self.samples)
+            with torch.enable_grad():
+                loss = self._divergence(self.samples[number], self.targets[number], present()).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if (step + 1) % STEPS_BETWEEN and step + 1 < steps:
+                continue
+            found = self.weighted(present(), ITERATIONS if step + 1 == steps else ITERATIONS_BETWEEN)
+            log_weights = found.log_weights
+            best, least = _better(found, self.divergence(found), best, least)
+        return best
+
+    def _top(self, parameters: Parameters) -> Tensor:
+        """Largest log-feature of the keys of all sequences, `[Hk, 1, M]`."""
+        keys = [self.features.log_phi(s.y, self.omega, parameters, "key").amax(-2, keepdim=True) for s in self.samples]
+        return torch.stack(keys).amax(0)
+
+    def _estimate(self, sample: Sample, parameters: Parameters, top: Tensor | None = None) -> _Estimate:
+        query = self._log_queries(sample.x, parameters) - math.log(self.omega.shape[-2])
+        key = self.features.log_phi(sample.y, self.omega, parameters, "key")
+        top = key.detach().amax(-2, keepdim=True) if top is None else top
+        query = query + top.unsqueeze(1)
+        largest, visible, near = query.detach().amax(-1, keepdim=True), sample.visible, sample.near
+        if near is None:
+            far = None if visible is None else visible.to(query)
+            return _Estimate((query - largest).exp(), (key - top).exp().unsqueeze(1), far, None)
+        logits = sample.logits().masked_fill(~near, -torch.inf)
+        largest = torch.maximum(largest, logits.amax(-1, keepdim=True))
+        far = ~near if visible is None else visible & ~near
+        return _Estimate(
+            (query - largest).exp(), (key - top).exp().unsqueeze(1), far.to(query), (logits - largest).exp()
+        )
+
+    def _log_queries(self, x: Tensor, parameters: Parameters) -> Tensor:
+        """Log-features of the queries, `[Hk, G, R, M]`."""
+        return self.features.log_phi(x.flatten(1, 2), self.omega, parameters, "query").unflatten(1, x.shape[1:3])
+
+    def _divergence(self, sample: Sample, target: Tensor, parameters: Parameters) -> Tensor:
+        """Sum over queries of KL(softmax row || estimated row), `[Hk]`."""
+        matrix = self._estimate(sample, parameters).matrix()
+        least = torch.finfo(matrix.dtype).tiny
+        rows = matrix / matrix.sum(-1, keepdim=True).clamp(min=least)
+        entropy = torch.special.xlogy(target, target)
+        return (entropy - target * rows.clamp(min=least).log()).sum((1, 2, 3))
+
+    @staticmethod
+    def _mass(own: _Estimate, ratios: Tensor | None = None) -> Tensor:
+        """Sum of every component over all pairs, times ratios `[Hk, G, R, S]`: `[Hk, M]`, and the exact part's last."""
+        if ratios is None:
+            seen = own.key.sum(-2, keepdim=True) if own.far is None else own.far @ own.key
+        else:
+            seen = (ratios if own.far is None else ratios * own.far) @ own.key
+        mass = (own.query * seen).sum((1, 2))
+        if own.near is None:
+            return mass
+        exact = own.near if ratios is None else own.near * ratios
+        return torch.cat([mass, exact.sum((1, 2, 3)).unsqueeze(-1)], dim=-1)
+
+
+def _better(found: Parameters, reached: Tensor, other: Parameters, least: Tensor) -> tuple[Parameters, Tensor]:
+    """Of each head the parameters with the smaller divergence `[Hk]`, and this; what is not finite never wins."""
+    better = (reached < least) | (reached.isfinite() & ~least.isfinite())
+
+    def choose(name: str) -> Tensor:
+        one, two = getattr(found, name), getattr(other, name)
+        return torch.where(better.view(-1, *[1] * (one.ndim - 1)), one, two)
+
+    shift = None if found.shift is None else choose("shift")
+    matrices = choose("transform"), choose("inverse"), choose("factor")
+    chosen = Parameters(*matrices, maps=found.maps, shift=shift, log_weights=choose("log_weights"))
+    return chosen, torch.where(better, reached, least)

@@ -1,0 +1,109 @@
+"""Watching attention layers at work: queries, keys and values of a model that runs with exact attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from favor.integrations.layer import is_self_attention, layer_number, number_layers
+from favor.integrations.masks import exact_mask, favor_mask, key_padding
+from favor.integrations.refusals import causal_of, refuse
+
+_NAME = "favor_observe"
+_callbacks: list[Callable[[Observation], None]] = []
+
+
+class Observation(NamedTuple):
+    """One call of an attention layer.
+
+    Attributes:
+        layer: number of the layer, as in `favor.integrations.layer`.
+        module: its module.
+        query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        padding: boolean `[B, S]`, True for real keys; None without padding.
+        is_causal: whether the layer is causal.
+        scale: of the logits.
+        output: of exact attention, `[B, H, L, dv]`.
+    """
+
+    layer: int
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    padding: Tensor | None
+    is_causal: bool
+    scale: float
+    output: Tensor
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys belong to the same tokens, so that a window has a meaning."""
+        return is_self_attention(self.module, self.is_causal, self.query.shape[2], self.key.shape[2])
+
+    @property
+    def query_padding(self) -> Tensor | None:
+        """Boolean `[B, L]`, True for the queries that count, where queries and keys are those of the same tokens."""
+        return self.padding if self.is_self_attention and self.query.shape[2] == self.key.shape[2] else None
+
+
+@contextmanager
+def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> Iterator[None]:
+    """Runs a model with exact attention in every layer that FAVOR could replace, and reports each call of one.
+
+    Args:
+        model: any transformers model.
+        callback: called with an `Observation` in each attention layer, in the order of the forward pass.
+    """
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    number_layers(model)
+    model.set_attn_implementation(_NAME)
+    _callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _callbacks.pop()
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def _observed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    refuse(kwargs, module)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError("observing attention needs batches with padding, not packed ones (cu_seq_lens_q was given).")
+    if kwargs.get("sliding_window") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    causal, (length, key_length) = causal_of(module, is_causal), (query.shape[2], key.shape[2])
+    padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
+    mask = exact_mask(padding, length, key_length, causal, query)
+    out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with torch.no_grad():
+        seen = (query, key, value, padding, causal, scale, out.transpose(1, 2))
+        _callbacks[-1](Observation(layer_number(module), module, *seen))
+    return out, None
+
+
+def register_observer() -> None:
+    """Makes the observer known to transformers, under a name of its own."""
+    AttentionInterface.register(_NAME, _observed)
+    AttentionMaskInterface.register(_NAME, favor_mask)

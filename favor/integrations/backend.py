@@ -1,0 +1,274 @@
+"""The FAVOR backends of transformers: attention function and mask function for every name."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from favor import features
+from favor.attention import favor_attention
+from favor.attention.packing import Packing
+from favor.config import BACKENDS, FavorConfig, feature_family
+from favor.features import Parameters
+from favor.integrations.adapt.observe import register_observer
+from favor.integrations.cache import layer_of, state_of
+from favor.integrations.layer import (
+    decodes,
+    is_self_attention,
+    layer_number,
+    number_layers,
+    number_layers_of_new_models,
+    redraw_epoch,
+)
+from favor.integrations.masks import exact_mask, favor_mask, key_padding
+from favor.integrations.refusals import causal_of, refuse
+from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters, weights_of
+
+
+def register() -> None:
+    """Registers all backends with transformers; `import favor` calls it."""
+    for name in BACKENDS:
+        AttentionInterface.register(name, partial(favor_attention_forward, name))
+        AttentionMaskInterface.register(name, favor_mask)
+    register_observer()
+    number_layers_of_new_models()
+
+
+def favor_attention_forward(
+    backend: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of the backends, with the signature transformers calls.
+
+    Dropout drops each attention weight with the given probability, like softmax attention; the weights that one key
+    gives to the queries of a head are dropped together, since they are never formed one by one.
+
+    Args:
+        backend: name of the backend.
+        module: the attention module; its config holds the options, `config.favor`.
+        query: `[B, H, L, d]`.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
+        attention_mask: from `favor_mask`, or any mask that `key_padding` accepts.
+        scaling: factor of the logits, default 1/sqrt(d).
+        dropout: probability, 0 in evaluation.
+        is_causal: default `module.is_causal`.
+        **kwargs: what else the model passes; refused if it would change the result. `cu_seq_lens_q`, `cu_seq_lens_k`,
+            `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
+            `favor.kernels.StreamState` of causal attention piece by piece.
+
+    Returns:
+        `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
+
+    Raises:
+        ValueError: naming what is not supported and what to use instead.
+    """
+    refuse(kwargs, module)
+    if kwargs.get("sliding_window") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    causal = causal_of(module, is_causal)
+    options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
+    plan = _plan(backend, options, query.device.type, causal)
+    length, key_length = query.shape[2], key.shape[2]
+    lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    packing = Packing.of(query, key, causal, *lengths)
+    padding = None
+    cached = layer_of(key)
+    if packing is None:
+        # A state has the keys of earlier tokens in it; a mask tells of all.
+        known = key_length if cached is None else cached.length
+        padding = key_padding(attention_mask, query.shape[0], length, known, causal)
+        padding = padding if padding is None else padding[:, known - key_length :]
+    elif attention_mask is not None and attention_mask.numel():
+        raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
+
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
+        outs = [_exact(module, q, k, v, padding, dropout, scaling, causal) for q, k, v in parts]
+        return outs[0] if packing is None else torch.cat(outs, dim=1)
+
+    def linear(query: Tensor, key: Tensor, value: Tensor, stored: Parameters | None) -> Tensor:
+        if dropout > 0:
+            value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+        has_window = is_self_attention(module, causal, length, key_length)
+        out = favor_attention(
+            query,
+            key,
+            value,
+            features=family if not plan.options else features.get(family, **dict(plan.options)),
+            num_features=plan.num_features,
+            key_padding_mask=padding,
+            is_causal=causal,
+            scale=scaling,
+            seed=plan.seed,
+            layer=layer,
+            redraw=redraw,
+            orthogonal=plan.orthogonal,
+            use_statistics=not decodes(module),
+            parameters=None if plan.statistics == "corrected" else stored,
+            correction=stored if plan.statistics == "corrected" else None,
+            window=choice.get("window", plan.window) if has_window else 0,
+            state=state,
+            kernel=plan.kernel,
+            **({} if packing is None else packing.for_kernel()),
+        )
+        return out.transpose(1, 2)
+
+    choice, state = stored_choice(module), kwargs.get("favor_state")
+    if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
+        raise ValueError(
+            "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
+            f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
+        )
+    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+        return exact(query, key, value), None
+    if plan.statistics == "corrected" and (causal or decodes(module)):
+        raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
+    stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
+    family = carrying(plan.family, stored)
+    weighted = stored is not None and stored.log_weights is not None
+    # Loaded as a part of another model, a layer may have another number.
+    layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
+    redraw = redraw_epoch(module, plan.redraw_interval)
+    if cached is not None:
+        state = state_of(cached, query, (backend, plan, dict(choice), redraw))
+    out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
+    return out.contiguous(), None
+
+
+def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] | None = None, **options: Any) -> Any:
+    """Sets FAVOR options on a live model, and the backend if one is given.
+
+    Args:
+        model: any transformers model.
+        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one.
+        **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
+            (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError, TypeError: for an unknown option or a bad value; nothing is changed then.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> import favor
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.configure(BertModel(tiny), "favor#", num_features=64, exact_below=0)
+        >>> model.config.favor["num_features"]
+        64
+    """
+    configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
+    merged = {
+        key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options}).to_dict()
+        for key, config in configs.items()
+    }
+    number_layers(model)
+    if attn_implementation is not None:
+        model.set_attn_implementation(attn_implementation)
+    for key, config in configs.items():
+        config.favor = merged[key]
+    return model
+
+
+def model_options(config: Any) -> FavorConfig:
+    """The validated options in `config.favor`; defaults where there are none."""
+    return FavorConfig.from_dict(getattr(config, "favor", None))
+
+
+class _Plan(NamedTuple):
+    """What a layer does, in plain values that a compiler can hold constant."""
+
+    family: str
+    options: tuple[tuple[str, Any], ...]
+    num_features: int
+    exact_below: int
+    seed: int
+    redraw_interval: int
+    orthogonal: bool
+    window: int
+    statistics: str
+    kernel: str
+
+
+@torch.compiler.assume_constant_result
+def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
+    return _cached_plan(backend, items, device_type, is_causal)
+
+
+@lru_cache(maxsize=64)
+def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
+    config = FavorConfig.from_dict(dict(items))
+    family, options = feature_family(backend, config)
+    kind = features.REGISTRY[family]
+    positive = issubclass(kind, features.PositiveFeatures)
+    if config.window and not (positive or kind is features.Landmarks):
+        raise ValueError(
+            f"{backend} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
+            "window=0, or use favor+, favor++ or favor#."
+        )
+    return _Plan(
+        family,
+        tuple(options.items()),
+        config.num_features,
+        config.exact_threshold(device_type, is_causal, family),
+        config.seed,
+        0 if kind is features.Landmarks else config.redraw_interval,  # nothing is drawn
+        config.orthogonal,
+        config.window,
+        config.statistics if positive and not (family == "pos" and config.statistics == "corrected") else "batch",
+        # Baselines without a Triton kernel have one form, whatever the option says.
+        config.kernel if positive else "auto",
+    )
+
+
+def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters | None:
+    stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
+    if plan.family == "pos" and found != ("pos", "calibrated"):
+        layers = getattr(module.config, "favor_layers", None) or {}
+        if not any(own["family"] == "pos" for own in layers.values() if "family" in own):
+            return None  # FAVOR+ needs no parameters, and the model has no weights for it
+    if stored is None or found != (plan.family, plan.statistics):
+        has = "none" if stored is None else f"{found[1]} parameters of {found[0]}"
+        how = "favor.calibrate(model, dataloader)" if plan.statistics == "calibrated" else "favor.train.distill"
+        raise ValueError(
+            f'statistics="{plan.statistics}" needs parameters of {plan.family} in every layer, and '
+            f'{type(module).__name__} has {has}. Make them with {how}, or set statistics="batch".'
+        )
+    learned = choice.get(WEIGHTS_OF)
+    if learned is not None:
+        present = weights_of(choice, plan.window, plan, learned["layer"])
+        if plan.redraw_interval or present != learned:
+            wanted = ", ".join(f"{name}={value}" for name, value in learned.items() if name != "layer")
+            raise ValueError(
+                f"{type(module).__name__} has weights of features, learned for {wanted} and redraw_interval=0; set "
+                "these options again, or call favor.calibrate with the new ones."
+            )
+    return stored
+
+
+def _exact(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+) -> Tensor:
+    mask = exact_mask(padding, query.shape[2], key.shape[2], causal, query)
+    return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]

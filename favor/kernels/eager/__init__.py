@@ -1,0 +1,1 @@
+"""Kernels in plain torch, a block of tokens at a time; for any device."""

@@ -1,0 +1,299 @@
+"""Causal attention in plain torch, a chunk of tokens at a time; for any device.
+
+Queries are aligned with the last keys: with S keys and L <= S queries, query i sees keys 0 ... S - L + i. Keys before a
+chunk enter through a state, those of the chunk through the products of features, masked.
+
+Both are scaled by one anchor per feature: the largest logit among the past keys and the first key of the chunk. All
+queries of the chunk see those, so each row has a term of 1 and its normaliser does not underflow. Later keys of the
+chunk may exceed the anchor; if any does by more than 2^72 the chunk is cut in two. A chunk of one token is exact.
+
+The backward pass computes features and states again: forward in time for the queries, backward in time for the keys,
+whose state gathers the gradients of later queries. It divides nothing: weights are 2^(logit - log normaliser). The
+weights of later queries are at most 1 at the anchor of the chunk, since they see its keys too, and anchors rise with
+time, so moving that state back to an earlier anchor never overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from favor.kernels.eager.bidirectional import (
+    LN2,
+    LOG2E,
+    Buffer,
+    Gradients,
+    Inputs,
+    empty_gradients,
+    empty_output,
+    exp2,
+    summarise,
+    write,
+)
+from favor.kernels.operands import Sequence, sequences
+
+# Products inside a chunk cost its size squared; below, passing the state on does.
+CHUNK_SIZE, _LONG = 64, 4096
+_STEEPEST = 72.0
+
+
+@dataclass
+class _Chunk:
+    """One chunk: its queries `start:stop`, its keys from `first` on, and its features of keys.
+
+    Attributes:
+        anchor: `[N, 1, M]`.
+        weights: 2^(key logits + offset - anchor), `[N, C, M]`.
+        top: the largest of their logarithms, `[N, 1, M]`.
+    """
+
+    start: int
+    stop: int
+    first: int
+    anchor: Tensor
+    weights: Tensor
+    top: Tensor
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        return self.first, self.first + self.stop - self.start
+
+
+@dataclass
+class _State:
+    """Sums over past keys, `total` `[N, 1, M]` and `values` `[N, M, dv]`, both times 2^-anchor.
+
+    Attributes:
+        top: the largest logit among these keys, `[N, 1, M]`, -inf where there is none.
+    """
+
+    anchor: Tensor
+    total: Tensor
+    values: Tensor
+    top: Tensor
+
+    @classmethod
+    def before(cls, inputs: Inputs) -> _State:
+        """State of the keys that all queries see."""
+        prefix = inputs.key.shape[2] - inputs.query.shape[2]
+        top, total, values = summarise(inputs, prefix)
+        top, total = top.transpose(1, 2), total.transpose(1, 2)
+        anchor = (top + inputs.offset).masked_fill(total == 0, -torch.inf)
+        return cls(anchor, total, values, anchor)
+
+    def move(self, anchor: Tensor) -> None:
+        """Same sums for a new, finite anchor."""
+        decay = exp2(self.anchor - anchor)
+        self.total.mul_(decay)
+        self.values.mul_(decay.transpose(1, 2))
+        self.anchor = anchor
+
+    def add(self, chunk: _Chunk, values: Tensor) -> None:
+        """Adds the keys of a chunk, at whose anchor the sums are, given their values."""
+        self.total += chunk.weights.sum(1, keepdim=True)
+        self.values.baddbmm_(chunk.weights.transpose(1, 2), values)
+        self.top = torch.maximum(self.top, chunk.anchor + chunk.top)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible.
+
+    Arguments as in `favor.kernels.linear_attention`. The last two results are empty: the backward pass computes the
+    states again.
+    """
+    out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
+    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+        inputs = Inputs.of(sequence)
+        own_out, own_lse = out[sequence.rows], lse[sequence.rows]
+        state, size = _State.before(inputs), chunk_size or _size(inputs)
+        project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs.to_key)
+        for chunk in _chunks(inputs, state, size):
+            values = inputs.keys(inputs.value, *chunk.keys)
+            weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project, LOG2E)
+            weights += chunk.anchor
+            top = weights.amax(2, keepdim=True)
+            exp2(weights.sub_(top))
+            scores = _lower(weights @ chunk.weights.transpose(1, 2))
+            total = scores.sum(2, keepdim=True).add_(weights @ state.total.transpose(1, 2))
+            rows = (scores @ values).baddbmm_(weights, state.values)
+            unseen = total == 0
+            rows /= total.masked_fill(unseen, 1.0)
+            top = total.log_().add_(top, alpha=LN2).masked_fill_(unseen, torch.inf)
+            span = (chunk.start, chunk.stop)
+            write(own_out, *span, rows)
+            write(own_lse, *span, top)
+            state.add(chunk, values)
+    return out, lse, offset.new_empty(0), offset.new_empty(0)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    summary: Tensor,
+    for_directions: bool,
+) -> Gradients:
+    """Gradients of the loss, from that of the output and from what `forward` returned."""
+    grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
+    inputs_of = sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
+    for sequence in inputs_of:
+        inputs = Inputs.of(sequence)
+        here = (grad[sequence.rows], out[sequence.rows], lse[sequence.rows])
+        anchors = _backward_queries(inputs, *here, sequence, grads)
+        _backward_keys(inputs, *here, anchors, sequence, grads)
+    return grads
+
+
+def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
+    """Chunks in order; moves the state to the anchor of each before handing it out."""
+    length, prefix = inputs.query.shape[2], inputs.key.shape[2] - inputs.query.shape[2]
+    start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
+    while start < length:
+        stop = min(start + size, length)
+        bias = inputs.bias[:, prefix + start : prefix + stop]
+        logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
+        anchor = torch.maximum(state.top, logits[:, :1] + bias[:, :1] + inputs.offset)
+        if inputs.hidden is not None:
+            # Nothing seen so far, and the first key is hidden: the first visible one.
+            visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
+            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2])) + bias.gather(1, visible)
+            anchor = torch.where(anchor == -torch.inf, first + inputs.offset, anchor)
+            anchor = anchor.masked_fill(anchor == -torch.inf, 0.0)  # nothing to see in this chunk either
+        top = logits.add_(bias).add_(inputs.offset - anchor).amax(1, keepdim=True)
+        # A steep chunk is cut; later chunks try the full size again.
+        while stop - start > 1 and bool(top.amax() > _STEEPEST):
+            stop = (start + stop + 1) // 2
+            top = logits[:, : stop - start].amax(1, keepdim=True)
+        state.move(anchor)
+        yield _Chunk(start, stop, prefix + start, anchor, exp2(logits[:, : stop - start]), top)
+        start = stop
+
+
+def _size(inputs: Inputs) -> int:
+    return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 3 * CHUNK_SIZE // 2
+
+
+def _backward_queries(
+    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, sequence: Sequence, grads: Gradients
+) -> list[tuple[int, int, Tensor]]:
+    """Gradient of the queries; returns start, end and anchor of each chunk."""
+    anchors, state = [], _State.before(inputs)
+    dq, project = grads.query[sequence.rows], inputs.to_query.transpose(1, 2)
+    size = _size(inputs)
+    first, second, third = (Buffer(inputs.to_key) for _ in range(3))
+    for chunk in _chunks(inputs, state, size):
+        start, stop = chunk.start, chunk.stop
+        rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
+        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        weights = exp2(first.product(rows, project, LOG2E).add_(chunk.anchor).sub_(log_total))
+        slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
+        slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
+        slopes *= weights
+        write(dq, start, stop, third.product(slopes, inputs.to_query))
+        if grads.offset.numel():
+            sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
+            sequence.accumulate(grads.offset, slopes.sum(1))
+        state.add(chunk, values)
+        anchors.append((start, stop, chunk.anchor))
+    return anchors
+
+
+def _backward_keys(
+    inputs: Inputs,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    anchors: list[tuple[int, int, Tensor]],
+    sequence: Sequence,
+    grads: Gradients,
+) -> None:
+    prefix = inputs.key.shape[2] - inputs.query.shape[2]
+    memory = [Buffer(inputs.to_key) for _ in range(4)]
+    # What later queries send back: sums of their weights, at the anchor of the chunk, times gradient and times delta.
+    gathered, shares = inputs.to_key.new_zeros(*inputs.to_key.shape[:2], inputs.width), torch.zeros_like(inputs.offset)
+    project, above = inputs.to_query.transpose(1, 2), torch.full_like(shares, torch.inf)
+    for start, stop, anchor in reversed(anchors):
+        # Anchors rise with time, except over chunks before the first visible key.
+        decay, above = exp2((anchor - above).clamp_(max=0.0)), anchor
+        gathered.mul_(decay.transpose(1, 2))
+        shares.mul_(decay)
+        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        queries = inputs.queries(inputs.query, start, stop)
+        weights = exp2(memory[0].product(queries, project, LOG2E).add_(anchor).sub_(log_total))
+        first, last = prefix + start, prefix + stop
+        rows, own = _key_weights(inputs, memory[1], anchor, first, last)
+        values = inputs.keys(inputs.value, first, last)
+        dv = memory[3].product(own, gathered).baddbmm_(_lower(weights @ own.transpose(1, 2)).transpose(1, 2), g)
+        slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares)
+        slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)).transpose(1, 2), weights).mul_(own)
+        _store_keys(inputs, memory[3], first, last, rows, dv, slopes, sequence, grads)
+        gathered.baddbmm_(weights.transpose(1, 2), g)
+        shares.baddbmm_(delta.transpose(1, 2), weights)
+    for start, stop in inputs.blocks(inputs.heads, prefix):
+        rows, own = _key_weights(inputs, memory[1], above, start, stop)
+        values = inputs.keys(inputs.value, start, stop)
+        slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares).mul_(own)
+        _store_keys(inputs, memory[3], start, stop, rows, memory[3].product(own, gathered), slopes, sequence, grads)
+
+
+def _of_rows(
+    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = inputs.queries(grad, start, stop)
+    delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
+    return g, delta, inputs.queries(lse.unsqueeze(3), start, stop) * LOG2E
+
+
+def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
+    rows = inputs.keys(inputs.key, start, stop)
+    logits = buffer.product(rows, inputs.to_key.transpose(1, 2), LOG2E).add_(inputs.offset - anchor)
+    return rows, exp2(logits.add_(inputs.bias[:, start:stop]))
+
+
+def _store_keys(
+    inputs: Inputs,
+    buffer: Buffer,
+    start: int,
+    stop: int,
+    rows: Tensor,
+    dv: Tensor,
+    slopes: Tensor,
+    sequence: Sequence,
+    grads: Gradients,
+) -> None:
+    write(grads.value[sequence.columns], start, stop, dv)
+    write(grads.key[sequence.columns], start, stop, buffer.product(slopes, inputs.to_key))
+    write(grads.key_bias[sequence.columns], start, stop, slopes.sum(2))
+    if grads.offset.numel():
+        sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
+
+
+def _lower(scores: Tensor) -> Tensor:
+    """Scores `[N, G C, C]` of each query on the keys of its chunk, zero for later keys."""
+    scores.unflatten(1, (-1, scores.shape[2])).tril_()
+    return scores

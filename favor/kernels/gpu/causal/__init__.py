@@ -1,0 +1,1 @@
+"""Causal attention in Triton, a chunk of tokens at a time."""

@@ -1,0 +1,1 @@
+"""Attention in Triton that is exact inside blocks of tokens and linear between them."""

@@ -1,0 +1,365 @@
+"""Landmarks of windowed attention: for every block of tokens, what the other blocks leave behind.
+
+Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights.
+Backwards, over the queries of all heads of a key head: the same with logits lq_im - l_i, values g_i, and the mean of
+delta_i beside them. One kernel sums up every block; another sweeps over the blocks and joins those before each, those
+after it, or both. Nothing is subtracted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from favor.kernels.gpu.causal.problem import corner
+from favor.kernels.gpu.common import (
+    LN2,
+    LOG2E,
+    Blocks,
+    ceil_divide,
+    contract,
+    finite,
+    load_rows,
+    mix,
+    processors,
+    store_rows,
+)
+from favor.kernels.gpu.window.problem import Problem, locate
+
+
+class States(NamedTuple):
+    """States of all blocks.
+
+    Attributes:
+        log_weight: `[slots, B, Hk, M]` float32, -inf where there is nothing.
+        summary: `[slots, B, Hk, M, dv]`, zeros where there is nothing.
+        share: `[slots, B, Hk, M]` float32, mean of delta; queries only.
+    """
+
+    log_weight: Tensor
+    summary: Tensor
+    share: Tensor | None = None
+
+
+_BLOCKS = {
+    128: (Blocks(64, 128, 8, 3), Blocks(128, 128, 8, 3), Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 3)),
+    256: (Blocks(64, 128, 8, 3), Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 3)),
+    512: (Blocks(32, 64, 8, 2), Blocks(16, 64, 4, 2)),
+    1024: (Blocks(16, 32, 4, 2), Blocks(32, 32, 8, 1)),
+}
+
+
+@triton.jit
+def _settled(top, total):
+    """Logarithm of a sum from its maximum and the rest, and the reciprocal of the rest; -inf and 0 for an empty sum."""
+    empty = total == 0.0
+    rest = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), top + tl.log2(rest)), tl.where(empty, 0.0, 1.0 / rest)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "batches", "blocks"])
+def _block_states(
+    tokens,
+    values,
+    directions,
+    bias,
+    delta,
+    log_weight,
+    summary,
+    share,
+    cu_q,
+    cu_k,
+    queries,
+    keys,
+    batches,
+    window,
+    blocks,
+    tokens_batch,
+    tokens_head,
+    tokens_row,
+    values_batch,
+    values_head,
+    values_row,
+    M: tl.constexpr,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+    OWN: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """One block of tokens, one key head, one block of features."""
+    program = tl.program_id(0)
+    feature_blocks: tl.constexpr = (M + FEATURES - 1) // FEATURES
+    first_feature, program = program % feature_blocks * FEATURES, program // feature_blocks
+    block, program = program % blocks, program // blocks
+    source, sequence = (program % HK).to(tl.int64), (program // HK).to(tl.int64)
+    batch, first_query, query_count, first_key, key_count, prefix, slot = locate(
+        sequence, cu_q, cu_k, queries, keys, window, IS_CAUSAL
+    )
+    if (block * window >= key_count) | (window >= key_count):  # nobody asks for the only block of a sequence
+        return
+    start = block * window
+    stop = tl.minimum(start + window, key_count)
+    token = first_key
+    length = keys
+    if OF_QUERIES:
+        start = tl.maximum(start - prefix, 0)
+        stop = tl.minimum(stop - prefix, query_count)
+        token = first_query
+        length = queries
+
+    row = tl.arange(0, FEATURES)
+    real = first_feature + row < M
+    directions += ((sequence * OWN * HK + source) * M + first_feature) * width
+    u = load_rows(directions, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
+
+    top = tl.full([FEATURES], float("-inf"), tl.float32)
+    total = tl.zeros([FEATURES], tl.float32)
+    part = tl.zeros([FEATURES], tl.float32)
+    acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    index = tl.arange(0, TOKENS)
+    for step in range(0, tl.cdiv(tl.maximum(stop - start, 0), TOKENS) * GROUP):
+        head = source * GROUP + step % GROUP
+        begin = start + step // GROUP * TOKENS
+        inside = begin + index < stop
+        place = (batch * HK * GROUP + head) * length + token + begin
+        if OF_QUERIES:
+            shift = tl.load(bias + place + index, mask=inside, other=float("inf")) * -LOG2E
+        else:
+            shift = tl.load(bias + place + index, mask=inside, other=float("-inf")) * LOG2E
+        # Hidden tokens may hold anything, NaN included: they are not even read.
+        shown = shift > float("-inf")
+        there = corner(tokens, batch, head, token + begin, tokens_batch, tokens_head, tokens_row)
+        x = load_rows(there, tokens_row, shown, width, TOKENS, WIDTH)
+        there = corner(values, batch, head, token + begin, values_batch, values_head, values_row)
+        y = load_rows(there, values_row, shown, value_width, TOKENS, VALUE_WIDTH)
+        logits = contract(u, x) * LOG2E + shift[None, :]
+        risen = tl.maximum(top, tl.max(logits, axis=1))
+        decay = tl.exp2(top - finite(risen))
+        weights = tl.exp2(logits - finite(risen)[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = mix(weights, y, acc * decay[:, None])
+        if OF_QUERIES:
+            shares = tl.load(delta + place + index, mask=shown, other=0.0)
+            part = part * decay + tl.sum(weights * shares[None, :], axis=1)
+        top = risen
+
+    weight, norm = _settled(top, total)
+    place = (((slot + block) * batches + batch) * HK + source) * M + first_feature
+    tl.store(log_weight + place + row, weight, mask=real)
+    if OF_QUERIES:
+        tl.store(share + place + row, part * norm, mask=real)
+    summary += place * value_width
+    store_rows(summary, value_width, acc * norm[:, None], real, value_width, FEATURES, VALUE_WIDTH)
+
+
+@triton.jit
+def _load_state(
+    log_weight, summary, share, place, real, value_width: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr
+):
+    """Log weight `[ROWS]`, mean `[ROWS, W]` float32 and mean share `[ROWS]`, or 0, from row `place` on."""
+    row = tl.arange(0, ROWS)
+    weight = tl.load(log_weight + place + row, mask=real, other=float("-inf"))
+    mean = load_rows(summary + place * value_width, value_width, real, value_width, ROWS, W).to(tl.float32)
+    mean_share = tl.zeros([ROWS], tl.float32)
+    if share is not None:
+        mean_share = tl.load(share + place + row, mask=real, other=0.0)
+    return weight, mean, mean_share
+
+
+@triton.jit
+def _add(top, total, acc, part, weight, mean, mean_share):
+    """Sums times exp2(-top), with one more mean and its weight."""
+    risen = tl.maximum(top, weight)
+    decay, factor = tl.exp2(top - finite(risen)), tl.exp2(weight - finite(risen))
+    acc = acc * decay[:, None] + mean * factor[:, None]
+    return risen, total * decay + factor, acc, part * decay + mean_share * factor
+
+
+@triton.jit(do_not_specialize=["keys", "batches"])
+def _outside(
+    log_weight,
+    summary,
+    share,
+    offset,
+    out_weight,
+    out_summary,
+    out_share,
+    cu_k,
+    keys,
+    batches,
+    window,
+    M: tl.constexpr,
+    HK: tl.constexpr,
+    value_width: tl.constexpr,
+    OWN: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One sequence, one key head, one block of features; log weights come out in base e, with the offset.
+
+    The first sweep leaves in the output what lies before each block, which the second one reads again.
+    """
+    program = tl.program_id(0)
+    feature_blocks: tl.constexpr = (M + FEATURES - 1) // FEATURES
+    first_feature, program = program % feature_blocks * FEATURES, program // feature_blocks
+    source, sequence = (program % HK).to(tl.int64), (program // HK).to(tl.int64)
+    batch, _, _, _, key_count, _, slot = locate(sequence, cu_k, cu_k, keys, keys, window, False)
+    count = tl.cdiv(key_count, window)
+    row = tl.arange(0, FEATURES)
+    real = first_feature + row < M
+    known = real & (count > 1)  # the only block of a sequence is not summed up
+    offset += (sequence * OWN * HK + source) * M + first_feature
+    shift = tl.load(offset + row, mask=real, other=0.0)
+    first = ((slot * batches + batch) * HK + source) * M + first_feature
+    stride = batches.to(tl.int64) * HK * M
+
+    if BEFORE:
+        top = tl.full([FEATURES], float("-inf"), tl.float32)
+        total = tl.zeros([FEATURES], tl.float32)
+        part = tl.zeros([FEATURES], tl.float32)
+        acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+        for block in tl.range(0, count, num_stages=STAGES):
+            place = first + block * stride
+            weight, norm = _settled(top, total)
+            if not AFTER:
+                weight = weight * LN2 + shift
+            tl.store(out_weight + place + row, weight, mask=real)
+            there = out_summary + place * value_width
+            store_rows(there, value_width, acc * norm[:, None], real, value_width, FEATURES, VALUE_WIDTH)
+            if share is not None:
+                tl.store(out_share + place + row, part * norm, mask=real)
+            weight, mean, mean_share = _load_state(
+                log_weight, summary, share, place, known, value_width, FEATURES, VALUE_WIDTH
+            )
+            top, total, acc, part = _add(top, total, acc, part, weight, mean, mean_share)
+    if BEFORE and AFTER:
+        tl.debug_barrier()  # every thread sees what the others wrote
+    if AFTER:
+        top = tl.full([FEATURES], float("-inf"), tl.float32)
+        total = tl.zeros([FEATURES], tl.float32)
+        part = tl.zeros([FEATURES], tl.float32)
+        acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+        for step in tl.range(0, count, num_stages=STAGES):
+            place = first + (count - 1 - step) * stride
+            all_top, all_total, all_acc, all_part = top, total, acc, part
+            if BEFORE:
+                weight, mean, mean_share = _load_state(
+                    out_weight, out_summary, out_share, place, real, value_width, FEATURES, VALUE_WIDTH
+                )
+                all_top, all_total, all_acc, all_part = _add(top, total, acc, part, weight, mean, mean_share)
+            weight, norm = _settled(all_top, all_total)
+            tl.store(out_weight + place + row, weight * LN2 + shift, mask=real)
+            there = out_summary + place * value_width
+            store_rows(there, value_width, all_acc * norm[:, None], real, value_width, FEATURES, VALUE_WIDTH)
+            if share is not None:
+                tl.store(out_share + place + row, all_part * norm, mask=real)
+            weight, mean, mean_share = _load_state(
+                log_weight, summary, share, place, known, value_width, FEATURES, VALUE_WIDTH
+            )
+            top, total, acc, part = _add(top, total, acc, part, weight, mean, mean_share)
+
+
+def key_states(problem: Problem) -> States:
+    """States of the keys outside each block that its queries may see, in the type of the values."""
+    keys = (problem.key, problem.value, problem.key_directions, problem.key_bias)
+    parts = _sum_blocks(problem, *keys, None, problem.value.dtype)
+    return _join_outside(problem, parts, before=True, after=not problem.is_causal)
+
+
+def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> States:
+    """States of the queries outside each block that may see its keys; lse and delta `[B, H, L]`.
+
+    For float16 they are float32: gradients may be too small for it.
+    """
+    dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
+    parts = _sum_blocks(problem, problem.query, grad, problem.query_directions, lse, delta, dtype)
+    return _join_outside(problem, parts, before=not problem.is_causal, after=True)
+
+
+def _sum_blocks(
+    problem: Problem,
+    tokens: Tensor,
+    values: Tensor,
+    directions: Tensor,
+    bias: Tensor,
+    delta: Tensor | None,
+    dtype: torch.dtype,
+) -> States:
+    """States of every block, log weights in base 2 and without the offset."""
+    parts = _empty(problem, dtype, delta is not None)
+    constants = problem.constants | {"OF_QUERIES": delta is not None}
+    if delta is None:
+        constants["GROUP"] = 1
+    count = problem.sequences * directions.shape[1] * problem.blocks
+
+    def grid(block: dict[str, int]) -> tuple[int]:
+        return (count * ceil_divide(directions.shape[2], block["FEATURES"]),)
+
+    if not count:
+        return parts
+    problem.tuned(_block_states, _BLOCKS)[grid](
+        tokens,
+        values,
+        directions,
+        bias,
+        delta,
+        *parts,
+        *problem.sizes,
+        problem.blocks,
+        *tokens.stride()[:3],
+        *values.stride()[:3],
+        **constants,
+    )
+    return parts
+
+
+def _join_outside(problem: Problem, parts: States, before: bool, after: bool) -> States:
+    """States outside of every block. The sweeps wait for memory: they are cut finely enough that many are under way."""
+    found = _empty(problem, parts.summary.dtype, parts.share is not None)
+    constants: dict[str, Any] = {
+        name: problem.constants[name] for name in ("M", "HK", "OWN", "value_width", "VALUE_WIDTH")
+    }
+    programs, features, width = problem.sequences * constants["HK"], constants["M"], constants["VALUE_WIDTH"]
+    block = max(1, 2048 // width)
+    while block * width > 256 and programs * ceil_divide(features, block) < 6 * processors(problem.key.device):
+        block //= 2
+    if not programs * problem.blocks:
+        return found
+    _outside[(programs * ceil_divide(features, block),)](
+        *parts,
+        problem.offset,
+        *found,
+        problem.cu_k,
+        problem.key.shape[2],
+        problem.key.shape[0],
+        problem.window,
+        BEFORE=before,
+        AFTER=after,
+        FEATURES=block,
+        STAGES=4,
+        num_warps=max(1, block * width // 256),
+        **constants,
+    )
+    return found
+
+
+def _empty(problem: Problem, dtype: torch.dtype, shares: bool) -> States:
+    """Uninitialised states, with summaries of this type."""
+    heads, features = problem.offset.shape[1:]
+    log_weight = problem.offset.new_empty(problem.slots, problem.key.shape[0], heads, features)
+    summary = problem.value.new_empty(*log_weight.shape, problem.value.shape[-1], dtype=dtype)
+    return States(log_weight, summary, torch.empty_like(log_weight) if shares else None)

@@ -1,0 +1,1 @@
+"""Causal attention that goes on where it stopped: one token or one piece at a time."""

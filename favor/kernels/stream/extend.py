@@ -1,0 +1,180 @@
+"""Causal attention that goes on where it stopped: pieces of any length, a state whose size does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor.kernels.stream.decode import DecodeState, decode
+from favor.kernels.stream.ragged import Waiting
+
+_SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers a head
+
+
+@dataclass
+class StreamState:
+    """What the tokens so far leave behind for those to come; `extend` changes it in place.
+
+    Attributes:
+        memory: of all tokens, or with blocks (a window, landmarks) of those in complete ones: a dataclass of tensors.
+            None before the first token.
+        block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
+        is_ragged: whether some of these may be padding, as where sequences of a batch are of different length.
+    """
+
+    memory: Any = None
+    block: tuple[Tensor, ...] = ()
+    is_ragged: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(tensor.nbytes for tensor in (*self._memory(), *self.block))
+
+    def _memory(self) -> list[Tensor]:
+        return [] if self.memory is None else [getattr(self.memory, field.name) for field in fields(self.memory)]
+
+    @torch.no_grad()
+    def begin(
+        self, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, window: int, kernel: str = "auto"
+    ) -> None:
+        """The state after a prompt, whatever was there before.
+
+        Args:
+            key, value, key_directions, key_bias, window: as in `extend`.
+            kernel: "auto", "torch" or "triton".
+        """
+        if window and self.is_ragged and key.shape[2]:
+            bias, self.block = _split((key, value, key_bias), window, key_directions.dtype)
+            past = [key, value, bias]
+        else:
+            complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
+            past = [tensor[:, :, :complete] for tensor in (key, value, key_bias)]
+            rest = [tensor[:, :, complete:] for tensor in (key, value, key_bias)]
+            self.block = _cleaned(rest[0], rest[1], rest[2], key_directions.dtype) if rest[0].shape[2] else ()
+        self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function to every tensor of the state, whose first dimension is the batch."""
+        if self.memory is not None:
+            self.memory = type(self.memory)(*map(function, self._memory()))
+        self.block = tuple(map(function, self.block))
+
+
+@torch.no_grad()
+def extend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    state: StreamState,
+    *,
+    window: int = 0,
+    scale: float = 1.0,
+    query_bias: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Causal attention of the next tokens, given the state of all before them. No gradient.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, L, d]`, `[B, Hk, L, dv]`, any L.
+        query_directions, key_directions, offset, key_bias: as in `linear_attention`, n = 1.
+        state: `StreamState()` before the first token; changed in place.
+        window, scale, query_bias: as in `linear_attention`; blocks are counted from the first token of all.
+        kernel: of a single token without a window, "auto", "torch" or "triton"; the rest is plain torch.
+
+    Returns:
+        `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
+
+    Raises:
+        ValueError: if the state was begun with other features, another batch or a longer window.
+    """
+    dtype, heads, memory = offset.dtype, key.shape[1], state.memory
+    sizes = (key.shape[0], heads, offset.shape[-1])
+    if memory is not None and (not isinstance(memory, DecodeState) or memory.log_weight.shape != sizes):
+        raise ValueError(
+            "the state was begun with other features, another number of them or another batch; begin again with a new "
+            "StreamState()."
+        )
+    if state.block and state.block[0].shape[2] >= window:
+        raise ValueError(
+            f"the state holds {state.block[0].shape[2]} tokens of a block, so it was begun with a longer window than "
+            f"{window}; begin again with a new StreamState()."
+        )
+    if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
+        state.change(torch.clone)  # what inference mode made cannot be changed in place outside of it
+    if state.memory is None:
+        state.memory = DecodeState.empty(*sizes, value.shape[-1], dtype=dtype, device=key.device)
+    if state.memory.log_weight.dtype != dtype:
+        state.change(lambda tensor: tensor.to(dtype))
+    if query.shape[2] == 1 and not window:
+        directions = (query_directions, key_directions, offset, key_bias)
+        return decode(query, key, value, *directions, state.memory, kernel=kernel)
+    parts, start = [], 0
+    while start < query.shape[2]:
+        held = state.block[0].shape[2] if state.block else 0
+        stop = min(start + (window or _SPAN) - held, query.shape[2])
+        now = (slice(None), slice(None), slice(start, stop))
+        queries = query[now].to(dtype).unflatten(1, (heads, -1))
+        rows = queries @ query_directions.transpose(-1, -2).unsqueeze(2) + offset[:, :, None, None]
+        block = _cleaned(key[now], value[now], key_bias[now], dtype)
+        if held:
+            block = tuple(torch.cat(pair, dim=2) for pair in zip(state.block, block, strict=True))
+        if query_bias is None:
+            logits = block[0] @ key_directions.transpose(-1, -2) + block[2].unsqueeze(-1)
+            near = (rows.unsqueeze(4) + logits[:, :, None, None]).logsumexp(-1)
+        else:
+            near = scale * queries @ block[0].transpose(-1, -2).unsqueeze(2)
+            near = near - query_bias[now].to(dtype).unflatten(1, (heads, -1)).unsqueeze(-1)
+            near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
+        parts.append(_read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype))
+        complete = not window or block[0].shape[2] == window
+        state.block, bias = () if complete else block, block[2]
+        if complete and window and state.is_ragged:
+            bias, state.block = _split(block, window, dtype)
+        if complete:
+            _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias))
+        start = stop
+    return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Key, value and bias in memory of their own; hidden keys are zeros, whatever they hold."""
+    hidden = (bias == -torch.inf).unsqueeze(-1)
+    return (*(t.to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), bias.to(dtype, copy=True))
+
+
+def _split(block: tuple[Tensor, ...], window: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Bias of the keys in complete blocks, -inf for others; and key, value and bias of these, () if there are none."""
+    waiting = Waiting.of(block[2][:, 0] > -torch.inf, window)
+    bias = block[2].masked_fill(waiting.kept.unsqueeze(1), -torch.inf)
+    if not waiting.order.shape[1]:
+        return bias, ()
+    rest_key, rest_value, rest_bias = (waiting.take(tensor, 2) for tensor in block)
+    rest_bias = rest_bias.masked_fill(~waiting.is_there.unsqueeze(1), -torch.inf)
+    return bias, _cleaned(rest_key, rest_value, rest_bias, dtype)
+
+
+def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:
+    """One softmax over the features and the keys at hand, of queries that are the last rows of the block."""
+    length, size = near.shape[-2:]
+    later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
+    near = near.masked_fill(later, -torch.inf)
+    weights = torch.cat((rows + memory.log_weight[:, :, None, None], near), dim=-1).softmax(-1)
+    # A query that sees no key has nothing but -inf.
+    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)
+    return far @ memory.summary.unsqueeze(2) + near @ block[1].unsqueeze(2)
+
+
+def _remember(memory: DecodeState, new: DecodeState) -> None:
+    risen = torch.logaddexp(memory.log_weight, new.log_weight)
+    share = torch.where(risen == -torch.inf, -torch.inf, new.log_weight - risen).exp().unsqueeze(-1)
+    memory.summary += share * (new.summary - memory.summary)
+    memory.log_weight.copy_(risen)

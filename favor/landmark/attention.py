@@ -1,0 +1,135 @@
+"""Attention through landmarks: groups of keys under one mean key, mean value and count; see `favor.features.Landmarks`.
+
+    out_i = sum_m n_m exp(q_i.c_m) v_m / sum_m n_m exp(q_i.c_m)
+
+is softmax attention with M keys c_m, values v_m and biases log n_m, which PyTorch's `scaled_dot_product_attention`
+computes on every device. Gradients pass through the means; which key belongs to which landmark is a constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from favor.features import Landmarks
+from favor.kernels import StreamState
+from favor.landmark import causal as landmark_causal
+from favor.landmark.grouped import attend, sums_of
+
+# Numbers in keys and landmarks of all blocks at a time: little memory on a CPU, few launches on a GPU.
+_NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
+
+
+def attention(
+    features: Landmarks,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int,
+    *,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    use_queries: bool,
+    window: int,
+    state: StreamState | None,
+) -> Tensor:
+    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, which has checked them.
+
+    Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in it, and only
+    their means are taken in float32.
+    """
+    if num_landmarks < 1:
+        raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
+    (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
+    if 0 in (batch, length, keys):
+        return query[..., :0].sum(-1, keepdim=True).expand(-1, -1, -1, value.shape[-1])  # zeros
+    groups, block = heads // key_heads, window or landmark_causal.BLOCK
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
+    shared, precision = query.unflatten(1, (key_heads, groups)), torch.promote_types(query.dtype, torch.float32)
+    counts = key.new_ones(key.shape[:3], dtype=precision)
+    counts = counts if key_mask is None else counts * key_mask[:, None]
+    if is_causal and state is None and length <= block:
+        # All keys that a block of queries sees are at hand: these as they are, in their own precision.
+        own = None if key_mask is None else counts
+        out = attend(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
+        return out.view(batch, heads, length, -1)
+    if _raises(query):
+        shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
+    if is_causal:
+        out = landmark_causal.attention(
+            features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=state
+        )
+        return out.flatten(1, 2)
+    rows = shared.flatten(2, 3)
+    if query_mask is None and length == keys:
+        query_mask = key_mask
+    cells = features.cells(
+        rows if use_queries else None,
+        key,
+        num_landmarks,
+        None if query_mask is None else query_mask[:, None].repeat(1, 1, groups),
+        None if key_mask is None else key_mask[:, None],
+        scale=scale,
+    )
+    if window:
+        return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
+    sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
+    means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
+    return attend(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
+
+
+def _windowed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cells: Tensor,
+    number: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Each block of tokens attends to its own keys, and to landmarks without them; some heads at a time.
+
+    Queries are `[B, Hk, G, L, d]`, the output too.
+    """
+    length, lead = query.shape[3], query.shape[:2]
+    window = min(window, length)
+    blocks = -(-length // window)
+    numbers = _NUMBERS if key.device.type == "cpu" else _NUMBERS_OF_GPU
+    together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
+    options: dict[str, Any] = {"number": number, "scale": scale, "window": window}
+    parts = [tensor.flatten(0, 1).split(together) for tensor in (query, key, value, cells)]
+    outs = [_blocks(*part, **options) for part in zip(*parts, strict=True)]
+    return torch.cat(outs).unflatten(0, lead)
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int) -> Tensor:
+    """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
+    length = query.shape[2]
+    missing = -length % window
+
+    def cut(tensor: Tensor) -> Tensor:
+        return pad(tensor, (0, 0, 0, missing)).unflatten(-2, (-1, window))
+
+    rows = cut(query).transpose(1, 2)  # [N, blocks, G, window, d]
+    near_key, near_value = cut(key), cut(value)
+    cells = pad(cells, (0, missing), value=number).unflatten(1, (-1, window))
+    real = (cells < number).to(torch.promote_types(key.dtype, torch.float32))
+    counts, *sums = sums_of(cells, number, real.unsqueeze(-1), near_key, near_value)
+    apart = counts.sum(1, keepdim=True) - counts
+    far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
+    apart = apart.squeeze(-1)
+    operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
+    out = attend(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
+    return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _raises(query: Tensor) -> bool:
+    """Whether half precision is raised."""
+    return query.device.type == "cpu"

@@ -1,0 +1,250 @@
+"""Kernel classification: reading of data, estimates against formulas written out, small runs of the program."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.kernel_approximation import RBFSampler
+from sklearn.metrics.pairwise import rbf_kernel
+
+from favor import features
+from favor.eval import kernel_classification as program
+from favor.eval.figures import kernel_data, kernel_report
+
+SCALE = 0.5
+
+
+@pytest.fixture(scope="module")
+def iris():
+    """Queries, training inputs (standardised), their labels, and training labels one-hot."""
+    inputs, labels = kernel_data.split(kernel_data.load("iris", None).shuffled(0))
+    x = torch.from_numpy(np.concatenate((inputs["validation"], inputs["test"])))
+    targets = torch.from_numpy(np.concatenate((labels["validation"], labels["test"])))
+    onehot = torch.nn.functional.one_hot(torch.from_numpy(labels["train"]), 3).float()
+    return x, torch.from_numpy(inputs["train"]), targets, onehot
+
+
+def naive_scores(method: str, x, y, onehot, count: int, seed: int) -> torch.Tensor:
+    """The estimate of FAVOR#, section 5.2, in float64, without stabilisation and with every factor."""
+    if method == program.RBF_SAMPLER:
+        sampler = RBFSampler(gamma=0.5, n_components=count, random_state=seed).fit(x.numpy())
+        kernel = torch.from_numpy(sampler.transform(x.numpy()) @ sampler.transform(y.numpy()).T)
+    else:
+        rf = features.get(method, alpha=-0.5)
+        omega = rf.draw(count, x.shape[-1], generator=torch.Generator().manual_seed(seed))
+        if method == "trig":
+            kernel = rf.kernel(x, y, omega)
+        else:
+            params = rf.fit(x, y)
+            logs = [rf.log_phi(rows, omega, params, side) for rows, side in ((x, "query"), (y, "key"))]
+            kernel = logs[0].exp() @ logs[1].exp().T / count
+    return kernel @ onehot.double()
+
+
+@pytest.mark.parametrize("method", program.METHODS)
+def test_scores_are_those_of_the_estimated_kernel(method, iris):
+    """Up to a factor of each query, at the largest M and at a smaller one that shares its draw."""
+    x, y, _, onehot = iris
+    x, y = SCALE * x, SCALE * y
+    make = program.positive_scores if method in program.POSITIVE else program.signed_scores
+    large, small = make(method, x, y, onehot, 32)(3, [program.columns_of(method, count, 32) for count in (32, 8)])
+    expected = naive_scores(method, x, y, onehot, 32, 3)
+    if method in program.POSITIVE:
+        large, small = large / large.sum(-1, keepdim=True), small / small.sum(-1, keepdim=True)
+        expected = expected / expected.sum(-1, keepdim=True)
+    else:
+        large = large * expected.abs().max() / large.abs().max()
+    torch.testing.assert_close(large.double(), expected, rtol=0, atol=1e-4)
+    assert small.isfinite().all()
+    assert not torch.allclose(small, large, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["pos", "cderf"])
+def test_the_first_features_are_a_draw_of_their_own(method, iris):
+    x, y, _, onehot = iris
+    x, y = SCALE * x, SCALE * y
+    pick = program.columns_of(method, 8, 32)
+    (scores,) = program.positive_scores(method, x, y, onehot, 32)(3, [pick])
+    rf = features.get(method, alpha=-0.5)
+    omega = rf.draw(32, 4, generator=torch.Generator().manual_seed(3))[pick]
+    if rf.antithetic:
+        torch.testing.assert_close(omega[4:], -omega[:4])
+    expected = rf.kernel(x, y, omega, rf.fit(x, y)) @ onehot.double()
+    expected, scores = expected / expected.sum(-1, keepdim=True), scores / scores.sum(-1, keepdim=True)
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", program.METHODS)
+def test_many_features_predict_as_the_exact_kernel(method, iris):
+    x, y, _, onehot = iris
+    x, y = SCALE * x, SCALE * y
+    make = program.positive_scores if method in program.POSITIVE else program.signed_scores
+    (scores,) = make(method, x, y, onehot, 8192)(0, [torch.arange(8192)])
+    exact = torch.from_numpy(rbf_kernel(x.numpy(), y.numpy(), gamma=0.5)) @ onehot.double()
+    exact, scores = exact / exact.sum(-1, keepdim=True), scores / scores.sum(-1, keepdim=True)
+    assert (scores - exact).abs().median() < 0.02
+    assert (scores.argmax(-1) == exact.argmax(-1)).sum() >= len(x) - 1
+
+
+def test_accuracy_of_the_exact_kernel(iris):
+    x, y, targets, onehot = iris
+    for scale in (0.01, 1.0, 100.0):
+        weights = torch.from_numpy(rbf_kernel(scale * x.numpy(), scale * y.numpy(), gamma=0.5)).double()
+        near = torch.cdist(x, y).argmin(-1)  # what is left of the kernel where it underflows
+        weights[torch.arange(len(x)), near] += 1e-300
+        expected = ((weights @ onehot.double()).argmax(-1) == targets).double().mean().item()
+        assert program.exact_accuracy(scale * x, scale * y, targets, onehot) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", program.METHODS)
+@pytest.mark.parametrize("scale", [1e-2, 100.0, 1e4])
+def test_any_scale_gives_finite_scores(method, scale, iris):
+    x, y, _, onehot = iris
+    make = program.positive_scores if method in program.POSITIVE else program.signed_scores
+    for scores in make(method, scale * x, scale * y, onehot, 16)(0, [torch.arange(16), torch.arange(4)]):
+        assert scores.isfinite().all()
+        if method in program.POSITIVE:
+            assert (scores.sum(-1) > 0.1).all()
+
+
+def test_accuracies_hold_a_row_a_count_and_a_column_a_seed(iris):
+    x, y, targets, onehot = iris
+    found = program.accuracies("sderf", SCALE * x, SCALE * y, targets, onehot, [8, 64], [0, 5])
+    assert found.shape == (2, 2)
+    scores = naive_scores("sderf", SCALE * x, SCALE * y, onehot, 64, 5)
+    assert found[1, 1] == pytest.approx((scores.argmax(-1) == targets).double().mean().item())
+
+
+def test_evaluate_chooses_the_scale_on_validation_and_tests_on_fresh_draws():
+    dataset = kernel_data.load("iris", None).shuffled(1)
+    scales, counts = [0.01, 0.5, 2.0], [8, 32]
+    result = program.evaluate(dataset, scales, counts, 4, ["gerf", "trig"])
+    inputs, labels = kernel_data.split(dataset)
+    x, y, held = (torch.from_numpy(inputs[part]) for part in ("validation", "train", "test"))
+    onehot = torch.nn.functional.one_hot(torch.from_numpy(labels["train"]), 3).float()
+    targets = {part: torch.from_numpy(values) for part, values in labels.items()}
+    for method in ("gerf", "trig"):
+        by_scale = [
+            program.accuracies(method, s * x, s * y, targets["validation"], onehot, counts, range(4)).mean(-1)
+            for s in scales
+        ]
+        for i, count in enumerate(counts):
+            best = int(np.argmax([row[i] for row in by_scale]))
+            cell = result["methods"][method][str(count)]
+            assert cell["scale"] == scales[best]
+            assert cell["validation"] == pytest.approx(by_scale[best][i])
+            seeds = range(program.FIRST_TEST_SEED, program.FIRST_TEST_SEED + 4)
+            s = scales[best]
+            test = program.accuracies(method, s * held, s * y, targets["test"], onehot, counts, seeds)
+            assert cell["test"] == pytest.approx(test[i].mean())
+            assert cell["std"] == pytest.approx(test[i].std(ddof=1))
+    assert result["sizes"] == {"train": 134, "validation": 8, "test": 8}
+
+
+def test_reading_of_formats(tmp_path):
+    (tmp_path / "plain.csv").write_text("1,red,0.5,a\n2,blue,1e3,b\n3,red,-1,a\n")
+    plain = kernel_data.load("plain", tmp_path)
+    np.testing.assert_array_equal(plain.x, [[1, 0, 1, 0.5], [2, 1, 0, 1000], [3, 0, 1, -1]])
+    np.testing.assert_array_equal(plain.labels, [0, 1, 0])
+    assert plain.classes == 2
+    (tmp_path / "head.csv").write_text("size,colour,weight,kind\n1,red,0.5,a\n2,blue,1e3,b\n3,red,-1,a\n")
+    np.testing.assert_array_equal(kernel_data.load("head", tmp_path).x, plain.x)
+    arff = "% about\n@relation r\n@attribute a {x,y}\n@DATA\n1,red,0.5,a\n2,blue,1e3,b\n% no row\n3,red,-1,a\n"
+    with gzip.open(tmp_path / "zipped.arff.gz", "wt") as stream:
+        stream.write(arff)
+    np.testing.assert_array_equal(kernel_data.load("zipped", tmp_path).x, plain.x)
+    (tmp_path / "yeast.data").write_text("  Name  mcg gvh class\n  A_1  0.5 0.25 MIT\n  B_2  0.75  1 CYT\n")
+    np.testing.assert_array_equal(kernel_data.load("yeast", tmp_path).x, [[0.5, 0.25], [0.75, 1]])
+    (tmp_path / "krkopt.data").write_text("wkf,wkr,wrf,wrr,bkf,bkr,depth\na,1,b,3,h,2,draw\nc,2,d,8,g,7,one\n")
+    board = kernel_data.load("krkopt", tmp_path)
+    np.testing.assert_array_equal(board.x, [[1, 1, 2, 3, 8, 2], [3, 2, 4, 8, 7, 7]])
+
+
+def test_bad_data_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="without data_dir, datasets must be among iris, wine"):
+        kernel_data.load("abalone", None)
+    with pytest.raises(ValueError, match=r"no file mine with ending .csv"):
+        kernel_data.load("mine", tmp_path)
+    (tmp_path / "ragged.csv").write_text("1,2,3\n1,2\n")
+    with pytest.raises(ValueError, match="rows of different widths or one"):
+        kernel_data.load("ragged", tmp_path)
+    few = kernel_data.Dataset("few", np.zeros((9, 2)), np.zeros(9, dtype=int), 1)
+    with pytest.raises(ValueError, match="at least 10 are needed"):
+        kernel_data.split(few)
+
+
+def test_split_is_90_5_5_and_standardised_on_the_training_part():
+    source = np.random.default_rng(0)
+    x = np.concatenate((source.normal(5, 3, (200, 2)), np.ones((200, 1))), axis=1)
+    dataset = kernel_data.Dataset("x", x, np.arange(200), 200)
+    inputs, labels = kernel_data.split(dataset.shuffled(0))
+    assert [len(inputs[part]) for part in ("train", "validation", "test")] == [180, 10, 10]
+    assert sorted(np.concatenate(list(labels.values()))) == list(range(200))
+    np.testing.assert_allclose(inputs["train"].mean(0), 0, atol=1e-12)
+    np.testing.assert_allclose(inputs["train"].std(0), [1, 1, 0], atol=1e-12)
+    train = x[labels["train"]]
+    np.testing.assert_allclose(inputs["test"][:, 0], (x[labels["test"], 0] - train[:, 0].mean()) / train[:, 0].std())
+    assert len(dataset.shuffled(0, 50).labels) == 50
+    assert (dataset.shuffled(0, 50).labels == dataset.shuffled(0).labels[:50]).all()
+    assert (dataset.shuffled(0).labels != dataset.shuffled(1).labels).any()
+
+
+def test_the_program(tmp_path, capsys):
+    rows = np.random.default_rng(0).normal(size=(60, 3))
+    lines = [",".join([*map(str, row), "yes" if row.sum() > 0 else "no"]) for row in rows]
+    (tmp_path / "mine.csv").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    words = ["--data_dir", str(tmp_path), "--datasets", "mine", "iris", "--num_features", "16", "4"]
+    words += ["--feature_seeds", "3", "--scales", "0.3", "1", "--splits", "2", "--max_rows", "50"]
+    code = program.main([*words, "--output_dir", str(out), "--name", "kc"])
+    content = json.loads((out / "kc.json").read_text())
+    markdown = (out / "kc.md").read_text()
+    assert code == int(not all(check["holds"] for check in content["checks"]))
+    assert str(tmp_path) not in markdown + json.dumps(content)
+    assert content["command"].startswith("python -m favor.eval.kernel_classification --data_dir DATA --datasets mine")
+    assert content["num_features"] == [4, 16]
+    assert list(content["datasets"]) == ["mine", "iris"]
+    mine = content["datasets"]["mine"]
+    assert (mine["rows"], mine["dim"], mine["classes"], len(mine["splits"])) == (50, 3, 2, 2)
+    assert list(mine["splits"][0]["methods"]) == list(program.METHODS)
+    mean = kernel_report.mean_accuracy(content["datasets"], "cderf", 16)
+    values = [split["methods"]["cderf"]["16"]["test"] for d in content["datasets"].values() for split in d["splits"]]
+    assert mean == pytest.approx(np.mean(values))
+    assert f"{100 * mean:.1f}" in markdown
+    assert "The first 50 rows after the shuffle are used." in markdown
+    assert (out / "kc.png").stat().st_size > 10_000
+    assert "mean accuracy of sderf is at least that of gerf" in capsys.readouterr().out
+
+
+def test_checks_fail_when_the_numbers_say_so():
+    def result(**accuracy):
+        return {"splits": [{"methods": {name: {"16": {"test": value}} for name, value in accuracy.items()}}]}
+
+    results = {"one": result(gerf=0.5, sderf=0.7, cderf=0.6), "two": result(gerf=0.6, sderf=0.6, cderf=0.6)}
+    first, second = kernel_report.checks(results, [16])
+    assert not first.holds
+    assert "M = 16: 60.00 and 65.00" in first.numbers
+    assert second.holds
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_features", "15"], "must be even"),
+        (["--feature_seeds", "0"], "must be at least 1"),
+        (["--scales", "-1"], "--scales positive"),
+        (["--methods", "relu"], "invalid choice: 'relu'"),
+    ],
+)
+def test_bad_arguments(words, message, capsys):
+    with pytest.raises(SystemExit):
+        program.parse_arguments(words)
+    assert message in capsys.readouterr().err
+
+
+def test_default_data_sets(tmp_path):
+    assert program.parse_arguments([]).datasets == ["iris", "wine", "breast_cancer", "digits"]
+    assert program.parse_arguments(["--data_dir", str(tmp_path)]).datasets == list(kernel_data.UCI)
+    assert len(kernel_data.UCI) == 8

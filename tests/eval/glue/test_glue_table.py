@@ -1,0 +1,229 @@
+"""The evaluation's table: every value in its place, the paper's rows, and runs that are really trained and reloaded."""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from favor.eval.common.launch import Backend
+from favor.eval.glue import __main__ as glue
+from favor.eval.glue import table
+
+TASKS = [column.task for column in table.COLUMNS]
+# Means of the paper's rows over the eight tasks, computed apart from the rows themselves.
+PAPER_MEANS = {"ELU": 82.01, "RELU": 82.14, "FAVOR+": 78.90, "FAVOR++": 81.97, "FAVOR#": 82.30}
+
+
+def all_results(task: str, seed: int, value: float, baseline: float = 0.5, **changes) -> dict:
+    """The parts of an `all_results.json` that the table reads; metrics it must not take have other values."""
+    metrics = dict.fromkeys(("accuracy", "f1", "pearson", "matthews_correlation", "spearmanr"), 0.01)
+    metric = table.column(task).metric
+    return {
+        "task_name": task,
+        "model_name_or_path": "some/model",
+        "seeds": [seed],
+        "metrics": {**metrics, metric: value},
+        "baseline": {**metrics, metric: baseline},
+        "train_samples": 1234,
+        "seconds_per_step": 0.25,
+        "peak_memory_bytes": 512 * 2**20,
+        "steps": 7,
+        "favor": None,
+        "sources": {"train": "train.tsv", "validation": "dev.tsv"},
+        "constant_prediction_seeds": [],
+        "versions": {"torch": "2"},
+        **changes,
+    }
+
+
+def run(task: str, backend: str, seed: int, value: float, **changes) -> table.Run:
+    return glue.run_from_results(all_results(task, seed, value, **changes), backend, "a machine")
+
+
+def rows_of(lines: list[str]) -> dict[str, list[str]]:
+    """A Markdown table as its first column and the cells right of it."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_values_stand_in_their_columns():
+    runs = [run(task, "favor+", 0, 0.1 + 0.01 * i, baseline=0.3 + 0.01 * i) for i, task in enumerate(TASKS)]
+    rows = rows_of(table.score_lines(runs))
+    assert rows["System"] == [
+        "MNLI(m) acc", "QQP acc", "QNLI acc", "SST-2 acc", "CoLA MCC", "STS-B Spearman", "MRPC F1", "RTE acc", "mean",
+    ]  # fmt: skip
+    assert rows["`favor+`"] == [*(f"**{10 + i}.00**" for i in range(8)), "13.50"]
+    assert rows["majority baseline"] == [*(f"{30 + i}.00" for i in range(8)), "33.50"]
+    assert rows["training rows"] == [*["1234"] * 8, "-"]
+
+
+def test_mean_and_deviation_over_seeds():
+    values = [0.61, 0.64, 0.70]
+    runs = [run("rte", "favor#:saderf", seed, value) for seed, value in enumerate(values)]
+    cell = rows_of(table.score_lines(runs))["`favor#:saderf`"][7]
+    assert cell == f"**{100 * np.mean(values):.2f}** ± {100 * np.std(values, ddof=1):.2f}"
+    assert table.summarise(runs)["favor#:saderf"]["rte"]["seeds"] == [0, 1, 2]
+
+
+def test_bold_is_the_best_linear_backend_of_a_column():
+    runs = [
+        run("cola", "sdpa", 0, 0.9),
+        run("cola", "favor+", 0, 0.4),
+        run("cola", "favor#", 0, 0.6),
+        run("rte", "favor+", 0, 0.8),
+        run("rte", "favor#", 0, 0.7),
+    ]
+    rows = rows_of(table.score_lines(runs))
+    assert rows["`sdpa`"] == ["-"] * 4 + ["90.00"] + ["-"] * 4  # no mean without RTE
+    assert rows["`favor+`"] == ["-"] * 4 + ["40.00"] + ["-"] * 2 + ["**80.00**", "60.00"]
+    assert rows["`favor#`"] == ["-"] * 4 + ["**60.00**"] + ["-"] * 2 + ["70.00", "65.00"]
+    assert rows["majority baseline"] == ["-"] * 4 + ["50.00"] + ["-"] * 2 + ["50.00"] * 2
+    assert rows["*paper: FAVOR+*"][-1] == "60.53"  # of CoLA and RTE
+
+
+def test_paper_rows():
+    for name, mean in PAPER_MEANS.items():
+        assert statistics.fmean(table.PAPER[name]) == pytest.approx(mean, abs=0.0051)
+    rows = rows_of(table.score_lines([run("rte", "favor+", 0, 0.5)]))
+    assert rows["*paper: FAVOR#*"] == [
+        "**82.69**", "90.68", "**90.01**", "**92.53**", "**59.33**", "85.48", "87.99", "**69.68**",
+    ]  # fmt: skip
+    bold = [sum(cell.startswith("**") for cell in rows[f"*paper: {name}*"]) for name in PAPER_MEANS]
+    assert bold == [0, 2, 0, 1, 5]
+    assert rows["*paper: FAVOR+*"][4] == "54.87"
+    assert rows["*paper: training rows*"][0] == "392k"
+
+
+def test_costs():
+    runs = [
+        run("rte", "sdpa", seed, 0.5, seconds_per_step=seconds, peak_memory_bytes=peak * 2**20)
+        for seed, (seconds, peak) in enumerate([(0.1, 300), (0.5, 200), (0.2, 100)])
+    ]
+    assert rows_of(table.cost_lines(runs)) == {
+        "Backend": ["RTE"],
+        "---": ["---:"],
+        "`sdpa`": ["0.200 s, 300 MB"],
+    }
+
+
+def test_contradictions_are_errors():
+    with pytest.raises(ValueError, match=r"one run per seed .* got seeds \[0, 0\]"):
+        table.summarise([run("rte", "sdpa", 0, 0.5), run("rte", "sdpa", 0, 0.6)])
+    with pytest.raises(ValueError, match="disagree on the majority baseline"):
+        table.baselines([run("rte", "sdpa", 0, 0.5), run("rte", "sdpa", 1, 0.6, baseline=0.51)])
+    with pytest.raises(ValueError, match="results of one seed"):
+        run("rte", "sdpa", 0, 0.5, seeds=[0, 1])
+
+
+def test_command_line_errors():
+    with pytest.raises(ValueError, match="--seed is set by"):
+        glue.parse_arguments(["--seed", "3"])
+    for words in (["--num_features", "32"], ["--task_options", "rte:num_features=32"]):
+        glue.parse_arguments(["--backends", "favor+", *words])
+        with pytest.raises(ValueError, match="--num_features is set by"):
+            glue.parse_arguments(["--backends", "favor+:64", *words])
+    with pytest.raises(ValueError, match="with --checkpoints nothing is trained"):
+        glue.parse_arguments(["--checkpoints", "somewhere", "--learning_rate", "1"])
+    with pytest.raises(ValueError, match="TASK:NAME=VALUE"):
+        glue.parse_task_options(["learning_rate=1"])
+    with pytest.raises(ValueError, match="task must be one of"):
+        glue.parse_task_options(["wnli:learning_rate=1"])
+    for text in ("favr+", "favor*:sderf"):
+        with pytest.raises(ValueError, match="backend must be one of"):
+            Backend.parse(text)
+    for text in ("sdpa:sderf", "sdpa:64"):
+        with pytest.raises(ValueError, match="takes no features"):
+            Backend.parse(text)
+    with pytest.raises(ValueError, match="at least 1"):
+        Backend.parse("favor+:0")
+    with pytest.raises(ValueError, match=r"NAME\[:FEATURES\]\[:NUMBER\]"):
+        Backend.parse("favor#:sderf:saderf")
+
+
+def test_backends_as_arguments_and_folders():
+    sharp = Backend.parse("favor#:saderf")
+    assert sharp.arguments() == ["--attn_implementation", "favor#", "--features", "saderf"]
+    numbered = Backend.parse("favor+:64")
+    assert numbered.arguments() == ["--attn_implementation", "favor+", "--num_features", "64"]
+    names = ("sdpa", "favor+", "favor++", "favor#", "favor#:sderf", "favor_relu", "favor+:64", "favor#:sderf:8")
+    assert all(Backend.parse(name).label == name for name in names)
+    slugs = {Backend.parse(name).slug for name in names}
+    assert len(slugs) == len(names)
+    assert all(slug.replace("_", "").replace("-", "").isalnum() for slug in slugs)
+
+
+def test_task_options_win_over_common_ones():
+    options = glue.parse_task_options(["cola:num_train_epochs=5", "cola:learning_rate=1e-4", "rte:max_length=64"])
+    assert options == {
+        "cola": ["--num_train_epochs", "5", "--learning_rate", "1e-4"],
+        "rte": ["--max_length", "64"],
+    }
+
+
+@pytest.mark.slow
+def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys):
+    common = ["--tasks", "sst2", "--backends", "sdpa", "favor#:saderf:8", "--seeds", "3", "--name", "table"]
+    train = [
+        *common, "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder),
+        "--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results"),
+        "--exact_below", "0", "--learning_rate", "1e-2",
+        "--max_train_steps", "4", "--task_options", "sst2:max_train_steps=3",
+    ]  # fmt: skip
+    assert glue.main(train) == 0
+    assert "already there" not in capsys.readouterr().out
+    content = json.loads((tmp_path / "results" / "table.json").read_text())
+    for backend, slug in (("sdpa", "sdpa"), ("favor#:saderf:8", "favor_sharp-saderf-8")):
+        saved = json.loads((tmp_path / "runs" / "sst2" / slug / "seed_3" / "all_results.json").read_text())
+        assert saved["steps"] == 3
+        assert saved["attn_implementation"] == backend.split(":")[0]
+        assert content["rows"][backend]["sst2"]["values"] == [saved["metrics"]["accuracy"]]
+    assert content["rows"]["favor#:saderf:8"]["sst2"]["details"][0]["options"]["num_features"] == 8
+    assert content["majority_baseline"]["sst2"] == pytest.approx(0.5)
+    report = (tmp_path / "results" / "table.md").read_text()
+    assert "Seeds: 3" in report
+    assert "BERT-base" in report
+    with Image.open(tmp_path / "results" / "table.png") as plot:
+        assert len(plot.getcolors(1 << 20)) > 3
+
+    assert glue.main(train) == 0
+    assert capsys.readouterr().out.count("already there") == 2
+    with pytest.raises(ValueError, match="holds a finished run with other arguments"):
+        glue.main([word.replace("1e-2", "1e-3") for word in train])
+
+    again = ["--checkpoints", str(tmp_path / "runs"), *common, "--output_dir", str(tmp_path / "again")]
+    assert glue.main(again) == 0
+    assert capsys.readouterr().out.count("as in training") == 2
+    reloaded = json.loads((tmp_path / "again" / "table.json").read_text())
+    for backend, row in content["rows"].items():
+        assert reloaded["rows"][backend]["sst2"]["values"] == row["sst2"]["values"]
+    # Sentences of 3 to 10 words, with two tokens around them.
+    short = reloaded["rows"]["favor#:saderf:8"]["sst2"]["details"][0]["short_samples"]
+    lines = (glue_folder / "SST-2" / "dev.tsv").read_text().splitlines()[1:]
+    assert short == sum(len(line.split()) + 1 <= 8 for line in lines) / len(lines)
+    assert 0 < short < 1
+    assert f"- Samples with at most 8 tokens: sst2 {short:.0%}" in (tmp_path / "again" / "table.md").read_text()
+
+    broken = tmp_path / "runs" / "sst2" / "sdpa" / "seed_3" / "all_results.json"
+    results = json.loads(broken.read_text())
+    results["metrics"]["accuracy"] += 0.25
+    broken.write_text(json.dumps(results))
+    assert glue.main(again) == 1
+    assert "NOT AS in training" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_reported_and_leaves_a_dash(bert_folder, glue_folder, tmp_path, capsys):
+    arguments = [
+        "--tasks", "sst2", "cola", "--backends", "sdpa", "--output_dir", str(tmp_path),
+        "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder), "--max_train_steps", "1",
+    ]  # fmt: skip
+    assert glue.main(arguments) == 1
+    printed = capsys.readouterr()
+    assert "cola sdpa seed 0: FAILED" in printed.out
+    assert "found no .tsv or .tsv.gz file for cola" in printed.out
+    assert "cola sdpa seed 0" in printed.err
+    scores = next(line for line in (tmp_path / "glue.md").read_text().splitlines() if line.startswith("| `sdpa`"))
+    cells = rows_of([scores])["`sdpa`"]
+    assert [cell == "-" for cell in cells] == [True] * 3 + [False] + [True] * 4

@@ -1,0 +1,275 @@
+"""Whole chapters in one pass: recordings, the rules for skipping and refusing, failures, memory against L x L.
+
+No speed is asserted.
+"""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from tiny_speech import SPLITS, TEXTS, save_model, write_corpus
+from transformers.models.lasr import modeling_lasr
+
+from favor.eval import long_form
+from favor.eval.common.launch import Backend
+from favor.eval.speech import long_form_cell as cell
+from favor.eval.speech import long_form_report
+from favor.models.conformer import ConformerForCTC, ConformerProcessor, ctc_greedy
+from favor.train.speech.data import Utterance
+from favor.train.speech.sources import load_speech
+
+TINY = cell.Setup("tiny", num_features=16)
+BOTH = [Backend("sdpa"), Backend("eager")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def arguments(*words):
+    return long_form.parse_arguments(["--preset", "tiny", *words])
+
+
+def test_a_recording_is_its_utterances_from_the_beginning_again_if_need_be(corpus):
+    utterances = load_speech(corpus, "train")[0]
+    recording = cell.Recording.of(utterances, 4.5)
+    names = ["train0", "train1", "train2", "train3", "train0"]
+    assert [utterance.id for utterance in recording.utterances] == names
+    assert recording.repeated
+    assert recording.seconds == pytest.approx(sum(SPLITS["train"]) + SPLITS["train"][0])
+    audio = np.concatenate([soundfile.read(corpus / f"{name}.wav", dtype="float32")[0] for name in names])
+    np.testing.assert_array_equal(recording.samples(), audio)
+    assert recording.text == " ".join(TEXTS[(number + 5) % len(TEXTS)] for number in (0, 1, 2, 3, 0))
+    assert not cell.Recording.of(utterances, 4.1).repeated
+    with pytest.raises(ValueError, match="must have lengths"):
+        cell.Recording.of([Utterance("a", "A", b"")], 1.0)
+
+
+def test_noise_lasts_as_long_as_it_should():
+    first, again, other = (cell.Recording(0.5, seed=seed).samples() for seed in (0, 0, 1))
+    assert first.shape == (8000,)
+    assert first.dtype == np.float32
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_the_speaker_who_speaks_longest_in_order_of_chapters():
+    rows = [("b2", 3, "7", "2"), ("a1", 5, "9", "1"), ("b1", 2, "7", "2"), ("b0", 1, "7", "1")]
+    utterances = [Utterance(name, "A", b"", seconds, speaker, chapter) for name, seconds, speaker, chapter in rows]
+    assert [utterance.id for utterance in long_form.longest_speaker(utterances)] == ["b0", "b1", "b2"]
+
+
+def test_what_is_skipped():
+    given = arguments("--max_gigabytes", "2", "--max_quadratic_minutes", "20")
+    most = math.isqrt(int(2e9 / (3 * 4 * 4)))
+    favor, (sdpa, eager) = Backend("favor#"), BOTH
+    assert long_form.refusal(eager, 4, most, 4, given) is None
+    assert "needs about 2 GB, the limit is 2 GB" in long_form.refusal(eager, 4, most + 1, 4, given)
+    assert long_form.refusal(sdpa, 20, most + 1, 4, given) is None
+    for exact in BOTH:
+        assert "limit is 20 minutes" in long_form.refusal(exact, 20.5, 1, 4, given)
+    assert long_form.refusal(favor, 600, 10**6, 4, given) is None
+
+
+def test_logits_are_checked():
+    recording = cell.Recording(2.0)
+    found = cell.check(TINY, [Backend("favor#"), *BOTH], recording)
+    assert long_form.problem(found) is None
+    assert found["finite"] == {"favor#": True, "sdpa": True, "eager": True}
+    assert 0 <= found["difference"] < 1e-5
+    inputs = TINY.extractor()(recording.samples(), sampling_rate=16000)
+    with torch.no_grad():
+        exact, estimate = (TINY.build(Backend(name))(**inputs).logits for name in ("sdpa", "favor#"))
+    assert found["distance"]["favor#"] == pytest.approx(((estimate - exact).norm() / exact.norm()).item(), rel=1e-4)
+    assert 1e-3 < found["distance"]["favor#"] < 1
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"), [(1.05, "sdpa and eager differ by"), (math.nan, "eager are not finite")]
+)
+def test_wrong_logits_are_found(monkeypatch, factor, message):
+    right = modeling_lasr.eager_attention_forward
+
+    def wrong(*inputs, **options):
+        out, weights = right(*inputs, **options)
+        return factor * out, weights
+
+    monkeypatch.setattr(modeling_lasr, "eager_attention_forward", wrong)
+    assert message in long_form.problem(cell.check(TINY, BOTH, cell.Recording(1.0)))
+
+
+def run(monkeypatch, folder, answers, *words):
+    """Runs the program with processes that answer as told; returns its exit code and which tasks it asked for."""
+    asked = []
+
+    def isolated(limit, threads, task, setup, *more):
+        asked.append((task.__name__, *(one.label for one in more if isinstance(one, Backend))))
+        return answers(task.__name__, more)
+
+    monkeypatch.setattr(long_form, "isolated", isolated)
+    code = long_form.main(["--preset", "tiny", "--output_dir", str(folder), "--name", "tiny", *words])
+    return code, asked
+
+
+def good(task, more):
+    """Eager takes memory like L^2 and the others like L; all take one second a minute."""
+    if task == "check":
+        labels = [backend.label for backend in more[0]]
+        return {"finite": dict.fromkeys(labels, True), "difference": 1e-6, "distance": dict.fromkeys(labels, 0.1)}
+    backend, recording = more[0], more[1]
+    if task == "measure_time":
+        clocks = {"seconds": recording.seconds / 60, "cpu_seconds": recording.seconds / 70}
+        return {"frames": 25 * recording.seconds, "features": clocks, "pass": clocks}
+    size = int(recording.seconds**2 if backend.name == "eager" else 8 * recording.seconds)
+    return {"features": 10, "pass": size, "total": size + 100, "resident": size + 1000}
+
+
+@pytest.mark.parametrize(
+    "answer", [cell.Failure("killed"), {"finite": {"sdpa": True}, "difference": 2e-3, "distance": {"sdpa": 0.0}}]
+)
+def test_no_times_without_the_check(monkeypatch, tmp_path, capsys, answer):
+    code, asked = run(monkeypatch, tmp_path, lambda task, more: answer, "--minutes", "0.02")
+    assert code == 1
+    assert [task for task, *_ in asked] == ["check"]
+    assert capsys.readouterr().out.rstrip().endswith("so no times")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cell_without_memory_is_reported_and_the_others_go_on(monkeypatch, tmp_path):
+    def answers(task, more):
+        if task == "measure_memory" and more[0].name == "sdpa" and more[1].seconds > 20:
+            return cell.Failure("out of memory")
+        return good(task, more)
+
+    words = ["--minutes", "1", "0.2", "--max_gigabytes", "0.1", "--num_features", "16"]
+    code, asked = run(monkeypatch, tmp_path, answers, *words)
+    content, text = json.loads((tmp_path / "tiny.json").read_text()), (tmp_path / "tiny.md").read_text()
+    found = {(c["minutes"], c["backend"]): (c["status"], c.get("reason")) for c in content["cells"]}
+    ok = ("ok", None)
+    assert found.pop((1.0, "sdpa")) == ("failed", "out of memory")
+    status, reason = found.pop((1.0, "eager"))  # 3 x 4 heads x 1497^2 numbers
+    assert (status, reason) == ("skipped", "it needs about 0.108 GB, the limit is 0.1 GB")
+    assert found == {(0.2, "favor#"): ok, (0.2, "sdpa"): ok, (0.2, "eager"): ok, (1.0, "favor#"): ok}
+    assert ("measure_time", "eager") in asked
+    assert len([task for task, *_ in asked if task == "measure_time"]) == 5
+    assert "- sdpa at 1 minutes failed: out of memory" in text
+    assert "| 1 | 1 (0.857) | failed | skipped |" in text
+    assert "random weights" in text
+    assert content["command"] in text
+    assert content["command"].startswith("python -m favor.eval.long_form --preset tiny")
+    assert str(tmp_path) not in text + json.dumps(content)
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert code == 1  # as slow as sdpa here
+    assert [check["holds"] for check in content["checks"]] == [True, False, False]
+
+
+def made_up(label, minutes, size, seconds, status="ok"):
+    sizes = {"features": 1, "pass": size, "total": size + 1, "resident": size + 2}
+    clocks = {"seconds": seconds, "cpu_seconds": seconds}
+    measured = {"bytes": sizes, "pass": clocks} if status == "ok" else {"reason": "no memory"}
+    return {"backend": label, "minutes": minutes, "status": status, **measured}
+
+
+def test_what_is_claimed():
+    cells = [made_up("favor#", 10, 25e6, 4), made_up("sdpa", 10, 20e6, 5), made_up("eager", 10, 100e6, 6)]
+    cells += [made_up("favor#", 60, 2e9, 20), made_up("sdpa", 60, 0, 0, "skipped")]
+    found = long_form_report.checks(cells, 16.0)
+    assert [check.holds for check in found] == [True, True, True]
+    assert found[0].statement == "favor# transcribes 60 minutes in one pass within 16 GB"
+    assert found[1].statement == "at 10 minutes favor# needs at most 0.25 of eager's peak memory"
+    assert found[2].statement == "at 10 minutes favor# takes less time than sdpa"
+    cells[0] = made_up("favor#", 10, 26e6, 5)
+    assert [check.holds for check in long_form_report.checks(cells, 16.0)] == [True, False, False]
+    cells[3] = made_up("favor#", 60, 2e9, 20, "failed")
+    assert not long_form_report.checks(cells, 16.0)[0].holds
+    assert long_form_report.checks([made_up("sdpa", 1, 1, 1)], 16.0) == []
+
+
+def by_itself(folder, audio):
+    model, processor = ConformerForCTC.from_pretrained(folder).eval(), ConformerProcessor.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(**processor(audio, sampling_rate=16000)).logits
+    return processor.tokenizer.decode(ctc_greedy(logits, [logits.shape[1]])[0], group_tokens=False)
+
+
+def test_word_errors_of_the_whole_and_of_its_parts(corpus, tmp_path, monkeypatch):
+    """The recognised texts, by the model itself; the counts, by a text that is right but for one word."""
+    setup = cell.Setup(model_name_or_path=str(save_model(tmp_path)), num_features=16)
+    utterances = load_speech(corpus, "dev")[0]
+    recording = cell.Recording.of(utterances, 2.5)
+    found = cell.measure_time(setup, Backend("sdpa"), recording, 1)
+    assert found["text"] == by_itself(tmp_path, recording.samples())
+    single = cell.transcripts(setup, Backend("sdpa"), utterances)
+    assert single == [by_itself(tmp_path, cell.read_audio(utterance)) for utterance in utterances]
+    assert len(set(single)) == 3
+    heard = [utterance.text for utterance in utterances]
+    heard[0] = "WRONG"
+    monkeypatch.setattr(long_form, "isolated", lambda limit, threads, task, *more: heard)
+    words = sum(len(utterance.text.split()) for utterance in utterances)
+    wrong = len(utterances[0].text.split())
+    twice = cell.Recording.of(utterances, 4.5)
+    cells = [{"backend": "sdpa", "minutes": 1, "status": "ok", "text": recording.text + " AND MORE"}]
+    cells += [{"backend": "sdpa", "minutes": 2, "status": "ok", "text": twice.text}]
+    long_form.add_word_errors(cells, setup, [Backend("sdpa")], {1: recording, 2: twice})
+    assert cells[0]["wer"] == pytest.approx(2 / words)
+    assert cells[0]["utterance_wer"] == pytest.approx(wrong / words)
+    assert cells[1]["wer"] == 0.0
+    assert cells[1]["utterance_wer"] == pytest.approx(2 * wrong / len(twice.text.split()))
+
+
+def test_bad_arguments(tmp_path, capsys):
+    for words, message in [
+        (["--backends", "flash"], "backend must be one of"),
+        (["--minutes", "0"], "must be positive"),
+        (["--repeats", "0"], "must be at least 1"),
+    ]:
+        with pytest.raises(SystemExit):
+            arguments(*words)
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must be a ConformerForCTC that is not causal"):
+        long_form.attention_heads(cell.Setup(model_name_or_path=str(save_model(tmp_path, "transducer"))))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cell.available() is not None, reason="needs Linux")
+def test_processes_end_as_they_should(tmp_path):
+    assert cell.isolated(1e9, 1, pow, 3, 2) == 9
+    found = cell.isolated(2e8, 1, torch.ones, 10**9)
+    assert found == cell.Failure("out of memory: no 4000 MB were left")
+    assert cell.isolated(None, 1, int, "x").reason.startswith("ValueError: invalid literal")
+    assert cell.isolated(None, 1, os._exit, 3).reason == "the process ended with code 3 and no answer"
+    # The limit is the process's own, and what it imports is not counted.
+    assert not isinstance(cell.isolated(2e8, 1, cell.measure_memory, TINY, BOTH[0], cell.Recording(1.0)), cell.Failure)
+    poor = cell.isolated(1e6, 1, cell.measure_memory, TINY, BOTH[0], cell.Recording(1.0))
+    assert poor.reason.startswith("out of memory")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cell.available() is not None, reason="needs Linux")
+def test_a_whole_run(tmp_path):
+    """Peak memory of eager attention is two to three matrices of 4 x L x L numbers, that of sdpa less than one."""
+    words = ["--preset", "tiny", "--num_features", "16", "--minutes", "0.03", "0.6", "--repeats", "2"]
+    code = long_form.main([*words, "--output_dir", str(tmp_path), "--name", "tiny"])
+    content = json.loads((tmp_path / "tiny.json").read_text())
+    cells = {(c["minutes"], c["backend"]): c for c in content["cells"]}
+    assert len(cells) == 6
+    for each in cells.values():
+        assert each["status"] == "ok"
+        assert each["pass"]["seconds"] > 0
+        assert each["pass"]["cpu_seconds"] > 0
+        assert each["bytes"]["total"] >= each["bytes"]["pass"]
+        assert each["bytes"]["resident"] > each["bytes"]["total"] + 1e8
+    last = {label: cells[0.6, label] for label in ("favor#", "sdpa", "eager")}
+    matrix = 4 * 4 * last["eager"]["frames"] ** 2
+    assert matrix == 4 * 4 * 897**2
+    assert 2 < last["eager"]["bytes"]["pass"] / matrix < 3.2
+    assert last["sdpa"]["bytes"]["pass"] < matrix
+    samples, features = 0.6 * 60 * 16000 * 4, 3598 * 80 * 4
+    assert last["sdpa"]["bytes"]["features"] > 2 * features - 1e5  # float64 for the statistics
+    assert last["sdpa"]["bytes"]["total"] - last["sdpa"]["bytes"]["pass"] > samples + features - 1e6
+    assert code == int(not all(check["holds"] for check in content["checks"]))

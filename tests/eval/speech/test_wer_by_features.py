@@ -1,0 +1,383 @@
+"""WER against the number of features: the mean over time against its formula, the table against numbers by hand."""
+
+import itertools
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from PIL import Image
+from tiny_speech import save_model, write_corpus
+
+from favor.eval import asr as evaluation
+from favor.eval import wer_by_features as program
+from favor.eval.speech import wer_report as report
+from favor.eval.wer_by_features import parse_arms, training_words
+from favor.models.conformer import ConformerForCTC
+
+SCORES = {
+    # By arm, stage and seed: WER and CER of dev in percent.
+    "sdpa": {"converted": [(40.0, 20.0), (40.0, 20.0)], "trained": [(20.0, 10.0), (25.0, 8.0)]},
+    "uniform_mean": {"converted": [(100.0, 80.0), (100.0, 80.0)], "trained": [(30.0, 15.0), (35.0, 12.0)]},
+    "favor++:8": {"converted": [(90.0, 60.0), (80.0, 50.0)], "trained": [(29.0, 12.0), (32.0, 10.0)]},
+    "favor#:sderf:8": {"converted": [(80.0, 50.0), (70.0, 40.0)], "trained": [(24.0, 11.0), (30.0, 11.0)]},
+    "favor#:sderf:128": {"converted": [(50.0, 30.0), (45.0, 25.0)], "trained": [(21.0, 16.0), (26.0, 12.0)]},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    program.register_uniform_mean()
+
+
+def uniform(value, mask=None, causal=False, **options):
+    """The attention function, with queries and keys that must not matter."""
+    query, key = (torch.randn(*value.shape[:2], value.shape[2], 4, dtype=value.dtype) for _ in range(2))
+    module = torch.nn.Module()
+    module.is_causal, module.config = causal, SimpleNamespace()
+    return program.uniform_mean_forward(module, query, key, value, mask, **options)[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mean_over_time_is_the_mean_of_real_frames(causal):
+    torch.manual_seed(0)
+    value = torch.randn(3, 2, 7, 5, dtype=torch.float64, requires_grad=True)
+    lengths = (7, 4, 1)
+    padding = torch.arange(7) < torch.tensor(lengths)[:, None]
+    out = uniform(value, padding[:, None, None].expand(-1, 1, 7, -1), causal)
+    assert out.shape == (3, 7, 2, 5)
+    values = value.detach().numpy()
+    for sample, length in enumerate(lengths):
+        for frame in range(length):
+            seen = frame + 1 if causal else length
+            expected = values[sample, :, :seen].mean(1)
+            np.testing.assert_allclose(out[sample, frame].detach(), expected, rtol=1e-12)
+    out[1, 2].sum().backward()
+    seen = 3 if causal else 4
+    expected = torch.zeros_like(value)
+    expected[1, :, :seen] = 1 / seen
+    torch.testing.assert_close(value.grad, expected)
+    torch.testing.assert_close(uniform(value.detach())[0, 3], value[0].detach().mean(1))
+
+
+def test_dropout_leaves_values_out():
+    value = torch.ones(1, 1, 1000, 1)
+    out = uniform(value, dropout=0.25)
+    assert (out == out[0, 0]).all()
+    kept = out[0, 0].item() * 0.75
+    assert abs(kept - 0.75) < 0.06
+    assert kept != pytest.approx(0.75)
+    assert kept * 1000 == pytest.approx(round(kept * 1000), abs=1e-2)
+
+
+@torch.no_grad()
+def test_mean_over_time_in_a_model(tmp_path):
+    """Padding changes nothing, and neither do the queries and keys."""
+    model = ConformerForCTC.from_pretrained(save_model(tmp_path), attn_implementation="uniform_mean").eval()
+    inputs = torch.randn(1, 90, 20)
+    mask = torch.arange(130)[None] < torch.tensor([[90], [130]])
+    batch = torch.randn(2, 130, 20)
+    batch[0, :90] = inputs[0]
+    alone = model(inputs).logits[0]
+    torch.testing.assert_close(model(batch, mask).logits[0, : len(alone)], alone, atol=1e-5, rtol=1e-5)
+    for layer in model.encoder.layers:
+        layer.self_attn.q_proj.weight.normal_()
+        layer.self_attn.k_proj.weight.normal_()
+    assert torch.equal(model(inputs).logits[0], alone)
+    model.set_attn_implementation("sdpa")
+    assert not torch.allclose(model(inputs).logits[0], alone, atol=1e-3)
+
+
+def test_arms():
+    def labels(text):
+        return [arm.label for arm in parse_arms(text, [8, 32])]
+
+    assert labels("sdpa") == ["sdpa"]
+    assert labels("favor++") == ["favor++:8", "favor++:32"]
+    assert labels("favor#:sderf") == ["favor#:sderf:8", "favor#:sderf:32"]
+    assert labels("favor#:wderf:4") == ["favor#:wderf:4"]
+    (arm,) = parse_arms("favor#:sderf:8", [])
+    assert (
+        " ".join(training_words(arm))
+        == "--attn_implementation favor# --features sderf --num_features 8 --exact_below 0"
+    )
+    (arm,) = parse_arms("uniform_mean", [8])
+    assert training_words(arm) == ["--attn_implementation", "uniform_mean"]
+    parsed, _ = program.parse_arguments(["--name", "x", "--output_dir", "y"])
+    names = [arm.label for arm in parsed.arms]
+    assert len(names) == len({arm.slug for arm in parsed.arms}) == 11
+    assert names[:3] == ["sdpa", "uniform_mean", "favor++:8"]
+
+
+def test_user_errors():
+    for text, message in (
+        ("sdpa:8", "exact attention takes no features"),
+        ("favor*:8", "backend must be one of"),
+        ("favor++:sderf:8", "features are those of favor#"),
+        ("favor++:0", "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_arms(text, [8])
+    common = ["--name", "x", "--output_dir", "y"]
+    for word in ("--seed", "--window", "--exact_below=64", "--resume"):
+        with pytest.raises(ValueError, match=f"{word} is set by the program"):
+            program.parse_arguments([*common, word, "1"])
+    assert program.parse_arguments([*common, "--architecture", "ctc"])[1] == ["--architecture", "ctc"]
+    with pytest.raises(ValueError, match="--architecture is set by the program"):
+        program.parse_arguments([*common, "--model_name_or_path", "m", "--architecture", "ctc"])
+    with pytest.raises(ValueError, match="--report_only nothing is trained"):
+        program.parse_arguments([*common, "--report_only", "--max_train_steps", "3"])
+
+
+def write_arm(folder, label, seed, **changes):
+    """The files of one finished arm, of SCORES."""
+    (arm,) = parse_arms(label, [])
+    stages = {
+        stage: dict(zip(("dev_wer", "dev_cer"), values[seed], strict=True)) for stage, values in SCORES[label].items()
+    }
+    arguments = ["--model_name_or_path", "folder/base", "--data_dir", "secret/place"]
+    record = {
+        "arm": label,
+        "backend": replace(arm, num_features=None).label,
+        "num_features": arm.num_features,
+        "seed": seed,
+        "arguments": arguments,
+        "machine": "a machine",
+        "converted": stages["converted"],
+        "wall_seconds": 100.0 + seed,
+    }
+    results = {
+        "metrics": stages["trained"],
+        "steps": 7,
+        "seconds_per_step": 0.5 + seed,
+        "peak_memory_bytes": (300 + seed) * 2**20,
+        "parameters": 1234,
+        "hours": {"train": 1.5, "dev": 0.25},
+        "utterances": {"train": 10, "dev": 3},
+        "versions": {"torch": "2"},
+        "device": "cpu",
+        "arguments": {"eval_splits": ["dev"]},
+    }
+    place = folder / arm.slug / f"seed_{seed}"
+    place.mkdir(parents=True)
+    (place / "arm.json").write_text(json.dumps({**record, **changes}))
+    (place / "all_results.json").write_text(json.dumps(results))
+    return place
+
+
+def report_only(folder):
+    """Runs the program without training; its JSON, and the cells of its tables by section and arm."""
+    words = ["--output_dir", str(folder), "--results", str(folder / "results"), "--name", "x", "--report_only"]
+    assert program.main(words) == 0
+    place = folder / "results" / "wer_by_features_x"
+    sections = {}
+    for line in place.with_suffix(".md").read_text().splitlines():
+        if line.startswith("#"):
+            section = sections.setdefault(line.lstrip("# "), {})
+        elif line.startswith("| "):
+            name, count, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            section[name, count] = cells
+    with Image.open(place.with_suffix(".png")) as plot:
+        assert len(plot.getcolors(1 << 20)) > 3
+    return json.loads(place.with_suffix(".json").read_text()), sections
+
+
+def test_numbers_of_the_table(tmp_path):
+    for label, seed in itertools.product(reversed(SCORES), (1, 0)):
+        write_arm(tmp_path, label, seed)
+    content, sections = report_only(tmp_path)
+    assert [row["arm"] for row in content["rows"]] == list(SCORES)
+    for row in content["rows"]:
+        assert row["seeds"] == [0, 1]
+        for stage, column in itertools.product(("converted", "trained"), (0, 1)):
+            name = ("dev_wer", "dev_cer")[column]
+            own, exact = (np.array(SCORES[arm][stage])[:, column] for arm in (row["arm"], "sdpa"))
+            for kind, values in (("scores", own), ("normalised", own / exact)):
+                found = row[kind][stage][name]
+                assert found["values"] == pytest.approx(values)
+                assert found["mean"] == pytest.approx(values.mean())
+                assert found["std"] == pytest.approx(values.std(ddof=1))
+    # 24 / 20 = 1.2 and 30 / 25 = 1.2; 11 / 10 = 1.1 and 11 / 8 = 1.375.
+    assert sections["After training: dev"]["`favor#:sderf`", "8"] == [
+        "27.00 ± 4.24", "1.200 ± 0.000", "11.00 ± 0.00", "1.238 ± 0.194",
+    ]  # fmt: skip
+    assert sections["As converted, without training: dev"]["exact", "-"][:2] == ["40.00 ± 0.00", "1.000 ± 0.000"]
+    assert sections["Cost of the training"]["mean over time", "-"] == ["7", "1.000", "100", "301", "1234"]
+    assert content["command"].startswith("python -m favor.eval.wer_by_features --model_name_or_path")
+    assert "--data_dir DATA" in content["command"]
+    assert content["versions"] == {"torch": "2"}
+    assert content["machine"] == "a machine"
+
+
+def test_checks(tmp_path):
+    for label in SCORES:
+        write_arm(tmp_path, label, 0)
+    content, _ = report_only(tmp_path)
+    holds = {check["statement"]: check["holds"] for check in content["checks"]}
+    assert holds == {
+        "dev, WER after training: favor#:sderf is at most favor++ at every M": True,
+        "dev, CER after training: favor#:sderf is at most favor++ at every M": True,
+        "dev, WER after training: every backend is below the mean over time": True,
+        "dev, CER after training: every backend is below the mean over time": False,
+    }
+    numbers = next(
+        check["numbers"] for check in content["checks"] if "WER after training: favor#" in check["statement"]
+    )
+    assert numbers == "M = 8: 24.00 and 29.00"
+    mean = content["checks"][-1]["numbers"]
+    assert mean == "favor#:sderf with M = 128: 16.00, mean over time 15.00"
+
+
+def test_without_an_exact_arm_nothing_is_normalised(tmp_path):
+    write_arm(tmp_path, "favor++:8", 0)
+    write_arm(tmp_path, "sdpa", 1)
+    content, sections = report_only(tmp_path)
+    assert sections["After training: dev"]["`favor++`", "8"] == ["29.00", "-", "12.00", "-"]
+    assert content["rows"][1]["normalised"]["trained"]["dev_wer"]["mean"] is None
+
+
+def test_unfinished_and_different_arms(tmp_path):
+    unfinished = write_arm(tmp_path, "favor++:8", 0)
+    (unfinished / "all_results.json").unlink()
+    with pytest.raises(ValueError, match="expected finished arms below"):
+        report_only(tmp_path)
+    write_arm(tmp_path, "sdpa", 0)
+    assert [run["arm"] for run in report.read(tmp_path)] == ["sdpa"]
+    write_arm(tmp_path, "sdpa", 1, arguments=["--max_train_steps", "3"])
+    with pytest.raises(ValueError, match=r"sdpa.seed_1 has other arguments"):
+        report_only(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("base"))
+
+
+def in_this_process(function, words):
+    return function(words)
+
+
+def command(base, corpus, folder, *flags):
+    return [
+        "--model_name_or_path", str(base), "--output_dir", str(folder), "--results", str(folder / "results"),
+        "--name", "x", "--seeds", "3", "--data_dir", str(corpus), "--eval_splits", "dev", "test",
+        "--max_train_steps", "2", "--learning_rate", "1e-2", "--warmup_ratio", "0", *flags,
+    ]  # fmt: skip
+
+
+def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(base, tmp_path):
+    corpus = write_corpus(tmp_path)
+    words = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--eval_splits", "dev", "--output_dir"]
+    whole = program.evaluate_converted([*words, str(tmp_path / "whole")], 0)
+    soundfile.write(corpus / "short.wav", np.zeros(2000), 16000)
+    with (corpus / "dev.jsonl").open("a") as rows:
+        rows.write(json.dumps({"id": "short", "audio": "short.wav", "text": "GO FIN"}) + "\n")
+    words.append(str(tmp_path / "more"))
+    with pytest.raises(ValueError, match=r"short .*11 feature frames, too few"):
+        program.evaluate_converted(words, 0)
+    assert program.evaluate_converted([*words, "--max_bad", "1"], 0) == whole
+
+
+@pytest.mark.slow
+def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "in_own_process", in_this_process)
+    words = command(base, corpus, tmp_path / "runs", "--arms", "sdpa", "uniform_mean", "favor++:4")
+    assert program.main(words) == 0
+    assert capsys.readouterr().out.count("seed 3: finished") == 3
+    content = json.loads((tmp_path / "runs" / "results" / "wer_by_features_x.json").read_text())
+    assert [row["arm"] for row in content["rows"]] == ["sdpa", "uniform_mean", "favor++:4"]
+    # Which would be refused.
+    assert "--architecture" not in content["command"]
+    finished = {}
+    for row in content["rows"]:
+        (arm,) = parse_arms(row["arm"], [])
+        place = tmp_path / "runs" / arm.slug / "seed_3" / "all_results.json"
+        results, finished[place] = json.loads(place.read_text()), place.stat().st_mtime_ns
+        assert results["attn_implementation"] == arm.name
+        assert (results["steps"], results["seed"], row["steps"]) == (2, 3, 2)
+        for name, value in results["metrics"].items():
+            assert row["scores"]["trained"][name]["values"] == [value]
+        assert row["wall_seconds"] > row["seconds_per_step"] > 0
+        if arm.num_features:
+            assert (results["favor"]["num_features"], results["favor"]["exact_below"]) == (4, 0)
+    assert sorted(content["rows"][0]["scores"]["trained"]) == ["dev_cer", "dev_wer", "test_cer", "test_wer"]
+
+    # As converted: what the evaluation program measures on the model itself.
+    backend = ["--attn_implementation", "favor++", "--num_features", "4", "--exact_below", "0", "--seed", "3"]
+    for row, options in ((content["rows"][0], []), (content["rows"][2], backend)):
+        own = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--splits", "dev", "test"]
+        evaluation.main([*own, "--device", "cpu", "--output_dir", str(tmp_path / "asr"), *options])
+        for split, found in json.loads((tmp_path / "asr" / "asr.json").read_text())["splits"].items():
+            for metric in ("wer", "cer"):
+                converted = row["scores"]["converted"][f"{split}_{metric}"]["values"]
+                assert converted == pytest.approx([found["searches"]["greedy"][metric]])
+
+    assert program.main(words) == 0
+    assert capsys.readouterr().out.count("already there") == 3
+    assert {place: place.stat().st_mtime_ns for place in finished} == finished
+    with pytest.raises(ValueError, match=r"(?s)other arguments .* 1e-2.* here .* 1e-3"):
+        program.main([word.replace("1e-2", "1e-3") for word in words])
+
+
+def test_an_interrupted_arm_goes_on(base, corpus, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(program, "in_own_process", lambda function, words: calls.append(words) or function(words))
+    words = command(base, corpus, tmp_path, "--arms", "sdpa", "--checkpointing_steps", "1")
+    assert program.main(words) == 0
+    folder = tmp_path / "sdpa" / "seed_3"
+    before = json.loads((folder / "all_results.json").read_text())
+    (folder / "all_results.json").unlink()
+    converted = json.loads((folder / "arm.json").read_text())["converted"]
+    monkeypatch.setattr(program, "evaluate_converted", lambda *_: pytest.fail("it is there already"))
+    assert program.main(words) == 0
+    assert [call[-1] == "--resume" for call in calls] == [False, True]
+    assert json.loads((folder / "all_results.json").read_text())["metrics"] == before["metrics"]
+    record = json.loads((folder / "arm.json").read_text())
+    assert (record["converted"], record["wall_seconds"]) == (converted, None)
+
+
+def test_a_diverged_arm_does_not_stop_the_others(base, corpus, tmp_path, monkeypatch, capsys):
+    def train(function, words):
+        if "favor++" in words:
+            raise FloatingPointError("the loss is nan at step 1")
+        return function(words)
+
+    monkeypatch.setattr(program, "in_own_process", train)
+    assert program.main(command(base, corpus, tmp_path, "--arms", "favor++:4", "sdpa")) == 1
+    printed = capsys.readouterr()
+    assert "[1/2] favor++:4 seed 3: FAILED: the loss is nan" in printed.out
+    assert "failed: [1/2] favor++:4 seed 3" in printed.err
+    assert [run["arm"] for run in report.read(tmp_path)] == ["sdpa"]
+
+
+@pytest.mark.slow
+def test_an_arm_from_new_weights_in_its_own_process(corpus, tmp_path):
+    words = [
+        "--arms", "uniform_mean", "--output_dir", str(tmp_path), "--results", str(tmp_path), "--name", "x",
+        "--data_dir", str(corpus), "--preset", "tiny", "--tokenizer_type", "char", "--num_mel_bins", "20",
+        "--max_train_steps", "1", "--architecture", "transducer",
+    ]  # fmt: skip
+    assert program.main(words) == 0
+    folder = tmp_path / "uniform_mean" / "seed_0"
+    results, record = (json.loads((folder / name).read_text()) for name in ("all_results.json", "arm.json"))
+    assert (results["attn_implementation"], results["arguments"]["architecture"]) == ("uniform_mean", "transducer")
+    assert "converted" not in record
+    assert record["wall_seconds"] > 0
+    content = json.loads((tmp_path / "wer_by_features_x.json").read_text())
+    assert "--architecture transducer" in content["command"]

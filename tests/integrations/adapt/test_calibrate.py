@@ -1,0 +1,197 @@
+"""Calibrated parameters: what they are, where they are kept, and that nothing leaks through them."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+
+import favor
+from favor import features
+from favor.integrations.adapt.calibrate import gather
+from favor.integrations.adapt.observe import observe
+from favor.models.bert import PerformerBertConfig, PerformerBertModel
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
+OPTIONS = {"num_features": 24, "exact_below": 0}
+
+
+def bert(model_class=BertModel, config_class=BertConfig):
+    torch.manual_seed(0)
+    return model_class(config_class(**SIZES, max_position_embeddings=64, initializer_range=0.3)).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.3)).eval()
+
+
+def tokens(rows=3, length=20, seed=0):
+    return torch.randint(1, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batches():
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, 13:] = 0
+    mask[2, :6] = 0
+    return [{"input_ids": tokens(), "attention_mask": mask, "labels": torch.zeros(3)}, {"input_ids": tokens(2, 11, 1)}]
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_statistics_are_those_of_all_real_tokens(make):
+    model, seen = make(), []
+    statistics = gather(model, batches(), features=features.get("cderf"))
+    with torch.no_grad(), observe(model, seen.append):
+        for batch in batches():
+            model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+    assert len(statistics.layers) == 2
+    for layer, (moments, weight) in statistics.layers.items():
+        own = [o for o in seen if o.layer == layer]
+        groups = own[0].query.shape[1] // own[0].key.shape[1]
+        assert weight == 20 + 13 + 14 + 22
+        for head in range(own[0].key.shape[1]):
+            x, y = [], []
+            for o in own:
+                real = torch.ones(o.key.shape[0], o.key.shape[2], dtype=torch.bool) if o.padding is None else o.padding
+                for group in range(groups):
+                    x.append(o.query[:, head * groups + group][real])
+                y.append(o.key[:, head][real])
+            for samples, mean, cov in (
+                (torch.cat(x), moments.mean_x, moments.cov_x),
+                (torch.cat(y), moments.mean_y, moments.cov_y),
+            ):
+                samples = samples.double() * own[0].scale ** 0.5
+                torch.testing.assert_close(mean[head], samples.mean(0), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(cov[head], samples.T.cov(correction=0), rtol=1e-5, atol=1e-6)
+
+
+def test_causal_statistics_weigh_keys_by_causal_attention():
+    model, seen = llama(), []
+    family = features.get("wderf", num_queries=5)
+    statistics = gather(model, [tokens(1, 12)], features=family)
+    with torch.no_grad(), observe(model, seen.append):
+        model(tokens(1, 12))
+    places = [1, 3, 6, 8, 10]  # the middle of each fifth of 12 queries
+    for o in seen:
+        for head in range(2):
+            columns = torch.zeros(12)
+            for query in o.query[0, 2 * head : 2 * head + 2]:
+                logits = o.scale * query @ o.key[0, head].T
+                rows = logits.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
+                columns += rows[places].mean(0) / 2
+            expected = o.scale**0.5 * columns @ o.key[0, head]
+            found = statistics.layers[o.layer][0].mean_y[head]
+            torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_the_future_does_not_change_the_past(window):
+    model = favor.calibrate(llama(), batches()[1:], window=window, **OPTIONS)
+    first, second = tokens(), tokens()
+    second[:, 11:] = 3
+    with torch.no_grad():
+        one, other = model(first).logits, model(second).logits
+    assert torch.equal(one[:, :11], other[:, :11])
+    assert not torch.equal(one[:, 11:], other[:, 11:])
+
+
+@pytest.mark.parametrize("features", ["wderf", "cderf", "sderf", "saderf"])
+def test_calibrated_parameters_are_used(features):
+    model = favor.calibrate(bert(), batches(), features=features, **OPTIONS)
+    with torch.no_grad():
+        calibrated = model(tokens()).last_hidden_state
+        batch = favor.configure(model, statistics="batch")(tokens()).last_hidden_state
+    assert not torch.allclose(calibrated, batch, atol=1e-3)
+    again = favor.configure(model, statistics="calibrated")
+    torch.nn.init.eye_(again.encoder.layer[0].attention.self.favor_factor[0])
+    with torch.no_grad():
+        assert not torch.allclose(calibrated, again(tokens()).last_hidden_state, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "performer"])
+def test_saved_and_loaded(kind, tmp_path):
+    classes = {
+        "bert": (BertForSequenceClassification, BertConfig),
+        "performer": (PerformerBertModel, PerformerBertConfig),
+    }
+    model = favor.calibrate(bert(*classes[kind]), batches(), window=8, **OPTIONS)
+    model.save_pretrained(tmp_path)
+    assert sum("favor_" in name for name in load_file(tmp_path / "model.safetensors")) == 2 * 3
+    backend = {"attn_implementation": "favor#"} if kind == "bert" else {}
+    loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True, **backend)
+    assert not info["missing_keys"]
+    assert not any("favor" in key for key in info["unexpected_keys"])
+    base = model.bert if kind == "bert" else model
+    with torch.no_grad():
+        expected = base(tokens()).last_hidden_state
+        assert torch.equal(loaded.eval()(tokens()).last_hidden_state, expected)
+        half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, **backend).eval()(tokens()).last_hidden_state
+    assert half.isfinite().all()
+    assert (half.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_favor_plus_plus_has_parameters_and_favor_plus_has_none():
+    model = favor.calibrate(bert(), batches(), attn_implementation="favor++", **OPTIONS)
+    assert model.config._attn_implementation == "favor++"
+    assert {own["family"] for own in model.config.favor_layers.values()} == {"gerf"}
+    with pytest.raises(ValueError, match="pos features have no parameters to fit"):
+        favor.calibrate(bert(), batches(), attn_implementation="favor+")
+
+
+def test_errors_say_what_is_missing():
+    model = favor.configure(bert(), "favor#", statistics="calibrated", **OPTIONS)
+    with pytest.raises(ValueError, match="needs parameters of wderf in every layer, and BertSelfAttention has none"):
+        model(tokens())
+    favor.calibrate(model, batches(), features="cderf")
+    favor.configure(model, features="wderf")
+    with pytest.raises(ValueError, match="has calibrated parameters of cderf"):
+        model(tokens())
+    with pytest.raises(ValueError, match="no attention layer of BertModel ran in 0 batches"):
+        favor.calibrate(model, [])
+    decoder = favor.configure(llama(), "favor#", statistics="corrected", **OPTIONS)
+    with pytest.raises(ValueError, match="is for encoders"):
+        decoder(tokens())
+
+
+def test_calibrated_models_run_in_float64():
+    model = favor.calibrate(bert(), batches(), window=8, **OPTIONS)
+    with torch.no_grad():
+        single = model(tokens()).last_hidden_state
+        torch.testing.assert_close(model.double()(tokens()).last_hidden_state.float(), single, rtol=1e-3, atol=1e-4)
+
+
+def test_batches_of_other_kinds():
+    expected = favor.calibrate(bert(), [tokens()], **OPTIONS).state_dict()
+    found = favor.calibrate(bert(), [(tokens(),)], **OPTIONS).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(
+        ValueError, match=r"a batch must be a tensor of input_ids or a dictionary of tensors .* \['text'\]|got dict"
+    ):
+        favor.calibrate(bert(), [{"text": "words"}])
+    lengths = torch.tensor([0, 8, 20], dtype=torch.int32)
+    packed = {"input_ids": tokens(1), "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    with pytest.raises(ValueError, match="needs batches with padding, not packed ones"):
+        favor.calibrate(bert(), [packed])
+
+
+def test_modes_of_modules_are_put_back():
+    model = bert().train()
+    model.encoder.layer[0].eval()
+    favor.calibrate(model, [tokens()], **OPTIONS)
+    assert model.training
+    assert not model.encoder.layer[0].training
+
+
+def test_observing_is_exact_attention_and_leaves_no_trace():
+    model = favor.configure(bert(), "favor+", **OPTIONS)
+    seen = []
+    with torch.no_grad():
+        before = model(tokens()).last_hidden_state
+        with observe(model, seen.append):
+            found = model(tokens()).last_hidden_state
+        assert torch.equal(model(tokens()).last_hidden_state, before)
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(found, model(tokens()).last_hidden_state)
+    assert [o.query.shape for o in seen] == [(3, 4, 20, 4)] * 2
+    with pytest.raises(RuntimeError, match="stop"), observe(model, seen.append):
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,270 @@
+"""Weights of features, learned from data: what they are, what they do to attention, where they are kept."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_calibrate import OPTIONS, SIZES, batches, bert, llama, tokens
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    BartConfig,
+    BartForCausalLM,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import favor
+from favor import favor_attention
+from favor.integrations.adapt.observe import observe
+from favor.integrations.adapt.samples import Samples
+from favor.integrations.layer import attention_modules
+from favor.integrations.stored import stored_parameters, update_choices
+from favor.models.bert import PerformerBertConfig, PerformerBertModel
+
+
+def calibrated(model, backend="favor#", **options):
+    return favor.calibrate(model, batches(), attn_implementation=backend, feature_weights=True, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "options"),
+    [
+        ("favor+", "gerf", {}),
+        ("favor++", "gerf", {}),
+        ("favor#", "sderf", {"features": "sderf"}),
+        ("favor#", "wderf", {"refine_steps": 0}),
+        ("favor#", "wderf", {"refine_steps": 12}),
+    ],
+)
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("window", [0, 8])
+def test_the_model_runs_with_its_weights(make, backend, family, options, window):
+    model, plain = make(), make()
+    calibrated(model, backend, window=window, **options)
+    seen = []
+    with torch.no_grad():
+        with observe(plain, seen.append):
+            plain(tokens())
+        out = model(tokens())[0]
+        # The first layer sees what it saw in the exact model.
+        o, module = seen[0], attention_modules(model)[seen[0].layer]
+        parameters = stored_parameters(module)
+        assert parameters.log_weights.shape == (o.key.shape[1], OPTIONS["num_features"])
+        assert parameters.log_weights.std() > 0.01
+        expected = favor_attention(
+            o.query,
+            o.key,
+            o.value,
+            features=family,
+            num_features=OPTIONS["num_features"],
+            scale=o.scale,
+            layer=o.layer,
+            is_causal=o.is_causal,
+            window=window,
+            parameters=parameters,
+        )
+        kept = []
+        hook = module.register_forward_hook(lambda _, __, result: kept.append(result[0]))
+        model(tokens())
+        hook.remove()
+        flat = expected.transpose(1, 2).flatten(2)
+        flat = flat if not hasattr(module, "o_proj") else module.o_proj(flat)
+        torch.testing.assert_close(kept[0], flat, rtol=1e-4, atol=1e-5)
+        names = [name for name, _ in module.named_buffers() if name == "favor_log_weights"]
+        assert names == ["favor_log_weights"]
+        module.favor_log_weights.add_(torch.randn_like(module.favor_log_weights))
+        assert not torch.allclose(model(tokens())[0], out, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_the_future_does_not_change_the_past(window):
+    model = calibrated(llama(), window=window, refine_steps=10)
+    first, second = tokens(), tokens()
+    second[:, 11:] = 3
+    with torch.no_grad():
+        one, other = model(first).logits, model(second).logits
+    assert torch.equal(one[:, :11], other[:, :11])
+
+
+@pytest.mark.parametrize("backend", ["favor+", "favor#"])
+@pytest.mark.parametrize("kind", ["bert", "performer"])
+def test_saved_and_loaded(kind, backend, tmp_path):
+    model = bert() if kind == "bert" else bert(PerformerBertModel, PerformerBertConfig)
+    calibrated(model, backend, window=8, refine_steps=10 if backend == "favor#" else None)
+    model.save_pretrained(tmp_path)
+    assert sum("favor_log_weights" in name for name in load_file(tmp_path / "model.safetensors")) == 2
+    named = {"attn_implementation": backend} if kind == "bert" else {}
+    loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True, **named)
+    assert not info["missing_keys"]
+    assert not any("favor" in key for key in info["unexpected_keys"])
+    with torch.no_grad():
+        expected = model(tokens()).last_hidden_state
+        assert torch.equal(loaded.eval()(tokens()).last_hidden_state, expected)
+        plain = favor.configure(loaded, statistics="batch")(tokens()).last_hidden_state
+    assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+def test_without_statistics_or_with_others_favor_plus_is_plain():
+    model = favor.calibrate(bert(), batches(), **OPTIONS)
+    with torch.no_grad():
+        model.set_attn_implementation("favor+")
+        plain = favor.configure(bert(), "favor+", **OPTIONS)
+        assert torch.equal(model(tokens())[0], plain(tokens())[0])
+
+
+def test_weights_are_refused_for_other_directions():
+    model = calibrated(bert(), "favor+")
+    same = {**OPTIONS, "seed": 0, "orthogonal": True, "redraw_interval": 0, "window": 0}
+    for change in ({"num_features": 32}, {"seed": 1}, {"orthogonal": False}, {"redraw_interval": 5}, {"window": 4}):
+        favor.configure(model, **{**same, **change})
+        with pytest.raises(ValueError, match="has weights of features, learned for num_features=24"):
+            model(tokens())
+    favor.calibrate(model, batches(), **{**same, "orthogonal": False})
+    model(tokens())  # calibrated anew, without weights
+    assert not any("favor_log_weights" in name for name in model.state_dict())
+    assert not any("weights_of" in own for own in model.config.favor_layers.values())
+
+
+def test_bad_requests_say_what_is_wrong():
+    with pytest.raises(ValueError, match="redraw_interval=5 would change; set redraw_interval=0"):
+        calibrated(bert(), redraw_interval=5)
+    with pytest.raises(ValueError, match="relu features take no weights"):
+        calibrated(bert(), "favor_relu")
+    with pytest.raises(ValueError, match="refine_steps must be 0 for pos features"):
+        calibrated(bert(), "favor+", refine_steps=3)
+    for steps in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"at least 0 for cderf and wderf; got {steps}"):
+            calibrated(bert(), refine_steps=steps)
+    with pytest.raises(ValueError, match="no sequence of the data is longer than window=20"):
+        calibrated(bert(), window=20)
+    with pytest.raises(ValueError, match="refine_steps belongs to feature_weights=True"):
+        favor.calibrate(bert(), batches(), refine_steps=3, **OPTIONS)
+
+
+def gain(model, plain, ids, heads):
+    """How much weights lower the divergence of some heads of the first layer, from the layer's own output."""
+    seen = []
+    with torch.no_grad(), observe(plain, seen.append):
+        plain(ids)
+    o, found = seen[0], []
+    eye = torch.eye(ids.shape[1]).expand(*o.key.shape[:2], -1, -1)
+    softmax = (o.scale * o.query @ o.key.transpose(-1, -2)).softmax(-1)
+    module = attention_modules(model)[o.layer]
+    for statistics in ("batch", "calibrated"):
+        favor.configure(model, statistics=statistics)
+        attention = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+        with torch.no_grad():
+            rows = attention(module, o.query, o.key, eye, None, scaling=o.scale)[0].transpose(1, 2)
+        found.append((softmax * (softmax.log() - rows.clamp(min=1e-30).log())).sum(-1).mean((0, 2))[heads].mean())
+    return found[0] - found[1]
+
+
+def test_heads_that_stay_exact_leave_the_others_their_directions():
+    model = bert()
+    favor.configure(model, "favor+", **OPTIONS)
+    for layer in model.encoder.layer:
+        update_choices(model, {layer.attention.self.favor_layer: {"exact_heads": [0, 2]}})
+    calibrated(model, "favor+")
+    assert gain(model, bert(), tokens(), [1, 3]) > 0.02
+    module = model.encoder.layer[0].attention.self
+    assert not module.favor_log_weights[[0, 2]].any()
+    assert module.favor_log_weights[[1, 3]].std(-1).min() > 0.01
+    update_choices(model, {module.favor_layer: {"exact_heads": [0]}})
+    with pytest.raises(ValueError, match=r"learned for .*exact_heads=\[0, 2\]"):
+        model(tokens())
+
+
+def test_a_part_of_a_model_keeps_its_directions(tmp_path):
+    """The decoder's layers have other numbers without the encoder."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "max_position_embeddings": 64}
+    heads = {
+        f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("attention_heads", 2), ("ffn_dim", 16))
+    }
+    torch.manual_seed(0)
+    whole = BartForConditionalGeneration(BartConfig(**sizes, **heads, init_std=0.3)).eval()
+    data = [{"input_ids": tokens(4, 40), "decoder_input_ids": tokens(4, 40, seed=1)}]
+    options = {**OPTIONS, "attn_implementation": "favor+", "feature_weights": True}
+    favor.calibrate(whole, data, **options).save_pretrained(tmp_path)
+    part = BartForCausalLM.from_pretrained(tmp_path, attn_implementation="favor+").eval()
+    outs, generator = [], torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 1, 2, 12, 8, generator=generator).unbind(0)
+    for decoder in (whole.model.decoder, part.model.decoder):
+        module = decoder.layers[0].self_attn
+        assert module.favor_log_weights.std() > 0.01
+        outs.append(ALL_ATTENTION_FUNCTIONS["favor+"](module, *inputs, None)[0])
+    assert part.model.decoder.layers[0].self_attn.favor_layer != whole.model.decoder.layers[0].self_attn.favor_layer
+    assert torch.equal(*outs)
+
+
+def test_a_calibrated_encoder_in_another_model_keeps_its_weights(tmp_path):
+    encoder = calibrated(bert(), "favor+")
+    decoder = BertLMHeadModel(
+        BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    )
+    with torch.no_grad():
+        expected = encoder(tokens())[0]
+        both = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+        assert torch.equal(both.encoder(tokens())[0], expected)
+    for layer in encoder.encoder.layer:
+        layer.attention.self.favor_own = {}
+    with pytest.raises(ValueError, match="needs parameters of pos in every layer"):
+        encoder(tokens())
+
+
+def test_a_layer_used_at_several_depths_is_sampled_at_all(monkeypatch):
+    monkeypatch.setattr("favor.integrations.adapt.samples.SEQUENCES", 24)
+    config = AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=1, max_position_embeddings=64)
+    config.num_hidden_layers = 4
+    samples, keys = Samples(0), []
+    model = AlbertModel(config).eval()
+    with torch.no_grad(), observe(model, samples), observe(model, lambda seen: keys.append(seen.key)):
+        model(tokens(12, 16))
+    with torch.no_grad(), observe(model, samples):
+        model(tokens(12, 16))
+    (found,) = samples.layers.values()
+    assert len(found) == 24
+    calls = [sum(bool(torch.isclose(s.y, key[n] * 4**-0.25).all()) for s in found for n in range(12)) for key in keys]
+    assert sum(calls) == 24
+    assert min(calls) > 0
+
+
+def test_logits_beyond_any_estimate_do_not_break_the_model():
+    model = bert()
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight.mul_(60)
+    for backend in ("favor+", "favor#"):
+        calibrated(model, backend, window=8, refine_steps=None if backend == "favor+" else 5)
+        assert all(buffer.isfinite().all() for buffer in model.buffers() if buffer.is_floating_point())
+        with torch.no_grad():
+            assert model(tokens())[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("default")  # tracing runs code of torch that warns
+@pytest.mark.parametrize("backend", ["favor+", "favor#"])
+def test_compiled_without_graph_breaks(backend):
+    model = calibrated(bert(), backend, refine_steps=0)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens())[0], model(tokens())[0], rtol=1e-4, atol=1e-5)
+
+
+def test_inverses_are_computed_once_and_again_when_a_buffer_changes(monkeypatch):
+    model, calls, inverse = favor.calibrate(bert(), batches(), **OPTIONS), [], torch.linalg.inv
+    monkeypatch.setattr(torch.linalg, "inv", lambda matrix: calls.append(1) or inverse(matrix))
+    with torch.no_grad():
+        for _ in range(3):
+            model(tokens())
+        assert len(calls) == 2
+        module = model.encoder.layer[0].attention.self
+        module.favor_transform.mul_(2)
+        found = stored_parameters(module)
+        assert len(calls) == 3
+        torch.testing.assert_close(found.inverse @ found.transform, torch.eye(4).expand(4, -1, -1), rtol=0, atol=1e-4)
+        model.double()
+        model(tokens())
+        assert len(calls) == 5

@@ -1,0 +1,188 @@
+"""The torch kernels against the definition in float64: outputs and all gradients."""
+
+import pytest
+import torch
+from truth import attention, error, gradients, make_inputs
+
+from favor.kernels import linear_attention
+from favor.kernels.eager import causal as chunked_causal
+from favor.kernels.eager import fused
+from favor.kernels.eager.bidirectional import exp2
+
+LENGTHS = [1, 2, 63, 64, 100, 1000, 4097]
+DIMS, FEATURES, GROUPS = [32, 64, 80, 128], [16, 100, 256], [1, 4]
+# Every length with every layout; widths, numbers of features and groups take turns.
+CASES = [
+    (length, layout, is_causal, DIMS[(i + j) % 4], FEATURES[(i + 2 * j + is_causal) % 3], GROUPS[(i + j) % 2])
+    for i, length in enumerate(LENGTHS)
+    for j, layout in enumerate(["dense", "padded", "packed"])
+    for is_causal in (False, True)
+]
+
+
+def prepare(length, layout, dim, features, groups, is_causal, seed=0, value_dim=None):
+    """Float64 inputs, with their packing for the kernel and for the truth."""
+    heads = 1 if length > 1000 else 2
+    sizes = {"dim": dim, "value_dim": value_dim, "features": features, "groups": groups, "heads": heads}
+    if layout == "packed":
+        keys = [0, length, max(1, length // 3), 5]
+        rows = [0, length, min(1, length // 3), 4] if is_causal else [0, length // 2, 3, 0]
+        inputs = make_inputs(sum(rows), sum(keys), seed=seed, **sizes)
+        cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
+        kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
+        return inputs, kernel | {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}, [rows, keys, keys, keys]
+    inputs = make_inputs(length, batch=1 + (length < 1000), seed=seed, **sizes)
+    if layout == "padded":
+        inputs[-1][0, :, : length // 3] = -torch.inf
+        inputs[-1][-1, :, length - length // 4 :] = -torch.inf
+    return inputs, {}, None
+
+
+def truth(is_causal, lengths, weight, inputs):
+    return gradients(lambda *t: attention(*t, is_causal=is_causal, lengths=lengths), inputs, weight)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_definition(case, poisoned):
+    check(*case)
+
+
+@pytest.mark.parametrize("layout", ["dense", "padded", "packed"])
+@pytest.mark.parametrize(("length", "groups"), [(1, 2), (100, 1), (1000, 3)])
+def test_values_of_another_width(length, groups, layout, poisoned):
+    """The fused kernel of PyTorch does not take these."""
+    check(length, layout, False, 32, 100, groups, value_dim=24)
+
+
+def check(length, layout, is_causal, dim, features, groups, value_dim=None):
+    inputs, packing, lengths = prepare(length, layout, dim, features, groups, is_causal, value_dim=value_dim)
+    weight = torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], generator=torch.Generator().manual_seed(1))
+    expected = truth(is_causal, lengths, weight, inputs)
+    found = gradients(
+        lambda *t: linear_attention(*t, is_causal=is_causal, kernel="torch", **packing),
+        [t.float() for t in inputs],
+        weight,
+    )
+    scale = max(t.norm() for t in expected[1:]).clamp(min=1e-12)
+    for f, e in zip(found, expected, strict=True):
+        # Gradients that vanish in exact arithmetic (one key) are compared with the others.
+        assert (f.double() - e).norm() <= 5e-5 * max(e.norm(), 0.1 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("length", "dim", "features"), [(63, 32, 100), (1000, 64, 256)])
+def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal, length, dim, features):
+    exact = make_inputs(length, dim=dim, features=features)
+    low = [t.to(dtype) for t in exact[:3]] + [t.float() for t in exact[3:]]
+    rounded = [t.double() for t in low]
+    weight = torch.randn(1, 2, length, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = truth(is_causal, None, weight, rounded)
+    plain = truth(is_causal, None, weight, [t.to(dtype) for t in rounded])
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal, kernel="torch"), low, weight)
+    assert found[0].dtype == dtype
+    for f, p, e in zip(found, plain, expected, strict=True):
+        assert error(f, e) <= 2 * error(p, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_copies_of_a_few_heads(dtype, monkeypatch):
+    """Hidden keys and low precision are copied for the fused kernel, some heads at a time."""
+    inputs = make_inputs(40, groups=2, heads=3, batch=2, shared=False)
+    inputs[-1][0, :, 30:] = -torch.inf
+    inputs[:3] = [t.to(dtype) for t in inputs[:3]]
+    inputs[3:] = [t.to(dtype if dtype == torch.float64 else torch.float32) for t in inputs[3:]]
+    expected = linear_attention(*inputs)
+    monkeypatch.setattr(fused, "_COPIED", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(linear_attention(*inputs), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradcheck(is_causal, shared):
+    inputs = make_inputs(5, 6, dim=3, value_dim=2, features=4, heads=2, groups=2, batch=2, shared=shared)
+    inputs[-1][1, :, :2] = -torch.inf
+    bias = inputs.pop()
+    leaves = [t.requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(lambda *t: linear_attention(*t, bias, is_causal=is_causal), leaves)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_hidden_keys_may_hold_anything(is_causal):
+    inputs = make_inputs(40, batch=2)
+    inputs[-1][0, :, 30:] = inputs[-1][1] = -torch.inf
+    clean = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), inputs, torch.ones(2, 2, 40, 8))
+    for tensor in inputs[1:3]:
+        tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), inputs, torch.ones(2, 2, 40, 8))
+    for f, c in zip(found, clean, strict=True):
+        assert torch.equal(f, c)
+    assert not found[0][1].any()
+    assert not found[2][1].any()
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 20])
+def test_steep_chunks(hidden):
+    """Features that rise by thousands of nats inside a chunk, with and without hidden keys before them."""
+    inputs = make_inputs(150, 170)
+    inputs[1] *= torch.linspace(1, 100, 170, dtype=torch.float64)[:, None]
+    inputs[-1] = torch.zeros_like(inputs[-1])
+    inputs[-1][:, :, 60 : 60 + hidden] = -torch.inf
+    # All features at once: no product of two factors could hold such weights.
+    log_weights = torch.logsumexp(
+        (inputs[0] @ inputs[3].mT)[..., :, None, :]
+        + (inputs[1] @ inputs[4].mT + inputs[5][:, :, None])[..., None, :, :],
+        -1,
+    )
+    log_weights += inputs[-1][:, :, None]
+    visible = torch.ones(150, 170, dtype=torch.bool).tril(20)
+    expected = log_weights.masked_fill(~visible, -torch.inf).softmax(-1) @ inputs[2]
+    found = linear_attention(*(t.float() for t in inputs), is_causal=True)
+    assert error(found, expected) < 1e-4
+    leaves = [t.float().requires_grad_() for t in inputs]
+    linear_attention(*leaves, is_causal=True).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves[:-1])
+
+
+def test_the_size_of_chunks_does_not_change_gradients(monkeypatch):
+    inputs = make_inputs(100, 130, groups=2)
+    weight = torch.randn(1, 4, 100, 8, dtype=torch.float64)
+    expected = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    monkeypatch.setattr(chunked_causal, "CHUNK_SIZE", 16)
+    for f, e in zip(gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight), expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_strides_do_not_matter(is_causal):
+    inputs = make_inputs(50, batch=2, groups=2)
+    expected = linear_attention(*inputs, is_causal=is_causal)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+    strided[1] = strided[1].repeat_interleave(2, dim=-1)[..., ::2]
+    assert strided[1].stride(-1) == 2
+    out = linear_attention(*strided, *inputs[3:], is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -100.0), (torch.float64, -996.0)], ids=str)
+def test_weights_are_never_subnormal(dtype, least):
+    """Products with such numbers would take a hundred times as long."""
+    logits = torch.tensor([0.0, 3.0, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor([1.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
+    torch.testing.assert_close(exp2(logits), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_large_norms(is_causal, value_dim):
+    """Most weights are far below the smallest float32."""
+    inputs = make_inputs(150, groups=2, value_dim=value_dim)
+    for i in (3, 4, 6):
+        inputs[i] *= 12
+    weight = torch.randn(1, 4, 150, value_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = gradients(lambda *t: attention(*t, is_causal=is_causal), inputs, weight)
+    single = [t.float() for t in inputs]
+    found = gradients(lambda *t: linear_attention(*t, is_causal=is_causal), single, weight)
+    assert max(error(f, e) for f, e in zip(found, expected, strict=True)) < 1e-3

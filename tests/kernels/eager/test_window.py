@@ -1,0 +1,224 @@
+"""The torch kernel of windowed attention against the definition in float64, and the operators for both kernels."""
+
+import pytest
+import torch
+from truth import error, gradients, make_inputs, window_attention
+
+from favor.kernels import linear_attention
+from favor.kernels.eager import window as chunked_window
+from favor.kernels.ops import attention_backward, attention_forward
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+
+LENGTHS = [1, 2, 63, 64, 100, 1000]
+LAYOUTS = ["dense", "padded", "packed", "keys first"]
+DIMS, FEATURES, GROUPS, WINDOWS = [32, 64, 80, 128], [16, 100, 256], [1, 4], [64, 7, 128, 1000]
+# Every length with every layout; widths, numbers of features, groups and windows take turns.
+CASES = [
+    (length, layout, is_causal, DIMS[(i + j) % 4], FEATURES[(i + 2 * j) % 3], GROUPS[(i + j) % 2], WINDOWS[(i + j) % 4])
+    for i, length in enumerate(LENGTHS)
+    for j, layout in enumerate(LAYOUTS)
+    for is_causal in (False, True)
+    if is_causal or layout != "keys first"
+]
+
+
+def prepare(length, layout, *, is_causal=False, **options):
+    """Float64 inputs with a query bias, with their packing for the kernel and for the truth."""
+    kernel, lengths = {}, None
+    if layout == "packed":
+        keys = [0, length, max(1, length // 3), 5]
+        rows = [0, length, min(1, length // 3), 4] if is_causal else keys
+        inputs = make_inputs(sum(rows), sum(keys), **options)
+        cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
+        kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
+        kernel |= {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}
+        lengths = (rows, keys)
+    else:
+        inputs = make_inputs(length, length + 70 if layout == "keys first" else None, batch=2, **options)
+    if layout == "padded":
+        inputs[-1][0, :, : length // 3] = -torch.inf
+        inputs[-1][-1, :, length - length // 4 :] = -torch.inf
+    generator = torch.Generator().manual_seed(2)
+    inputs.append(torch.randn(inputs[0].shape[:3], dtype=torch.float64, generator=generator))
+    return inputs, kernel, lengths
+
+
+def attend(options, packing=None):
+    """The function of all inputs that `gradients` takes."""
+    return lambda *t: linear_attention(*t[:7], query_bias=t[7], kernel="torch", **options, **(packing or {}))
+
+
+def truth(options, lengths, weight, inputs):
+    return gradients(lambda *t: window_attention(*t, lengths=lengths, **options), inputs, weight)
+
+
+def draw_weight(inputs):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*inputs[0].shape[:3], inputs[2].shape[3], generator=generator)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_definition(case, poisoned):
+    check(*case)
+
+
+@pytest.mark.parametrize(("layout", "is_causal"), sorted({case[1:3] for case in CASES}))
+@pytest.mark.parametrize(("length", "groups"), [(1, 2), (100, 1), (300, 3)])
+def test_values_of_another_width(length, groups, layout, is_causal, poisoned):
+    """The fused kernel of PyTorch does not take these."""
+    check(length, layout, is_causal, 32, 100, groups, 64, value_dim=24)
+
+
+@pytest.mark.parametrize(("rows", "keys", "groups", "window"), [(1, 2, 2, 4), (6, 8, 2, 4), (2, 8, 4, 8)])
+def test_as_many_grouped_queries_as_keys_in_a_block(rows, keys, groups, window):
+    """Queries that begin inside a block, whose number in all heads is that of its keys."""
+    inputs = make_inputs(rows, keys, groups=groups)
+    inputs.append(torch.randn(1, 2 * groups, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    options, weight = {"window": window, "scale": 0.3, "is_causal": True}, draw_weight(inputs)
+    expected = truth(options, None, weight, inputs)
+    for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-6, atol=1e-9)
+
+
+def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
+    heads = 1 if length == 1000 else 2
+    inputs, packing, lengths = prepare(
+        length, layout, is_causal=is_causal, dim=dim, features=features, groups=groups, heads=heads, value_dim=value_dim
+    )
+    options = {"window": window, "scale": dim**-0.5, "is_causal": is_causal}
+    weight = draw_weight(inputs)
+    expected = truth(options, lengths, weight, inputs)
+    found = gradients(attend(options, packing), [t.float() for t in inputs], weight)
+    scale = max(t.norm() for t in expected[1:]).clamp(min=1e-12)
+    for f, e in zip(found, expected, strict=True):
+        # Gradients that vanish in exact arithmetic (one block) are compared with the others.
+        assert (f.double() - e).norm() <= 5e-5 * max(e.norm(), 0.1 * scale)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal):
+    exact, *_ = prepare(150, "dense", dim=32, features=100)
+    options = {"window": 64, "scale": 32**-0.5, "is_causal": is_causal}
+    low = [t.to(dtype) for t in exact[:3]] + [t.float() for t in exact[3:]]
+    rounded = [t.double() for t in low]
+    weight = draw_weight(exact).to(dtype)
+    expected = truth(options, None, weight, rounded)
+    plain = truth(options, None, weight, [t.to(dtype) for t in rounded])
+    found = gradients(attend(options), low, weight)
+    assert found[0].dtype == dtype
+    for f, p, e in zip(found, plain, expected, strict=True):
+        assert error(f, e) <= 2 * error(p, e)
+
+
+@both
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 10])
+def test_gradcheck(is_causal, shared, window):
+    options = {"dim": 3, "value_dim": 2, "features": 4, "groups": 2, "shared": shared, "batch": 2}
+    inputs = make_inputs(5, 7 if is_causal else 5, **options)
+    inputs[-1][1, :, :2] = -torch.inf
+    query_bias, bias = torch.randn(2, 4, 5, dtype=torch.float64), inputs.pop()
+    leaves = [t.requires_grad_() for t in (*inputs, query_bias)]
+    chosen = {"window": window, "scale": 0.7, "is_causal": is_causal}
+    assert torch.autograd.gradcheck(lambda *t: linear_attention(*t[:6], bias, query_bias=t[6], **chosen), leaves)
+
+
+@both
+def test_a_window_that_holds_everything_is_softmax_attention(is_causal):
+    inputs, *_ = prepare(100, "dense", groups=2)
+    inputs[-2] = torch.zeros_like(inputs[-2])
+    weight = draw_weight(inputs)
+    expected = gradients(
+        lambda *t: torch.nn.functional.scaled_dot_product_attention(
+            *t, is_causal=is_causal, scale=0.3, enable_gqa=True
+        ),
+        inputs[:3],
+        weight,
+    )
+    found = gradients(attend({"window": 100, "scale": 0.3, "is_causal": is_causal}), inputs, weight)
+    for f, e in zip(found, expected, strict=False):
+        assert error(f, e) <= 1e-6
+    assert not any(t.any() for t in found[4:])
+
+
+@both
+def test_hidden_keys_may_hold_anything(is_causal):
+    inputs, *_ = prepare(40, "dense")
+    inputs[6][0, :, 30:] = inputs[6][1] = -torch.inf
+    options = {"window": 8, "scale": 0.3, "is_causal": is_causal}
+    clean = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
+    for tensor in inputs[1:3]:
+        tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
+    found = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
+    for f, c in zip(found, clean, strict=True):
+        assert torch.equal(f, c)
+    assert not found[0][1].any()
+
+
+@both
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monkeypatch):
+    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", groups=2, value_dim=value_dim)
+    options, weight = {"window": 16, "scale": 0.3, "is_causal": is_causal}, draw_weight(inputs)
+    expected = gradients(attend(options), inputs, weight)
+    for name in ("SPAN", "FUSED_SPAN"):
+        monkeypatch.setattr(chunked_window, name, 1)
+    for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("default")
+@both
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "directions", "dtype"),
+    [
+        ("torch", False, torch.float32),
+        ("torch", True, torch.float32),
+        pytest.param("triton", False, torch.bfloat16, marks=[interpreted, pytest.mark.slow]),
+    ],
+)
+def test_operators_keep_the_rules_of_pytorch(is_causal, packed, kernel, directions, dtype):
+    # Landmarks without a block are not initialised, and would be compared: these lengths have none.
+    cumulative = torch.tensor([0, 5, 10], dtype=torch.int32)
+    inputs = [t.float() for t in make_inputs(10, groups=2)]
+    inputs[:3] = [t.to(dtype) for t in inputs[:3]]
+    lengths = (cumulative, cumulative) if packed else (None, None)
+    bias, options = torch.randn(1, 4, 10), (10, 10, is_causal, 4, 0.3)
+    saved = attention_forward(*inputs, *lengths, bias, *options, kernel)
+    grads = (torch.randn_like(saved[0]), *inputs, *lengths, *saved, bias, *options, directions, kernel)
+    torch.library.opcheck(attention_backward, grads)
+    for index, tensor in enumerate(inputs):
+        tensor.requires_grad_(directions or not 3 <= index < 6)
+    torch.library.opcheck(attention_forward, (*inputs, *lengths, bias.requires_grad_(), *options, kernel))
+
+
+def test_what_does_not_fit_is_refused():
+    inputs = make_inputs(5, 6)
+    bias = torch.zeros(1, 2, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="5 queries and 6 keys"):
+        linear_attention(*inputs, query_bias=bias, window=4)
+    with pytest.raises(ValueError, match="window must be positive with a query_bias"):
+        linear_attention(*inputs, query_bias=bias)
+    with pytest.raises(ValueError, match="window must be positive with a query_bias"):
+        linear_attention(*inputs, window=4, is_causal=True)
+    reason = "not on a CUDA device" if torch.cuda.is_available() else "float64"
+    with pytest.raises(ValueError, match=f'kernel="triton" cannot run: .*{reason}'):
+        linear_attention(*inputs, query_bias=bias, window=4, is_causal=True, kernel="triton")
+
+
+@both
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_large_norms(is_causal, value_dim):
+    """Most weights are far below the smallest float32, and blocks differ in scale by more than that."""
+    inputs, *_ = prepare(150, "dense", groups=2, value_dim=value_dim)
+    for i in (3, 4, 6):
+        inputs[i] *= 12
+    options, weight = {"window": 16, "scale": 1.0, "is_causal": is_causal}, draw_weight(inputs)
+    expected = truth(options, None, weight, inputs)
+    found = gradients(attend(options), [t.float() for t in inputs], weight)
+    # The gradient of the query bias is next to nothing here, and what is left of a difference.
+    assert max(error(f, e) for f, e in zip(found[:-1], expected[:-1], strict=True)) < 1e-3

@@ -1,0 +1,65 @@
+"""Compiles Triton kernels for a GPU that is not there: every launch inside `compiling` is compiled, none is run."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+def _type_of(value):
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+@contextmanager
+def compiling(capability):
+    """Replaces launches by ahead-of-time compilation for `capability` (80, 90). Yields the list of compiled kernels.
+
+    All configurations of an autotuned kernel are compiled. Outputs of the host functions hold nothing meaningful.
+    """
+    compiled = []
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        values = dict(zip(self.arg_names, args, strict=False))
+        values.update({name: kwargs.pop(name) for name in self.arg_names if name in kwargs})
+        signature, constants, hints = {}, {}, {}
+        for index, parameter in enumerate(self.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            signature[parameter.name] = _type_of(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                hints[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, hints)
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kwargs)
+        assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, (self.__name__, kernel.metadata.shared)
+        compiled.append(kernel)
+
+    def tune(self, *args, **kwargs):
+        for config in self.configs:
+            self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    every = patch("favor.kernels.gpu.common.FEW_ROWS", 0)
+    with every, patch.object(JITFunction, "run", launch), patch.object(Autotuner, "run", tune):
+        yield compiled

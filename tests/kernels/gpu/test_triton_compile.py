@@ -1,0 +1,147 @@
+"""All kernels compile for GPUs, with all their configurations, on a machine that has none.
+
+This needs a process of its own: in the others, kernels are defined for Triton's interpreter.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Modules of favor.kernels with `forward` and `backward`.
+MODULES = ("bidirectional", "causal.op")
+# Type, width, whether sequences are packed.
+CASES = {
+    80: (("float16", 64, True), ("float32", 128, False)),
+    90: (("bfloat16", 64, False), ("bfloat16", 256, True)),
+}
+# The same for windowed attention, and whether it is causal; for both.
+WINDOWED = (
+    ("bfloat16", 64, False, True),
+    ("bfloat16", 128, True, False),
+    ("float32", 64, True, False),
+    ("float32", 128, False, True),
+)
+
+
+def compiled_elsewhere(*arguments):
+    """Names of the kernels that this file compiles, as a program."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CASES)
+def test_kernels_compile(capability):
+    kernels = compiled_elsewhere(capability)
+    expected = {
+        "_part",
+        "_join",
+        "_read",
+        "_query_gradients",
+        "_key_gradients",
+        "_step",
+        "_form",
+        "_sums",
+        "_newton_schulz",
+    }
+    assert expected <= {name.split(":")[0] for name in kernels}
+    if capability == 90:
+        # The tensor cores of Hopper run at full speed only with these instructions.
+        assert {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"} <= set(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CASES)
+def test_windowed_kernels_compile(capability):
+    kernels = compiled_elsewhere(capability, "windowed")
+    products = {"_block_states", "_read", "_query_gradients", "_key_gradients"}
+    assert products | {"_outside"} == {name.split(":")[0] for name in kernels}
+    if capability == 90:
+        assert {f"{name}:wgmma" for name in products} <= set(kernels)
+
+
+def compile_windowed(capability):
+    """Compiles the kernels of windowed attention."""
+    import torch
+    from ahead import compiling
+
+    from favor.kernels.gpu.window import op as triton_window
+
+    for kind, width, packed, is_causal in WINDOWED:
+        inputs, grad = make(kind, width, packed)
+        arguments = (*inputs[:9], torch.zeros(1, 4, 256), 64, width**-0.5, is_causal, *inputs[9:])
+        with compiling(capability) as compiled:
+            triton_window.backward(grad, *arguments, *triton_window.forward(*arguments))
+        report(compiled)
+
+
+def compile_all(capability):
+    """Compiles the other kernels."""
+    from ahead import compiling
+
+    kernels = []
+    for kind, width, packed in CASES[capability]:
+        inputs, grad = make(kind, width, packed)
+        for name in MODULES:
+            module = importlib.import_module(f"favor.kernels.gpu.{name}")
+            with compiling(capability) as compiled:
+                module.backward(grad, *inputs, *module.forward(*inputs))
+            kernels += compiled
+        with compiling(capability) as compiled:
+            one_step(*inputs[:7])
+            if width <= 128:
+                passes(inputs[0], inputs[3][..., :width, :])
+        kernels += compiled
+    report(kernels)
+
+
+def report(kernels):
+    """Prints the names of compiled kernels, with the instruction that multiplies matrices."""
+    for kernel in kernels:
+        assert kernel.asm["cubin"]
+        print(kernel.metadata.name, "wgmma" if "wgmma" in kernel.asm["ptx"] else "other", sep=":")
+
+
+def make(kind, width, packed):
+    import torch
+
+    def tokens(heads):
+        return torch.zeros(1, 256, heads, width, dtype=getattr(torch, kind)).transpose(1, 2)
+
+    def per_head(*shape):
+        return torch.zeros(1, 2, 256, *shape)
+
+    lengths = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
+    directions = (per_head(width), per_head(width), per_head())
+    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, 156, 156)
+    return inputs, tokens(4)
+
+
+def one_step(query, key, value, query_directions, key_directions, offset, bias):
+    from favor.kernels.gpu.decode import decode
+
+    tokens = (tensor[:, :, :1] for tensor in (query, key, value))
+    state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
+    decode(*tokens, query_directions, key_directions, offset, bias[:, :, :1].contiguous(), *state)
+
+
+def passes(rows, matrix):
+    from favor.kernels.gpu import moments as triton_moments
+    from favor.kernels.gpu import quadratic as triton_quadratic
+    from favor.kernels.gpu import roots as triton_roots
+
+    matrix = matrix.repeat_interleave(2, 1)
+    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
+    _, covariance = triton_moments.moments(rows, rows[..., 0].float())
+    triton_roots.newton_schulz(covariance[..., :64, :64], 14)
+
+
+if __name__ == "__main__":
+    (compile_windowed if "windowed" in sys.argv else compile_all)(int(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""Passes over tokens in Triton, and the roots of their moments, against float64."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import favor
+from favor.kernels.gpu import moments as triton_moments
+from favor.kernels.gpu import quadratic as triton_quadratic
+from favor.kernels.gpu import roots as triton_roots
+from favor.kernels.gpu.common import Blocks, within_memory
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tokens(dtype, batch=2, heads=3, length=150, width=24):
+    torch.manual_seed(0)
+    # A view with gaps between its rows, as a projection cut into heads leaves it.
+    return (torch.randn(batch, length, heads, width + 8)[..., :width].transpose(1, 2) + 3).to(dtype)
+
+
+def value_of(rows, matrix, shift, linear, weight):
+    value = weight * rows.square().sum(-1)
+    if matrix is not None:
+        moved = rows if shift is None else rows - shift.unsqueeze(-2)
+        value = value - (moved @ matrix).square().sum(-1) / 2
+    return value if linear is None else value + (rows @ linear.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 64, 128])
+@pytest.mark.parametrize("terms", ["weight", "matrix", "matrix shift weight", "matrix linear", "linear weight", ""])
+def test_forms_and_their_gradients(terms, width, dtype, poisoned):
+    rows = tokens(dtype, length=70, width=width)
+    matrix = torch.randn(2, 3, width, width) / width**0.5 if "matrix" in terms else None
+    shift = torch.randn(3, width) if "shift" in terms else None
+    linear = torch.randn(2, 1, width) if "linear" in terms else None
+    weight = -0.3 if "weight" in terms else 0.0
+    hidden = torch.rand(2, 1, 70) < 0.3
+    hidden[1] = False
+    grad = torch.randn(2, 3, 70)
+    exact = [None if x is None else x.double() for x in (matrix, shift, linear)]
+    leaf = rows.double().requires_grad_()
+    value = value_of(leaf, *exact, weight)
+    (slope,) = (
+        torch.autograd.grad(
+            (value * grad.double()).masked_fill(hidden, 0.0).sum(), leaf, allow_unused=True, materialize_grads=True
+        )
+        if value.requires_grad
+        else (torch.zeros_like(leaf),)
+    )
+
+    rows = rows.masked_fill(hidden.unsqueeze(-1), torch.nan)
+    found = triton_quadratic.form(rows, matrix, shift, linear, weight, hidden)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), value.detach().masked_fill(hidden, -torch.inf), rtol=1e-5, atol=1e-4)
+    gram = None if matrix is None else matrix @ matrix.mT
+    gradient = triton_quadratic.form(rows, gram, shift, linear, weight, hidden, grad)
+    assert gradient.dtype == dtype
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    torch.testing.assert_close(gradient.double(), slope, rtol=rounding, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighting", ["none", "mask", "shares"])
+@pytest.mark.parametrize("width", [24, 64])
+def test_moments(width, weighting, dtype, poisoned):
+    rows = tokens(dtype, length=700, width=width)
+    weights = None if weighting == "none" else torch.rand(2, 3, 700)
+    if weighting == "mask":
+        weights = (weights < 0.5).float()
+    if weights is not None:
+        weights[0, 1] = 0.0
+        weights[1, 2, :600] = 0.0
+    exact = torch.ones(2, 3, 700, dtype=torch.float64) if weights is None else weights.double()
+    share = exact / exact.sum(-1, keepdim=True).clamp(min=1e-9)
+    mean = (share.unsqueeze(-1) * rows.double()).sum(-2)
+    centred = rows.double() - mean.unsqueeze(-2)
+    cov = (share.unsqueeze(-1) * centred).mT @ centred
+    if weights is not None:
+        rows = rows.masked_fill((weights == 0).unsqueeze(-1), torch.nan)
+    found = triton_moments.moments(rows, weights)
+    torch.testing.assert_close(found[0].double(), mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), cov, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [5, 24, 64])
+def test_roots(width):
+    torch.manual_seed(0)
+    factor = torch.randn(2, 3, width, 2 * width, dtype=torch.float64)
+    matrix = 7 * factor @ factor.mT
+    matrix[1, 1] = 0.0
+    matrix[1, 2, 0, 0] = torch.nan
+    root, inverse = triton_roots.newton_schulz(matrix.float(), 24)
+    values, vectors = torch.linalg.eigh(matrix[0])
+    exact = vectors * values.sqrt().unsqueeze(-2) @ vectors.mT
+    torch.testing.assert_close(root[0].double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    eye = torch.eye(width, dtype=torch.float64).expand(3, width, width)
+    torch.testing.assert_close(exact @ inverse[0].double(), eye, rtol=1e-3, atol=1e-3)
+    assert (root[1, 1] == 0).all()
+    assert root[1, 2].isnan().any()
+    assert root[1, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["pos", "gerf", "wderf"])
+@pytest.mark.parametrize("window", [0, 16])
+def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 60, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1, 40:] = False
+    features = favor.features.get(family, **({"factorization": "cholesky"} if family == "wderf" else {}))
+    options = {"features": features, "num_features": 32}
+    modules = ("attention.biases", "features.moments", "features.roots")
+    results = []
+    for fused in (False, True):
+        asked = set()
+        for module in modules:
+            answer = partial(lambda asked, name, fused, rows: asked.add(name) or fused, asked, module, fused)
+            monkeypatch.setattr(f"favor.{module}.fuses", answer)
+        out = favor.favor_attention(query, key, value, key_padding_mask=mask, window=window, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+        assert asked == set(modules[: {"pos": 1, "gerf": 2, "wderf": 3}[family]])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_choices_leave_each_group_of_warps_enough_columns():
+    choices = (Blocks(64, 16, 8, 2), Blocks(64, 64, 8, 2))
+    assert within_memory(choices, True, 64, 64) == (Blocks(64, 16, 4, 2), Blocks(64, 64, 8, 2))
+    assert within_memory(choices, True, 16, 64) == (Blocks(64, 16, 4, 2), Blocks(64, 64, 4, 2))
+    assert within_memory(choices, False, 16, 64) == choices

@@ -1,0 +1,219 @@
+"""The speech training program: it learns, resumes, averages, refuses and counts."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+from speech import write_corpus
+from transformers import AutoModelForCTC, AutoProcessor
+
+from favor.models.conformer import ConformerConfig
+from favor.train import asr
+from favor.train.common import checkpoint
+from favor.train.common.average import weight_average
+
+PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
+
+
+@pytest.fixture
+def train(corpus, tmp_path):
+    """Calls the program with the tiny preset; a `name=value` argument each."""
+
+    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
+        settings = {
+            "data_dir": corpus,
+            "preset": "tiny",
+            "tokenizer_type": "char",
+            "attn_implementation": "favor#",
+            "num_features": 16,
+            "exact_below": 0,
+            "max_batch_seconds": 8,
+            "max_train_steps": 6,
+            "learning_rate": 2e-3,
+            "seed": 1,
+            "output_dir": tmp_path / output,
+            **values,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
+        return asr.main([*words, *(f"--{flag}" for flag in flags)])
+
+    return call
+
+
+@pytest.mark.slow
+def test_ten_utterances_are_learned_by_heart(train, corpus, tmp_path):
+    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 20, "eval_splits": "train"}
+    results = train(max_train_steps=160, **options)
+    assert results["metrics"]["train_wer"] < 5
+    assert results["utterances"] == {"train": 10}
+    # What was saved says the same to a user of transformers.
+    model, processor = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCTC, AutoProcessor))
+    chapter = corpus / "LibriSpeech" / "train" / "1" / "7"
+    lines = (chapter / "1-7.trans.txt").read_text().splitlines()
+    name, text = lines[0].split(" ", 1)
+    audio, rate = soundfile.read(chapter / f"{name}.flac", dtype="float32")
+    logits = model.eval()(**processor(audio, sampling_rate=rate)).logits
+    assert processor.batch_decode(logits.argmax(-1)) == [text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
+def test_a_transducer_learns(train, ctc_weight):
+    options = {**PLAIN, "architecture": "transducer", "ctc_weight": ctc_weight, "eval_splits": "train"}
+    first = train("first", max_train_steps=2, **options)
+    last = train("last", max_train_steps=60, eval_epochs=20, prediction_network="stateless", **options)
+    assert last["train_loss"] < 0.6 * first["train_loss"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ema_decay": 0.0, "gradient_accumulation_steps": 2},
+        {"architecture": "transducer", "attn_implementation": "favor+", "redraw_interval": 3},
+    ],
+    ids=["average", "accumulation", "redraws"],
+)
+def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch, options):
+    settings = {"max_train_steps": 9, "checkpointing_steps": 2, "eval_epochs": 2, **options}
+    whole = train("whole", **settings)
+
+    saved = checkpoint.save_checkpoint
+
+    def stop_after(accelerator, folder, step):
+        saved(accelerator, folder, step)
+        if step == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        train("stopped", **settings)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", saved)
+    resumed = train("stopped", flags=("resume",), **settings)
+    assert resumed["metrics"] == whole["metrics"]
+    assert resumed["history"] == whole["history"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_workers_and_the_log_change_nothing(train, tmp_path):
+    one = train("one", speeds="0.9 1.0 1.1")
+    other = train("other", speeds="0.9 1.0 1.1", num_workers=1, report_to="tensorboard")
+    assert one["metrics"] == other["metrics"]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert list((tmp_path / "other").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("architecture", ["ctc", "transducer"])
+def test_bfloat16_is_near_float32(train, architecture, fresh_accelerator):
+    options = {"architecture": architecture, "max_train_steps": 2}
+    exact = train("no", mixed_precision="no", **options)["train_loss"]
+    fresh_accelerator()
+    found = train("bf16", mixed_precision="bf16", **options)["train_loss"]
+    assert found == pytest.approx(exact, rel=0.02)
+    assert found != exact
+
+
+def test_what_cannot_be_used_is_named_and_counted(train, tmp_path):
+    root = write_corpus(tmp_path / "dirty", {"train": 6, "dev": 2})
+    chapter = root / "LibriSpeech" / "train" / "1" / "7"
+    (chapter / "1-7-0000.flac").write_bytes(b"")
+    whole = (chapter / "1-7-0001.flac").read_bytes()
+    (chapter / "1-7-0001.flac").write_bytes(whole[: len(whole) // 2])
+    lines = (chapter / "1-7.trans.txt").read_text().splitlines()
+    lines[2] = "1-7-0002 " + "ABCDEF " * 40
+    (chapter / "1-7.trans.txt").write_text("\n".join(lines[:5]) + "\n")
+    results = train(data_dir=root, max_bad=4, max_train_steps=1)
+    bad = {name: reason for part in results["skipped"].values() for name, reason in part.items()}
+    for number, reason in ((0, "empty"), (1, "cut short|decoded"), (2, "tokens|frames"), (5, "no transcript")):
+        own = [why for name, why in bad.items() if f"1-7-000{number}" in name]
+        assert len(own) == 1, bad
+        assert any(part in own[0] for part in reason.split("|")), own
+    assert results["utterances"]["train"] == 2
+    # An evaluation leaves out what is too short for the encoder, whatever its transcript.
+    other = root / "LibriSpeech" / "dev" / "2" / "7"
+    soundfile.write(other / "2-7-0000.flac", np.zeros(1600, dtype=np.float32), 16000)
+    again = train("short", data_dir=root, max_bad=4, max_train_steps=1)
+    assert "too few for the encoder" in again["skipped"]["dev"][f"2-7-0000 ({other / '2-7-0000.flac'})"]
+    assert again["utterances"]["dev"] == 1
+    with pytest.raises(ValueError, match="1-7-000"):
+        train("strict", data_dir=root, max_bad=3, max_train_steps=1)
+
+
+def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
+    train("first", attn_implementation="sdpa", num_features=None, exact_below=None)
+    results = train("second", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_features=8)
+    assert results["attn_implementation"] == "favor#"
+    assert results["favor"]["num_features"] == 8
+    with pytest.raises(ValueError, match="num_mel_bins is for what --model_name_or_path brings along"):
+        train("third", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_mel_bins=40)
+
+
+def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
+    train("first", tokenizer_type="unigram", vocab_size=14, max_train_steps=1)
+    path = {"processor_name_or_path": tmp_path / "first", "tokenizer_type": None, "max_train_steps": 1}
+    train("second", **path)
+    assert ConformerConfig.from_pretrained(tmp_path / "second").vocab_size == 14
+    with pytest.raises(ValueError, match="vocab_size is for what --processor_name_or_path brings along"):
+        train("third", vocab_size=14, **path)
+    with pytest.raises(ValueError, match="features have normalize 'utterance'"):
+        train("causal", flags=("causal",), **path)
+
+
+def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path):
+    train("first", architecture="transducer", ctc_weight=0.3, max_train_steps=1)
+    path = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None, "max_train_steps": 1}
+    again = train("again", **path)
+    config = ConformerConfig.from_pretrained(tmp_path / "again")
+    assert (config.architectures, config.ctc_weight) == (["ConformerForTransducer"], 0.3)
+    assert again["parameters"] > train("ctc", architecture="ctc", **path)["parameters"]
+    with pytest.raises(ValueError, match="ctc_weight is an option of --architecture transducer"):
+        train("none", ctc_weight=0.3)
+
+
+def test_a_causal_model_gets_fixed_features(train, tmp_path):
+    with pytest.raises(ValueError, match="add --normalize none"):
+        train(flags=("causal",), attn_implementation="favor+")
+    train(flags=("causal",), attn_implementation="favor+", normalize="none", max_train_steps=2)
+    settings = json.loads((tmp_path / "run" / "processor_config.json").read_text())["feature_extractor"]
+    assert settings["normalize"] == "none"
+    assert min(settings["std"]) > 0.1
+
+
+def test_the_average_follows_the_weights():
+    model = torch.nn.Linear(2, 1, bias=False)
+    average = weight_average(model, 0.5)
+    expected = None
+    for count, value in enumerate([1.0, 2.0, 5.0, -3.0]):
+        torch.nn.init.constant_(model.weight, value)
+        average.update_parameters(model)
+        rate = min(0.5, (1 + count) / (10 + count))
+        expected = value if expected is None else rate * expected + (1 - rate) * value
+        torch.testing.assert_close(average.module.weight, torch.full((1, 2), expected))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
+        ({"ema_decay": 1}, r"ema_decay must be in \[0, 1\)"),
+        ({"speeds": "0"}, "speeds must be positive"),
+        ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
+        ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
+        ({"max_batch_seconds": 0.5}, "max_batch_seconds|max_seconds"),
+    ],
+)
+def test_bad_arguments_are_refused(train, values, message):
+    with pytest.raises(ValueError, match=message):
+        train(**values)

@@ -1,0 +1,350 @@
+"""Noisy student training on speech of tones: what the student sees, kills, errors, two processes."""
+
+import itertools
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from launching import LAUNCH, TWO, run
+from safetensors.torch import load_file
+
+from favor.models.conformer.configuration_conformer import PRESETS
+from favor.train import asr, nst
+from favor.train.common import loop
+from favor.train.speech import pseudo_labels
+from favor.train.speech.sources import read_manifest
+
+TONES = {"A": 500.0, "E": 1500.0, "O": 3000.0}
+WORDS = ["".join(letters) for size in (1, 2) for letters in itertools.product(TONES, repeat=size)]
+POISON = "ZEBRA"
+DOT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "conv_kernel_size": 3,
+    "subsampling_conv_channels": 16,
+}
+
+
+def spoken(word, seed):
+    """A tone a letter, with pauses and a little noise."""
+    source, pieces = np.random.default_rng(seed), [np.zeros(1600)]
+    for letter in word:
+        time = np.arange(round(source.uniform(0.16, 0.24) * 16000)) / 16000
+        edges = np.minimum(1, 100 * np.minimum(time, time[::-1]))
+        pieces += [0.3 * np.sin(2 * np.pi * TONES[letter] * time) * edges, np.zeros(1600)]
+    wave = np.concatenate(pieces)
+    return wave + 0.003 * source.normal(size=len(wave))
+
+
+def write(folder, name, words, seed):
+    """A manifest and its audio."""
+    (folder / name).mkdir(parents=True)
+    for number, word in enumerate(words):
+        soundfile.write(folder / name / f"{number}.flac", spoken(word, seed + number), 16000)
+    rows(folder / f"{name}.jsonl", [{"audio": f"{name}/{n}.flac", "text": word} for n, word in enumerate(words)])
+
+
+def rows(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def labels_in(folder, name="labels"):
+    """Settings and labels of a generation."""
+    lines = (folder / name / "labels.jsonl").read_text().splitlines()
+    return json.loads(lines[0])["settings"], [pseudo_labels.PseudoLabel(**json.loads(line)) for line in lines[1:]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Splits train, dev and more; poisoned is more with other transcripts, silent is more without."""
+    folder, source = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    for number, (name, size) in enumerate({"train": 24, "dev": 6, "more": 10}.items()):
+        write(folder, name, source.choices(WORDS, k=size), 100 * number)
+    audio = [{"audio": f"more/{number}.flac"} for number in range(10)]
+    rows(folder / "silent.jsonl", audio)
+    rows(folder / "poisoned.jsonl", [row | {"text": POISON} for row in audio])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def preset():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "dot", DOT)
+        yield "dot"
+
+
+def words(corpus, output, **values):
+    """The command line of a training that is the same each time."""
+    settings = {
+        "data_dir": corpus,
+        "eval_splits": "dev",
+        "attn_implementation": "sdpa",
+        "dither": 0,
+        "frequency_masks": 0,
+        "time_masks": 1,
+        "max_batch_seconds": 4,
+        "learning_rate": 1e-2,
+        "ema_decay": 0.9,
+        "eval_epochs": 100,
+        "output_dir": output,
+        **values,
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", *str(value).split())]
+
+
+NEW = {"preset": "dot", "tokenizer_type": "char", "num_mel_bins": 20, "dropout": 0}
+
+
+def reset():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def teacher(corpus, preset, tmp_path_factory):
+    """A model that understands most of it."""
+    folder = tmp_path_factory.mktemp("teacher")
+    results = asr.main(words(corpus, folder, max_train_steps=100, **NEW, speeds=1, time_masks=0))
+    assert results["metrics"]["dev_cer"] < 30
+    reset()
+    return folder
+
+
+def start(corpus, first, output, *flags, **values):
+    """Two students, a few steps from the first teacher."""
+    student = {"model_name_or_path": first, "max_train_steps": 3, "learning_rate": 1e-3, "checkpointing_steps": 1}
+    noise = {"teacher": first, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "poisoned"}
+    try:
+        return nst.main([*words(corpus, output, **student | noise | values), *flags])
+    finally:
+        reset()
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, teacher, tmp_path_factory):
+    """An uninterrupted run, and the utterances that each student was trained on."""
+    seen, train_model = [], asr.train_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asr, "train_model", lambda *given: seen.append(given[1][0]) or train_model(*given))
+        output = tmp_path_factory.mktemp("whole")
+        results = start(corpus, teacher, output)
+    return output, results, seen
+
+
+def test_students_see_what_was_kept_and_nothing_of_the_rest(whole, corpus, teacher):
+    output, results, seen = whole
+    labelled = read_manifest(corpus / "train.jsonl")
+    assert len(seen) == 2
+    for number, utterances in enumerate(seen, 1):
+        labels = {one.id: one for one in labels_in(output / f"gen_{number}")[1]}
+        assert len(labels) == 10
+        own, added = utterances[:24], utterances[24:]
+        assert [(one.id, one.text) for one in own] == [(one.id, one.text) for one in labelled]
+        choice = results["generations"][number]["pseudo_labels"]
+        unusable = sum(count for reason, count in choice["dropped"].items() if reason != "not among the best")
+        assert (choice["labelled"], choice["kept"]) == (10, len(added))
+        assert len(added) == round(0.6 * (10 - unusable)) > 2
+        assert sum(choice["dropped"].values()) == 10 - len(added)
+        for one in added:
+            label = labels[one.id]
+            assert (one.text, str(one.audio), one.seconds) == (label.text, label.audio, label.seconds)
+        fit, kept = choice["fit"], {one.id for one in added}
+        score = {
+            one.id: (one.log_prob - fit["mu"] * one.tokens - fit["beta"]) / (fit["sigma"] * one.tokens**0.5)
+            for one in labels.values()
+            if one.tokens
+        }
+        assert min(score[name] for name in kept) >= max(score[name] for name in score if name not in kept)
+        results_of_training = json.loads((output / f"gen_{number}" / "all_results.json").read_text())
+        assert results_of_training["utterances"]["train"] == len(utterances)
+
+
+def test_each_teacher_is_the_student_before(whole, teacher):
+    output, results, _ = whole
+    assert [one["generation"] for one in results["generations"]] == [0, 1, 2]
+    assert [one.get("teacher") for one in results["generations"]] == [None, str(teacher), str(output / "gen_1")]
+    told = [labels_in(output / f"gen_{number}")[0]["teacher"] for number in (1, 2)]
+    assert told == [pseudo_labels.fingerprint(teacher), pseudo_labels.fingerprint(output / "gen_1")]
+    assert told[0] != told[1]
+    weights = [load_file(folder / "model.safetensors") for folder in (teacher, output / "gen_1", output / "gen_2")]
+    assert not torch.equal(weights[0]["ctc_head.weight"], weights[1]["ctc_head.weight"])
+    assert not torch.equal(weights[1]["ctc_head.weight"], weights[2]["ctc_head.weight"])
+
+
+def test_transcripts_of_the_untranscribed_never_reach_a_training(whole, corpus, teacher, tmp_path):
+    output, results, seen = whole
+    # They are used for the report: nothing the teacher says is ever right.
+    first = results["generations"][1]["pseudo_labels"]
+    assert first["errors"]["wer"] >= 100
+    assert first["kept_errors"]["wer"] >= 100
+    for utterances in seen:
+        assert not any(POISON in one.text for one in utterances)
+    for path in output.rglob("*"):
+        assert not path.is_file() or POISON.encode() not in path.read_bytes()
+    for split in ("silent", "more"):
+        again = start(corpus, teacher, tmp_path / split, unlabelled_split=split, generations=1)
+        for name in ("gen_1/model.safetensors", "gen_1/pseudo_labels.jsonl", "gen_1/labels/labels.jsonl"):
+            assert (tmp_path / split / name).read_bytes() == (output / name).read_bytes()
+        choice = again["generations"][1]["pseudo_labels"]
+        if split == "silent":
+            assert choice["errors"] is choice["kept_errors"] is None
+        else:
+            truth = {one.id: one.text for one in read_manifest(corpus / "more.jsonl")}
+            kept = read_manifest(output / "gen_1" / "pseudo_labels.jsonl")
+            # One word each: the rate is the part that is wrong.
+            wrong = sum(one.text != truth[one.id] for one in kept)
+            assert choice["kept_errors"]["wer"] == pytest.approx(100 * wrong / len(kept))
+            assert choice["errors"]["wer"] < 60
+
+
+class StoppedError(Exception):
+    """Stands for the end of the process."""
+
+
+def stop_at(patch, place, count):
+    """The process ends at the count-th call of labelling a batch or of beginning a training step."""
+    owner, name = {"labelling": (pseudo_labels, "search"), "training": (loop, "mix")}[place]
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def call(*given):
+        if next(calls) == count:
+            raise StoppedError
+        return original(*given)
+
+    patch.setattr(owner, name, call)
+
+
+def test_a_run_killed_anywhere_ends_as_an_uninterrupted_one(whole, corpus, teacher, tmp_path, monkeypatch, capsys):
+    output, results, _ = whole
+    flags = ()
+    # Into the first labelling, the first training, the second of each; batches are few.
+    for place, count in (("labelling", 1), ("training", 3), ("labelling", 2), ("training", 2)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, place, count)
+            with pytest.raises(StoppedError):
+                start(corpus, teacher, tmp_path / "run", *flags)
+        flags = ("--resume",)
+    resumed = start(corpus, teacher, tmp_path / "run", *flags)
+    assert capsys.readouterr().out.count("continuing from checkpoint-") == 2
+    for number in (1, 2):
+        for name in ("model.safetensors", "labels/labels.jsonl", "pseudo_labels.jsonl"):
+            ends = [(folder / f"gen_{number}" / name).read_bytes() for folder in (output, tmp_path / "run")]
+            assert ends[0] == ends[1]
+    for one, other in zip(results["generations"], resumed["generations"], strict=True):
+        assert {**one, "folder": "", "teacher": ""} == {**other, "folder": "", "teacher": ""}
+    # Finished generations are only read.
+    monkeypatch.setattr(asr, "main", None)
+    monkeypatch.setattr(nst, "label", None)
+    again = start(corpus, teacher, tmp_path / "run", *flags)
+    assert again["generations"] == resumed["generations"]
+    assert json.loads((tmp_path / "run" / "nst.json").read_text()) == json.loads(json.dumps(again))
+
+
+def test_a_folder_with_a_run_is_not_written_over_by_accident(whole, corpus, teacher):
+    output, _, _ = whole
+    with pytest.raises(ValueError, match=r"holds a run already: .*--resume.*--overwrite_output_dir"):
+        start(corpus, teacher, output)
+    with pytest.raises(ValueError, match=r"cannot resume .*keep was 0\.6 and is 0\.5; learning_rate was 0\.001"):
+        start(corpus, teacher, output, "--resume", keep=0.5, learning_rate=0.1)
+    with pytest.raises(ValueError, match="set one of them"):
+        start(corpus, teacher, output, "--resume", "--overwrite_output_dir")
+
+
+def test_overwriting_another_fit_and_a_threshold(corpus, teacher, tmp_path, capsys):
+    start(corpus, teacher, tmp_path, generations=1, keep=0.2)
+    old = (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text()
+    values = {
+        "generations": 1,
+        "keep": 1,
+        "threshold": -0.1,
+        "fit_split": "dev",
+        "extra_manifests": corpus / "dev.jsonl",
+    }
+    capsys.readouterr()
+    results = start(corpus, teacher, tmp_path, "--overwrite_output_dir", **values)
+    choice = results["generations"][1]["pseudo_labels"]
+    _, development = labels_in(tmp_path / "gen_1", "fit")
+    fit = pseudo_labels.fit_scores(development)
+    assert len(development) == 6
+    assert list(choice["fit"].values()) == pytest.approx([fit.mu, fit.beta, fit.sigma])
+    kept = (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text()
+    assert kept != old
+    # The user's own manifest is trained on as well.
+    assert results["generations"][1]["utterances"]["train"] == 24 + 6 + choice["kept"]
+    table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert re.split(r"\s\s+", table[0].strip())[-2:] == ["dev_wer", "dev_cer"]
+    wer = results["generations"][1]["metrics"]["dev_wer"]
+    expected = ["1", "10", str(choice["kept"]), str(10 - choice["kept"])]
+    assert table[2].split()[:4] == expected
+    assert table[2].split()[-2] == f"{wer:.2f}"
+    assert table[1].split()[:4] == ["0", "-", "-", "-"]
+
+
+def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
+    for told, values in {
+        r"not used by the HfArgumentParser.*--unknown": {"unknown": 3},
+        "preset must be one of": {"preset": "huge"},
+        "keep must be a part": {"keep": 1.5},
+        "keep must be greater than 0": {"keep": 0},
+        "generations must be greater": {"generations": 0},
+        "beam_size must be greater": {"beam_size": 0},
+        "unlabelled_dir must be a folder or a manifest": {"unlabelled_dir": tmp_path / "none"},
+        "must hold a saved model": {"teacher": tmp_path},
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            start(corpus, teacher, tmp_path / "run", **values)
+    with pytest.raises(ValueError, match="unlabelled_split must say which split"):
+        nst.main(words(corpus, tmp_path / "run"))
+    hub = ["--output_dir", str(tmp_path / "run"), "--unlabelled_split", "train"]
+    with pytest.raises(ValueError, match="must be a folder or a manifest, got None"):
+        nst.main(hub)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):
+    config = json.loads((teacher / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["ConformerModel"]}))
+    with pytest.raises(ValueError, match=r"must be one of ConformerForCTC, .* got ConformerModel"):
+        nst.load_teacher(tmp_path, None)
+
+
+@pytest.mark.slow
+def test_from_nothing(corpus, preset, tmp_path):
+    """Generation 0 is trained too, with linear attention, which the teacher then labels with."""
+    backend = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0}
+    values = {"generations": 1, "keep": 0.8, "beam_size": 3, "max_train_steps": 120, "time_masks": 0, **NEW, **backend}
+    audio = corpus / "more"
+    results = nst.main(words(corpus, tmp_path, unlabelled_dir=audio, **values, speeds="0.95 1.0 1.05"))
+    assert [one["utterances"]["train"] for one in results["generations"]] == [24, 32]
+    assert results["generations"][1]["teacher"] == str(tmp_path / "gen_0")
+    labels = read_manifest(tmp_path / "gen_1" / "pseudo_labels.jsonl")
+    assert {one.audio.parent for one in labels} == {audio}
+    truth = {Path(one.audio).name: one.text for one in read_manifest(corpus / "more.jsonl")}
+    right = sum(truth[one.audio.name] == one.text for one in labels)
+    assert right >= len(labels) / 2
+    assert results["generations"][1]["metrics"]["dev_cer"] < 50
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
+    student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3, "max_batch_seconds": 8}
+    noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
+    printed = run(*LAUNCH, *TWO, "-m", "favor.train.nst", *words(corpus, tmp_path, **student | noise))
+    results = json.loads((tmp_path / "nst.json").read_text())
+    assert results["num_processes"] == 2
+    assert printed.count("labelled") == 1
+    texts = [{one.id: one.text for one in labels_in(folder / "gen_1")[1]} for folder in (tmp_path, whole[0])]
+    assert texts[0] == texts[1]
+    for one in results["generations"][1:]:
+        assert one["pseudo_labels"]["labelled"] == 10
+        assert one["utterances"]["train"] == 24 + one["pseudo_labels"]["kept"]
+    assert os.listdir(tmp_path / "gen_2" / "labels") == ["labels.jsonl"]

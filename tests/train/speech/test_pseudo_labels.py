@@ -1,0 +1,397 @@
+"""Pseudo-labels against single searches and plain numpy, labelling that is killed, speech without transcripts."""
+
+import csv
+import dataclasses
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from speech_corpus import librispeech, transcript, write_sound
+
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    train_tokenizer,
+)
+from favor.train.speech import pseudo_labels
+from favor.train.speech.data import Utterance, check_lengths, read_audio
+from favor.train.speech.pseudo_labels import PseudoLabel, collect, filter_scores, fingerprint, fit_scores, label, select
+from favor.train.speech.sources import load_speech, read_manifest
+from favor.train.speech.transcribe import search
+
+LENGTHS = (0.9, 0.4, 0.7, 1.1, 0.5, 0.6, 0.8)
+BEAM = 3
+
+
+@pytest.fixture(scope="module")
+def processor():
+    tokenizer = train_tokenizer([transcript(number) for number in range(30)], "char")
+    return ConformerProcessor(ConformerFeatureExtractor(feature_size=20), tokenizer)
+
+
+def make_model(processor, kind=ConformerForCTC):
+    torch.manual_seed(0)
+    config = ConformerConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        conv_kernel_size=3,
+        subsampling_conv_channels=8,
+        num_mel_bins=20,
+        vocab_size=len(processor.tokenizer),
+        prediction_hidden_size=8,
+        joint_hidden_size=8,
+        initializer_range=0.3,
+        attn_implementation="sdpa",
+        dropout=0.5,
+    )
+    return kind(config)
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    return make_model(processor)
+
+
+@pytest.fixture
+def speech(tmp_path):
+    found = []
+    for number, seconds in enumerate(LENGTHS):
+        path = write_sound(tmp_path / "audio" / f"{number}.wav", seconds, number)
+        found.append(Utterance(f"u{number}", transcript(number), path, seconds))
+    return found
+
+
+def labelled(model, processor, speech, folder, **options):
+    """Everything at once, in batches of two or three."""
+    options = {"teacher": "t", "beam_size": BEAM, "max_batch_seconds": 2.0, **options}
+    label(model, processor, speech, folder, **options)
+    return collect(speech, folder)
+
+
+@pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
+def test_labels_are_those_of_a_search_of_each_utterance_alone(kind, processor, speech, tmp_path):
+    model = make_model(processor, kind).train()
+    labels = labelled(model, processor, speech, tmp_path / "labels")
+    assert [one.id for one in labels] == [one.id for one in speech]
+    assert len({one.text for one in labels}) > 1
+    for one, utterance in zip(labels, speech, strict=True):
+        features = processor(read_audio(utterance), sampling_rate=16000, return_tensors="pt")["input_features"]
+        best = search(model.eval(), {"input_features": features}, BEAM)[0][0]
+        assert one.text == processor.tokenizer.decode(list(best.tokens), group_tokens=False)
+        assert one.tokens == len(best.tokens)
+        assert one.log_prob == pytest.approx(best.log_prob, abs=1e-3)
+        assert (one.audio, one.seconds) == (str(utterance.audio), utterance.seconds)
+
+
+class StoppedError(Exception):
+    """Stands for the end of the process."""
+
+
+def stop_after(monkeypatch, batches):
+    """Lets so many batches through and then ends; a list of the number of utterances in each."""
+    seen = []
+
+    def searched(model, batch, beam_size):
+        if len(seen) == batches:
+            raise StoppedError
+        seen.append(len(batch["input_features"]))
+        return search(model, batch, beam_size)
+
+    monkeypatch.setattr(pseudo_labels, "search", searched)
+    return seen
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "u4", "audio": "/somewh'])
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, speech, tmp_path, monkeypatch):
+    whole = labelled(model, processor, speech, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        first = stop_after(patch, done)
+        with pytest.raises(StoppedError):
+            labelled(model, processor, speech, tmp_path / "labels")
+    assert len(first) == done
+    part = tmp_path / "labels" / "labels.part-0.jsonl"
+    with part.open("a") as stream:
+        stream.write(torn)
+    assert not (part.parent / "labels.jsonl").exists()
+    with pytest.raises(ValueError, match=f"lacks labels of {len(LENGTHS) - sum(first)} utterances"):
+        collect(speech, part.parent)
+    second = stop_after(monkeypatch, 100)
+    assert labelled(model, processor, speech, part.parent) == whole
+    assert sum(first) + sum(second) == len(LENGTHS)
+    assert os.listdir(part.parent) == ["labels.jsonl"]
+    assert (part.parent / "labels.jsonl").read_bytes() == (tmp_path / "whole" / "labels.jsonl").read_bytes()
+    third = stop_after(monkeypatch, 0)
+    assert labelled(model, processor, speech, part.parent) == whole
+    assert third == []
+
+
+def test_only_whole_batches_with_something_new_are_searched_again(model, processor, speech, tmp_path, monkeypatch):
+    whole = labelled(model, processor, speech, tmp_path / "labels")
+    file = tmp_path / "labels" / "labels.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    # The second of the batch of the two longest.
+    file.write_text("".join(line for line in lines if '"u0"' not in line))
+    seen = stop_after(monkeypatch, 100)
+    assert labelled(model, processor, speech, file.parent) == whole
+    assert seen == [2]
+    shutil.copy(speech[0].audio, tmp_path / "moved.wav")
+    moved = [dataclasses.replace(speech[0], audio=tmp_path / "moved.wav"), *speech[1:]]
+    again = labelled(model, processor, moved, file.parent)
+    assert again[0] == dataclasses.replace(whole[0], audio=str(tmp_path / "moved.wav"))
+    assert len(file.read_text().splitlines()) == len(lines)
+
+
+@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}, {"resample": True}])
+def test_labels_of_another_teacher_are_refused(changed, model, processor, speech, tmp_path):
+    labelled(model, processor, speech, tmp_path / "labels")
+    told = r"labels.jsonl was made with \{'teacher': 't', .* go on with that teacher .* delete the file"
+    with pytest.raises(ValueError, match=told):
+        labelled(model, processor, speech, tmp_path / "labels", **changed)
+
+
+def test_damaged_labels_are_refused(model, processor, speech, tmp_path):
+    labelled(model, processor, speech, tmp_path / "labels")
+    file = tmp_path / "labels" / "labels.jsonl"
+    file.write_text(file.read_text().replace('"log_prob"', '"log', 1))
+    with pytest.raises(ValueError, match=r"is damaged: .*delete it to label"):
+        labelled(model, processor, speech, file.parent)
+
+
+def test_shards_together_give_the_labels_of_one_process(model, processor, speech, tmp_path, monkeypatch):
+    whole = labelled(model, processor, speech, tmp_path / "whole")
+    folder, options = tmp_path / "labels", {"teacher": "t", "beam_size": BEAM, "max_batch_seconds": 2.0}
+    seen = stop_after(monkeypatch, 100)
+    label(model, processor, speech, folder, shard=(1, 2), **options)
+    assert 0 < sum(seen) < len(speech)
+    with pytest.raises(ValueError, match="lacks labels"):
+        collect(speech, folder)
+    label(model, processor, speech, folder, shard=(0, 2), **options)
+    assert sum(seen) == len(speech)
+    assert collect(speech, folder) == whole
+    # Apart, so that none sees what the other has done.
+    for place in (0, 1):
+        label(model, processor, speech, tmp_path / f"apart{place}", shard=(place, 2), **options)
+    assert sum(seen) == 2 * len(speech)
+    # Two of three processes were killed; one goes on alone.
+    label(model, processor, speech, tmp_path / "odd", shard=(2, 3), **options)
+    assert labelled(model, processor, speech, tmp_path / "odd") == whole
+    assert sum(seen) == 3 * len(speech)
+
+
+def test_transcripts_make_no_difference(model, processor, speech, tmp_path):
+    poisoned = [dataclasses.replace(one, text="POISON") for one in speech]
+    labelled(model, processor, speech, tmp_path / "one")
+    labelled(model, processor, poisoned, tmp_path / "two")
+    assert (tmp_path / "one" / "labels.jsonl").read_bytes() == (tmp_path / "two" / "labels.jsonl").read_bytes()
+
+
+def test_audio_too_short_for_a_frame_has_an_empty_label(model, processor, speech, tmp_path):
+    path = write_sound(tmp_path / "audio" / "click.wav", 0.05)
+    click = Utterance("click", "", path, 0.05)
+    labels = labelled(model, processor, [click, *speech], tmp_path / "labels")
+    assert labels[0] == PseudoLabel("click", str(path), "", 0.0, 0, 0.05)
+    assert labels[1:] == labelled(model, processor, speech, tmp_path / "others")
+    assert labelled(model, processor, [click], tmp_path / "alone") == labels[:1]
+
+
+def test_audio_that_is_no_file_is_refused(model, processor, speech, tmp_path):
+    stored = dataclasses.replace(speech[0], audio=speech[0].audio.read_bytes())
+    with pytest.raises(ValueError, match=r"must be audio files, .* u0 is \d+ bytes. Write the audio"):
+        label(model, processor, [stored], tmp_path / "labels", teacher="t")
+
+
+def test_fingerprint_is_of_the_content(model, processor, tmp_path):
+    for name in ("one", "two"):
+        model.save_pretrained(tmp_path / name)
+        processor.save_pretrained(tmp_path / name)
+    (tmp_path / "two" / "all_results.json").write_text("{}")
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
+    seen = {fingerprint(tmp_path / "one")}
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        content = bytearray((tmp_path / "two" / name).read_bytes())
+        content[-3] ^= 1
+        (tmp_path / "two" / name).write_bytes(content)
+        seen.add(fingerprint(tmp_path / "two"))
+    assert len(seen) == 4
+    with pytest.raises(ValueError, match="folder must hold a saved model"):
+        fingerprint(tmp_path)
+
+
+def made(*pairs, text="A", seconds=10.0):
+    """Labels of (log_prob, tokens)."""
+    return [PseudoLabel(f"u{n}", f"/a/{n}.wav", text, float(s), l, seconds) for n, (s, l) in enumerate(pairs)]
+
+
+def test_scores_are_the_formula():
+    source = np.random.default_rng(0)
+    lengths = source.integers(1, 60, 40)
+    log_probs = -0.3 * lengths - 1 + source.normal(size=40) * np.sqrt(lengths)
+    labels = [*made(*zip(log_probs, lengths.tolist(), strict=True)), PseudoLabel("none", "", "", 0.0, 0, 1.0)]
+    fit = fit_scores(labels)
+    # The line by its covariance, and each score by itself.
+    mu = np.cov(lengths, log_probs, bias=True)[0, 1] / np.var(lengths)
+    beta = log_probs.mean() - mu * lengths.mean()
+    ratios = [(s - mu * l - beta) / l**0.5 for s, l in zip(log_probs, lengths, strict=True)]
+    sigma = (sum(r * r for r in ratios) / 40 - (sum(ratios) / 40) ** 2) ** 0.5
+    assert dataclasses.astuple(fit) == pytest.approx((mu, beta, sigma), rel=1e-9)
+    scores = filter_scores(labels, fit)
+    np.testing.assert_allclose(scores[:-1], np.array(ratios) / sigma, rtol=1e-9)
+    assert scores[-1] == -np.inf
+    assert np.std(scores[:-1]) == pytest.approx(1)
+
+
+def test_scores_where_there_is_no_spread():
+    line = made((-1.5, 1), (-2.5, 2), (-4.5, 4), (-0.5, 0))
+    fit = fit_scores(line)
+    assert (fit.mu, fit.beta, fit.sigma) == (pytest.approx(-1), pytest.approx(-0.5), 0)
+    assert filter_scores(line, fit).tolist() == [0, 0, 0, -np.inf]
+    same = made((-1, 4), (-2, 4), (-6, 4))
+    fit = fit_scores(same)
+    assert fit.mu * 4 + fit.beta == pytest.approx(-3)
+    assert fit.sigma == pytest.approx(np.std([-1, -2, -6]) / 2)
+    with pytest.raises(ValueError, match="hypothesis with tokens, got none"):
+        fit_scores(line[3:])
+
+
+def test_the_best_are_kept(processor):
+    # Of four tokens each, so that the order of scores is that of probabilities.
+    labels = made(*((-value, 4) for value in (5, 1, 3, 9, 2, 7)))
+    for keep, expected in ((1, "012345"), (0.5, "124"), (0.34, "14"), (0.01, "1")):
+        chosen = select(labels, processor, keep=keep)
+        assert "".join(one.id[1] for one in chosen.kept) == expected
+        assert chosen.counts() == ({"not among the best": 6 - len(expected)} if keep < 1 else {})
+    # Their mean is -4.5; at 4 tokens sigma sqrt(4) is the deviation of all.
+    deviation = np.std([5, 1, 3, 9, 2, 7])
+    above = select(labels, processor, threshold=(4.5 - 2.5) / deviation)
+    assert [one.id for one in above.kept] == ["u1", "u4"]
+    assert above.counts() == {"score not above the threshold": 4}
+    both = select(labels, processor, threshold=0, keep=0.34)
+    assert [one.id for one in both.kept] == ["u1", "u4"]
+    assert both.counts() == {"score not above the threshold": 3, "not among the best": 1}
+    with pytest.raises(ValueError, match=r"threshold 3 leaves no label: the greatest score is 1\.2"):
+        select(labels, processor, threshold=3)
+    for keep in (0, 1.1):
+        with pytest.raises(ValueError, match="keep must be a part"):
+            select(labels, processor, keep=keep)
+
+
+def test_scores_may_be_fitted_on_other_labels(processor):
+    labels, reference = made((-4, 4), (-8, 4), (-12, 4)), made((-7, 4), (-9, 4), (0, 0))
+    # Of the reference: mean -8 at 4 tokens, residuals +-1, sigma 1/2; so scores 4, 0 and -4.
+    chosen = select(labels, processor, threshold=3.9, reference=reference)
+    assert [one.id for one in chosen.kept] == ["u0"]
+    np.testing.assert_allclose(filter_scores(labels, chosen.fit), [4, 0, -4], atol=1e-9)
+
+
+def test_what_no_training_can_use_is_dropped_first(processor):
+    good = made((-1, 4), (-2, 4), (-9, 4))
+    bad = {
+        "no words": [("", 10.0, 0), ("  ", 10.0, 2)],
+        "symbols that no transcript has": [("GO <unk>", 10.0, 5), ("a", 10.0, 1)],
+        "longer than a batch": [("GO", 20.01, 2)],
+        "more tokens than frames": [("IT'S " * 40, 4.0, 3)],
+    }
+    rows = [(reason, *row) for reason, several in bad.items() for row in several]
+    labels = [PseudoLabel(f"b{n}", "/x.wav", text, -99.0, l, s) for n, (_, text, s, l) in enumerate(rows)]
+    chosen = select([*labels, *good], processor, keep=0.67, max_seconds=20.0)
+    assert [one.id for one in chosen.kept] == ["u0", "u1"]
+    expected = {f"b{n}": row[0] for n, row in enumerate(rows)} | {"u2": "not among the best"}
+    assert chosen.dropped == expected
+    assert chosen.fit == fit_scores(good)
+    with pytest.raises(ValueError, match="no label can be used, of 6: 2 no words, 2 symbols"):
+        select(labels, processor, max_seconds=20.0)
+
+
+@pytest.mark.parametrize("fastest", [1.0, 1.25])
+@pytest.mark.parametrize(("model_type", "size"), [("unigram", 28), ("bpe", 40)])
+def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor, model_type, size, fastest):
+    texts = [transcript(number) for number in range(40)] + ["FALL BALL", "AAAA"]
+    student = ConformerProcessor(processor.feature_extractor, train_tokenizer(texts, model_type, size))
+    labels = [
+        PseudoLabel(f"{number}-{seconds}", "/x.wav", text, -1.0, 3, seconds)
+        for number, text in enumerate(texts)
+        for seconds in np.arange(0.2, 1.5, 0.1)
+    ]
+    counts = {}
+    for ctc in (True, False):
+        chosen = select(labels, student, ctc=ctc, fastest=fastest)
+        counts[ctc] = len(chosen.kept)
+        assert 0 < len(chosen.kept) < len(labels)
+        utterances = [Utterance(one.id, one.text, b"", one.seconds) for one in labels]
+        for utterance in utterances:
+            if utterance.id in chosen.dropped:
+                with pytest.raises(ValueError, match="too few for"):
+                    check_lengths([utterance], student, ctc=ctc, fastest=fastest)
+    assert counts[True] < counts[False]
+
+
+def test_manifest_is_read_back(model, processor, speech, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relative = [dataclasses.replace(one, audio=one.audio.relative_to(tmp_path)) for one in speech]
+    labels = labelled(model, processor, relative, tmp_path / "labels")
+    labels = [dataclasses.replace(one, text=transcript(n)) for n, one in enumerate(labels)]
+    path = pseudo_labels.write_manifest(labels[2:4], tmp_path / "chosen.jsonl")
+    monkeypatch.chdir("/")
+    assert read_manifest(path) == speech[2:4]
+    assert [one.seconds for one in load_speech(path)[0]] == [0.7, 1.1]
+
+
+def test_folder_of_audio_without_transcripts(tmp_path):
+    for name in ("b/two.flac", "one.wav", "b/c/three.mp3"):
+        write_sound(tmp_path / "audio" / name, 0.5)
+    (tmp_path / "audio" / "notes.txt").write_text("nothing")
+    found, skipped = load_speech(tmp_path / "audio", transcripts=False, prepared=tmp_path / "ready")
+    assert [(one.id, one.text) for one in found] == [("b/c/three.mp3", ""), ("b/two.flac", ""), ("one.wav", "")]
+    assert found[1].seconds == 0.5
+    assert not skipped.reasons
+    inner, _ = load_speech(tmp_path / "audio", "b", transcripts=False)
+    assert [one.id for one in inner] == ["b/c/three.mp3", "b/two.flac"]
+    (tmp_path / "audio" / "bad.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"bad\.wav"):
+        load_speech(tmp_path / "audio", transcripts=False)
+    found, skipped = load_speech(tmp_path / "audio", transcripts=False, max_bad=1)
+    assert (len(found), len(skipped)) == (3, 1)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"found no .*flac"):
+        load_speech(tmp_path / "none", transcripts=False)
+    with pytest.raises(ValueError, match=r"expected one \.jsonl"):
+        load_speech(tmp_path / "audio")
+
+
+def test_librispeech_without_some_transcripts(tmp_path):
+    folder = librispeech(tmp_path)
+    (folder / "LibriSpeech" / "dev" / "7" / "107" / "7-107.trans.txt").unlink()
+    found, _ = load_speech(folder, "dev", transcripts=False)
+    names = ("12/112/12-112-0001", "12/112/12-112-0003", "7/107/7-107-0000", "7/107/7-107-0002")
+    assert [one.id for one in found] == [f"dev/{name}.flac" for name in names]
+    assert [one.text for one in found] == [transcript(1), transcript(3), "", ""]
+    with pytest.raises(ValueError, match="no transcript"):
+        load_speech(folder, "dev")
+
+
+def test_manifest_without_texts(tmp_path):
+    for number in range(3):
+        write_sound(tmp_path / f"{number}.wav", 0.5)
+    rows = [{"audio": "0.wav"}, {"audio": "1.wav", "text": None}, {"audio": "2.wav", "text": "go!"}]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / "table.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([["audio"], ["0.wav"], ["1.wav"], ["2.wav"]])
+    assert [one.text for one in load_speech(tmp_path, "more", transcripts=False)[0]] == ["", "", "GO"]
+    assert [one.text for one in load_speech(tmp_path / "table.csv", transcripts=False)[0]] == ["", "", ""]
+    with pytest.raises(ValueError, match=r"more\.jsonl:1: text must be given"):
+        load_speech(tmp_path, "more")
+    with (tmp_path / "more.jsonl").open("a") as stream:
+        stream.write('{"text": "GO"}\n')
+    with pytest.raises(ValueError, match=r"more\.jsonl:4: audio must be given"):
+        load_speech(tmp_path, "more", transcripts=False)
+    with pytest.raises(ValueError, match="source must be a folder or a manifest"):
+        load_speech("some/dataset", "train", transcripts=False)

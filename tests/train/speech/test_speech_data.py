@@ -1,0 +1,296 @@
+"""Readers of speech and what they refuse."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+from speech_corpus import RATE, librispeech, rows, sound, transcript, write_manifest, write_sound
+
+from favor.models.conformer.configuration_conformer import subsampled_frames
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.tokenization_conformer import train_tokenizer
+from favor.train.speech import sources as speech_sources
+from favor.train.speech.data import Skipped, Utterance, check_lengths, needed_frames, read_audio
+from favor.train.speech.prepare import prepare
+from favor.train.speech.sources import from_dataset, load_speech, read_hub, read_librispeech, read_manifest
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return librispeech(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("ending", [".flac", ".wav", ".mp3"])
+@pytest.mark.parametrize("inner", [True, False])
+def test_librispeech(tmp_path, ending, inner):
+    folder = librispeech(tmp_path, ending=ending)
+    found, skipped = load_speech(folder if inner else folder / "LibriSpeech", "dev")
+    assert not skipped.reasons
+    assert [one.id for one in found] == ["12-112-0001", "12-112-0003", "7-107-0000", "7-107-0002"]
+    assert [one.speaker for one in found] == ["12", "12", "7", "7"]
+    assert [one.chapter for one in found] == ["112", "112", "107", "107"]
+    assert [one.text for one in found] == [transcript(number) for number in (1, 3, 0, 2)]
+    assert [one.seconds for one in found] == [0.8, 0.7, 1.0, 1.2]
+    samples = read_audio(found[0])
+    assert samples.dtype == np.float32
+    np.testing.assert_allclose(samples, sound(0.8, 1), atol=0.05 if ending == ".mp3" else 1e-4)
+
+
+def test_splits_are_joined(corpus):
+    librispeech(corpus, "test", lengths=(0.5, 0.6), speakers=(8, 9))
+    found, _ = load_speech(corpus, "dev+test", prepared=corpus / "ready")
+    assert [one.seconds for one in found] == [0.8, 0.7, 1.0, 1.2, 0.5, 0.6]
+    assert (corpus / "ready" / "dev+test" / "checked.jsonl").exists()
+
+
+def test_librispeech_names_what_does_not_fit(corpus):
+    chapter = corpus / "LibriSpeech" / "dev" / "7" / "107"
+    write_sound(chapter / "7-107-0008.flac", 0.5)
+    write_sound(chapter / "7-107-0000.wav", 0.5)
+    with (chapter / "7-107.trans.txt").open("a") as stream:
+        stream.write("7-107-0005 NO AUDIO\n7-107-0006\n")
+    write_sound(chapter / "7-107-0006.flac", 0.5)
+    (corpus / "LibriSpeech" / "dev" / "12" / "112" / "12-112.trans.txt").unlink()
+    skipped = Skipped(10)
+    assert [one.id for one in read_librispeech(corpus, "dev", skipped)] == ["7-107-0000", "7-107-0002"]
+    told = {name.split()[0]: reason for name, reason in skipped.reasons.items()}
+    assert "a second time" in told["7-107-0000"]
+    assert "no .flac" in told["7-107-0005"]
+    assert "empty transcript" in told["7-107-0006"]
+    for name in ("7-107-0008", "12-112-0001", "12-112-0003"):
+        assert "no transcript" in told[name]
+    assert len(told) == 6
+    with pytest.raises(ValueError, match=r"12-112-0001 \(.*: has no transcript"):
+        read_librispeech(corpus, "dev")
+
+
+def test_librispeech_without_the_split(corpus):
+    with pytest.raises(ValueError, match=r"split must be a folder of .*, got 'train'; there are: dev"):
+        read_librispeech(corpus, "train")
+    (corpus / "LibriSpeech" / "empty" / "1" / "2").mkdir(parents=True)
+    with pytest.raises(ValueError, match="found no <speaker>/<chapter>"):
+        read_librispeech(corpus, "empty")
+
+
+def test_manifest_in_json_and_csv(tmp_path):
+    lines = rows(tmp_path)
+    lines[1] |= {"id": "one", "seconds": 0.6, "speaker": 4, "chapter": "c"}
+    file = write_manifest(tmp_path / "train.jsonl", lines)
+    header = "audio,text,id,seconds,speaker,chapter\n"
+    table = [f'{one["audio"]},"{one["text"]}",{"one,0.6,4,c" if "id" in one else ",,,"}\n' for one in lines]
+    (tmp_path / "train.csv").write_text(header + "".join(table))
+    found = read_manifest(file)
+    assert found == read_manifest(tmp_path / "train.csv")
+    assert [one.id for one in found] == ["audio/0.wav", "one", "audio/2.wav"]
+    assert [one.text for one in found] == [transcript(number) for number in range(3)]
+    assert dataclasses.astuple(found[1])[3:] == (0.6, "4", "c")
+    assert found[2].speaker is None
+    good, _ = load_speech(file)
+    assert [one.seconds for one in good] == [0.5, 0.6, 0.7]
+
+
+def test_manifest_in_a_folder(tmp_path):
+    lines = rows(tmp_path)
+    write_manifest(tmp_path / "train.jsonl", lines)
+    assert len(read_manifest(tmp_path)) == 3
+    (tmp_path / "train").mkdir()
+    assert len(load_speech(tmp_path, "train")[0]) == 3
+    write_manifest(tmp_path / "test.jsonl", lines[:1])
+    assert len(load_speech(tmp_path, "test")[0]) == 1
+    write_manifest(tmp_path / "dev" / "list.jsonl", [{"audio": str(tmp_path / "audio/0.wav"), "text": "A"}])
+    assert len(load_speech(tmp_path, "dev")[0]) == 1
+    with pytest.raises(ValueError, match=r"expected one .* found test.jsonl, train.jsonl"):
+        read_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"expected other.jsonl, .* found test.jsonl, train.jsonl"):
+        read_manifest(tmp_path, split="other")
+    with pytest.raises(ValueError, match="split must be None for a manifest file"):
+        load_speech(tmp_path / "train.jsonl", "train")
+    with pytest.raises(ValueError, match="does not exist"):
+        read_manifest(tmp_path / "nothing.jsonl")
+
+
+def test_manifest_names_bad_rows(tmp_path):
+    good = rows(tmp_path, 1)
+    bad = [{"text": "A"}, {"audio": "x.wav"}, {"audio": "x.wav", "text": "42"}, [1]]
+    bad.append({**good[0], "id": "other", "seconds": "long"})
+    file = write_manifest(tmp_path / "all.jsonl", [*good, *bad])
+    file.write_text(file.read_text() + "not json\n")
+    skipped = Skipped(6)
+    assert len(read_manifest(file, skipped)) == 1
+    assert list(skipped.reasons) == [f"{file}:{line}" for line in range(2, 8)]
+    words = ("audio must be given", "text must be given", "empty once normalised", "JSON object", "seconds", "not json")
+    for reason, word in zip(skipped.reasons.values(), words, strict=True):
+        assert word in reason
+    with pytest.raises(ValueError, match=r"all.jsonl:2: audio must be given"):
+        read_manifest(file)
+    with pytest.raises(ValueError, match="expected rows with the columns audio and text"):
+        read_manifest(write_manifest(tmp_path / "none.jsonl", []))
+
+
+@pytest.fixture
+def dataset(corpus):
+    """As the hub has it: audio in the rows or in files."""
+    files = sorted(corpus.rglob("*.flac"))
+    audio = [{"path": str(files[0]), "bytes": None}]
+    audio += [{"path": file.name, "bytes": file.read_bytes()} for file in files[1:]]
+    columns = {
+        "audio": audio,
+        "text": [transcript(number) for number in (1, 3, 0, 2)],
+        "id": [file.stem for file in files],
+        "speaker_id": [12, 12, 7, 7],
+        "chapter_id": [112, 112, 107, 107],
+    }
+    built = datasets.Dataset.from_dict(columns)
+    features = datasets.Features({**built.features, "audio": datasets.Audio(sampling_rate=RATE, decode=False)})
+    return built.cast(features)
+
+
+def test_dataset_of_the_hub(dataset, corpus, tmp_path):
+    found = prepare(from_dataset(dataset))
+    expected, _ = load_speech(corpus, "dev")
+    for one, other in zip(found, expected, strict=True):
+        assert dataclasses.replace(one, audio=b"") == dataclasses.replace(other, audio=b"")
+        np.testing.assert_array_equal(read_audio(one), read_audio(other))
+    (tmp_path / "hub").mkdir()
+    dataset.to_parquet(tmp_path / "hub" / "validation.parquet")
+    again = read_hub(str(tmp_path / "hub"), split="validation")
+    assert [one.id for one in again] == [one.id for one in expected]
+    np.testing.assert_array_equal(read_audio(again[1]), read_audio(expected[1]))
+    assert str(again[1].audio).startswith("row 1 of")
+
+
+def test_hub_is_asked_for_other_names(dataset, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(speech_sources, "load_dataset", lambda *args, **given: asked.append((args, given)) or dataset)
+    found, _ = load_speech("openslr/librispeech_asr", "validation+test", config="clean", prepared=tmp_path)
+    assert asked == [(("openslr/librispeech_asr", "clean"), {"split": "validation+test"})]
+    assert len(found) == 4
+    with pytest.raises(ValueError, match="split must be given"):
+        read_hub()
+
+
+def test_dataset_without_ids_or_texts(dataset):
+    bare = from_dataset(dataset.select_columns(["audio", "text"]))
+    assert [one.id for one in bare] == ["0", "1", "2", "3"]
+    assert bare[0].speaker is None
+    empty = dataset.map(lambda row, number: {"text": "" if number == 2 else row["text"]}, with_indices=True)
+    with pytest.raises(ValueError, match=r"row 2 of .*: has an empty transcript"):
+        from_dataset(empty)
+    with pytest.raises(ValueError, match="must have the columns audio and text, got audio, id"):
+        from_dataset(dataset.select_columns(["audio", "id"]))
+
+
+def encoded(samples, rate=RATE, form="FLAC"):
+    stream = io.BytesIO()
+    soundfile.write(stream, samples, rate, format=form)
+    return stream.getvalue()
+
+
+def unfinished_flac():
+    """A FLAC whose header promises more than there is, cut between two blocks."""
+    content = bytearray(encoded(sound(1.0)))
+    # 36 bits of STREAMINFO, from byte 21 on, hold the number of samples.
+    content[22:26] = (2 * RATE).to_bytes(4, "big")
+    return bytes(content)
+
+
+BAD_FILES = {
+    "empty": (b"", "the file is empty"),
+    "header alone": (encoded(np.zeros(0, np.float32), form="WAV"), "holds no samples"),
+    "text": (b"this is not audio at all" * 20, "cannot be decoded"),
+    "cut": (encoded(sound(1.0))[:9000], "cannot be decoded|cut short"),
+    "promises": (unfinished_flac(), "cut short: 16000 of 32000|cannot be decoded"),
+    "cut mp3": (encoded(sound(2.0), form="MP3")[:3000], "cut short"),
+    "rate": (encoded(sound(1.0, rate=8000), 8000), "has 8000 Hz, expected 16000"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_audio_is_named(tmp_path, kind):
+    content, message = BAD_FILES[kind]
+    path = tmp_path / "some.flac"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"some.flac: .*({message})"):
+        read_audio(path)
+    with pytest.raises(ValueError, match=f"bytes: .*({message})"):
+        read_audio(content)
+
+
+def test_missing_audio_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none.flac: cannot be decoded: .*No such file"):
+        read_audio(tmp_path / "none.flac")
+
+
+def test_samples_that_are_not_finite(tmp_path):
+    soundfile.write(tmp_path / "x.wav", np.full(2000, np.nan, np.float32), RATE, subtype="FLOAT")
+    with pytest.raises(ValueError, match=r"x.wav: holds samples that are not finite"):
+        read_audio(tmp_path / "x.wav")
+
+
+def test_channels_and_rates(tmp_path):
+    stereo = np.stack([sound(0.5, 1), sound(0.5, 2)], 1)
+    soundfile.write(tmp_path / "two.wav", stereo, RATE, subtype="FLOAT")
+    np.testing.assert_allclose(read_audio(tmp_path / "two.wav"), stereo.mean(1), atol=1e-6)
+    time = np.arange(44100) / 44100
+    soundfile.write(tmp_path / "high.wav", np.sin(2 * np.pi * 440 * time), 44100, subtype="FLOAT")
+    converted = read_audio(tmp_path / "high.wav", resample=True)
+    expected = np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    np.testing.assert_allclose(converted[500:-500], expected[500:-500], atol=5e-3)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, -0.5])
+def test_refuses_limits(limit):
+    with pytest.raises(ValueError, match="max_bad must be"):
+        Skipped(limit)
+
+
+def test_a_long_report_is_shortened():
+    skipped = Skipped(100)
+    for number in range(30):
+        skipped.add(f"file {number}", "is bad")
+    assert "file 29: is bad" in skipped.describe(20)
+    assert "10 not shown" in skipped.describe(20)
+    assert skipped.describe().count("is bad") == 30
+
+
+def test_frames_of_the_encoder():
+    for frames in range(200):
+        expected = ((frames - 5) // 2 + 1 - 5) // 2 + 1
+        assert subsampled_frames(frames) == max(0, expected)
+
+
+def test_needed_frames():
+    assert needed_frames([3, 3, 4, 3]) == 5
+    assert needed_frames([3, 3, 4, 3], ctc=False) == 4
+    assert needed_frames([]) == 0
+
+
+def test_transcripts_that_are_too_long():
+    processor = ConformerProcessor(ConformerFeatureExtractor(), train_tokenizer(["ABC"], "char"))
+    # 0.4 s are 38 frames and 7 outputs; a character model puts a space before the word.
+    samples = round(0.4 * RATE)
+    assert subsampled_frames(processor.feature_extractor.num_frames(samples)) == 7
+
+    def check(text, seconds=0.4, **settings):
+        skipped = Skipped(1)
+        kept = check_lengths([Utterance("one", text, Path("x"), seconds)], processor, skipped, **settings)
+        assert len(kept) + len(skipped) == 1
+        return not skipped
+
+    assert check("ABCABC")
+    assert not check("ABCABCA")
+    assert not check("ABBCAB")
+    assert check("ABBCAB", ctc=False)
+    assert check("ABCABC", fastest=1.0)
+    assert not check("ABCABC", fastest=1.1)
+    assert not check("A", seconds=0.1)
+    assert check("A" * 300, outputs=lambda frames: 1000)
+    with pytest.raises(ValueError, match=r"one \(x\): 0.40 s give 7 frames, too few for 8 tokens that need 8"):
+        check_lengths([Utterance("one", "ABCABCA", Path("x"), 0.4)], processor)
+    with pytest.raises(ValueError, match="utterance one has no length yet"):
+        check_lengths([Utterance("one", "A", Path("x"))], processor)

@@ -1,0 +1,95 @@
+"""Training of decoders: nothing is seen of later tokens, whatever the attention, and the folder can be used."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import favor
+from favor.eval import small_decoder
+from favor.train import clm
+from favor.train.text import language
+from favor.train.text.samples import samples
+
+EXACT = {"attn_implementation": "sdpa"}
+PLUS = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
+LANDMARKS = {"attn_implementation": "favor#", "features": "landmark", "num_features": 8, "window": 8, "exact_below": 0}
+CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0, "statistics": "calibrated"}
+
+
+@pytest.fixture(scope="session")
+def decoder_folder(text, tmp_path_factory):
+    """A LLaMA with random weights, and a tokenizer that makes one token of every word of the text."""
+    folder = tmp_path_factory.mktemp("decoder")
+    sizes = {"vocab_size": 320, "hidden_size": 32, "layers": 2, "positions": 64}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    small_decoder.main(["--text", str(text), "--output_dir", str(folder), *words])
+    return folder
+
+
+@pytest.fixture
+def learn(decoder_folder, text, tmp_path):
+    """Calls the program on the tiny decoder and text; a `name=value` argument each."""
+
+    def call(folder=decoder_folder, **values):
+        settings = {
+            "model_name_or_path": folder,
+            "train_file": text,
+            "output_dir": tmp_path / "run",
+            "max_length": 32,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2,
+            "max_train_steps": 5,
+            **values,
+        }
+        return clm.main([word for name, value in settings.items() for word in (f"--{name}", str(value))])
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "backend", [EXACT, PLUS, LANDMARKS, CALIBRATED], ids=["exact", "favor+", "landmarks", "favor#"]
+)
+def test_it_learns_how_frequent_words_are_and_no_more(backend, learn, decoder_folder, text, tmp_path):
+    # The words are drawn alike, so that less than log 14 is only for those who see the next one.
+    folder = decoder_folder
+    if backend is CALIBRATED:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="favor#")
+        ids = samples(text, AutoTokenizer.from_pretrained(folder), 32, 8)
+        favor.calibrate(model, [{"input_ids": ids}])
+        folder = tmp_path / "calibrated"
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(decoder_folder).save_pretrained(folder)
+    results = learn(folder, max_train_steps=100, **backend)
+    assert results["metrics"]["loss"] == pytest.approx(math.log(14), abs=0.15)
+    assert results["attn_implementation"] == backend["attn_implementation"]
+
+
+def test_scores_are_those_of_the_saved_model(learn, text, decoder_folder, tmp_path):
+    results = learn(per_device_eval_batch_size=3, eval_file=text, max_eval_samples=10, **LANDMARKS)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", attn_implementation="favor#").eval()
+    assert favor.FavorConfig.from_dict(model.config.favor).features == "landmark"
+    words = ("--model_name_or_path", str(decoder_folder), "--train_file", str(text), "--eval_file", str(text))
+    arguments = language.Arguments.parse(
+        [*words, "--output_dir", "o", "--max_length", "32", "--max_eval_samples", "10"]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    (batch,) = language.make_loaders(arguments, clm.OBJECTIVE, tokenizer, 42)[1]
+    with torch.no_grad():
+        assert results["metrics"]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    assert results["metrics"]["perplexity"] == pytest.approx(math.exp(results["metrics"]["loss"]))
+
+
+def test_a_model_that_sees_later_tokens_is_refused(learn, bert_folder):
+    with pytest.raises(ValueError, match=r"sees? later tokens.*favor\.train\.mlm"):
+        learn(bert_folder)
+
+
+def test_the_small_decoder_reads_and_writes_its_text(decoder_folder):
+    tokenizer = AutoTokenizer.from_pretrained(decoder_folder)
+    ids = tokenizer(" good film was very dull")["input_ids"]
+    assert len(ids) == 5
+    assert tokenizer.decode(ids) == " good film was very dull"
+    config = AutoModelForCausalLM.from_pretrained(decoder_folder).config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, len(tokenizer))

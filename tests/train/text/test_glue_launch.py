@@ -1,0 +1,122 @@
+"""The training program as users start it: `accelerate launch`, a kill in the middle, two processes."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import LAUNCH, TWO, kill_after, run
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import favor.models  # noqa: F401  registers Performer BERT
+from favor.train.text.glue_data import load_glue
+from favor.train.text.metrics import load_glue_metric
+
+ROOT = Path(__file__).parents[3]
+RELOAD = """
+import sys, torch, favor.models
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+folder, out = sys.argv[1:3]
+model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+with torch.no_grad():
+    save_file({"logits": model(**tokenizer(sys.argv[3:], padding=True, return_tensors="pt")).logits}, out)
+print(type(model).__name__, model.config._attn_implementation)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[str]:
+    settings = {"model_name_or_path": bert, "data_dir": data, "output_dir": output, **values}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_folder, tmp_path):
+    backend = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
+    words = arguments(bert_folder, glue_folder, tmp_path / "run", task_name="sst2", max_train_steps=20, **backend)
+    printed = run(*LAUNCH, "--num_processes", 1, ROOT / "train" / "glue.py", *words, "--learning_rate", "1e-2")
+    results = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    assert "majority baseline accuracy 0.5000" in printed
+    assert results["num_processes"] == 1
+
+    data = load_glue("sst2", glue_folder).evaluation["validation"]
+    sentences, out = data["sentence"][:], tmp_path / "logits.safetensors"
+    printed = run(sys.executable, "-c", RELOAD, tmp_path / "run", out, *sentences)
+    assert printed.split() == ["PerformerBertForSequenceClassification", "favor#"]
+    logits = load_file(out)["logits"]
+    assert torch.equal(logits, logits_of(tmp_path / "run", sentences, padding=True))
+    scores = load_glue_metric("sst2").compute(predictions=logits.argmax(-1), references=data["label"][:])
+    assert scores == results["metrics"]
+
+
+@pytest.mark.parametrize("task", [{"task_name": "stsb"}, {"task_name": "sst2", "head_optimizer": "softmax_bound"}])
+def test_kill_and_resume_gives_the_same_bits(task, bert_folder, glue_folder, tmp_path):
+    run_settings = {
+        **task,
+        "attn_implementation": "favor+",
+        "num_features": 8,
+        "exact_below": 0,
+        "redraw_interval": 7,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 3,
+        "max_train_steps": 300,
+        "checkpointing_steps": 10,
+    }
+    program = [sys.executable, "-m", "favor.train.glue"]
+    run(*program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
+
+    killed = tmp_path / "killed"
+    words = arguments(bert_folder, glue_folder, killed, **run_settings)
+    kill_after(30, killed, *program, *words)
+    printed = run(*program, *words, "--resume")
+    assert "continuing from checkpoint-" in printed
+
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    first, second = (json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("whole", "killed"))
+    assert first["metrics"] == second["metrics"]
+    assert first["per_seed"][0]["history"] == second["per_seed"][0]["history"]
+
+
+def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_folder, tmp_path):
+    # 13 samples in batches of 2 x 2: the last round has one sample for two processes.
+    words = arguments(bert_folder, glue_folder, tmp_path / "two", task_name="stsb", per_device_eval_batch_size=2)
+    words += ["--num_train_epochs", "2", "--checkpointing_steps", "3", "--per_device_train_batch_size", "3"]
+    launch = (*LAUNCH, *TWO, "-m", "favor.train.glue", *words, "--learning_rate", "1e-2")
+    printed = run(*launch)
+    assert printed.count("majority baseline") == 1
+    results = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    assert results["num_processes"] == 2
+    # 40 samples, 3 a process: 7 steps an epoch.
+    assert results["steps"] == 14
+    assert [path.name for path in sorted((tmp_path / "two").glob("checkpoint*"))] == ["checkpoint-12", "checkpoint-9"]
+
+    data = load_glue("stsb", glue_folder).evaluation["validation"]
+    pairs = zip(data["sentence1"][:], data["sentence2"][:], strict=True)
+    said = [logits_of(tmp_path / "two", *pair).item() for pair in pairs]
+    assert len(said) == 13
+    expected = load_glue_metric("stsb").compute(predictions=said, references=data["label"][:])
+    assert results["metrics"]["spearmanr"] == pytest.approx(expected["spearmanr"], abs=1e-9)
+    assert results["metrics"]["pearson"] == pytest.approx(expected["pearson"], abs=1e-4)
+
+    # As if both processes had been killed in the second epoch.
+    before = load_file(tmp_path / "two" / "model.safetensors")
+    shutil.rmtree(tmp_path / "two" / "checkpoint-12")
+    for name in ("all_results.json", "model.safetensors"):
+        (tmp_path / "two" / name).unlink()
+    assert "continuing from checkpoint-9" in run(*launch, "--resume")
+    after = load_file(tmp_path / "two" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "two" / "all_results.json").read_text())["metrics"] == results["metrics"]
+
+
+def logits_of(folder: Path, *texts: object, **options: bool) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(**AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt", **options)).logits

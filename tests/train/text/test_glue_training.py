@@ -1,0 +1,373 @@
+"""The training program called in this process: results, errors, seeds, resuming."""
+
+import json
+import math
+import os
+import shutil
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+)
+
+from favor.models.bert import PerformerBertForSequenceClassification
+from favor.train import glue
+from favor.train.common import checkpoint, report
+from favor.train.common.arguments import Arguments
+from favor.train.common.optimizers import make_optimizer
+from favor.train.text.glue_data import load_glue
+from favor.train.text.metrics import load_glue_metric
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def score_again(folder: Path, task: str, data_dir: Path, split: str = "validation") -> dict[str, float]:
+    """The saved model's metric, computed here sample by sample, with no padding and none of the program's code."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = load_glue(task, data_dir)
+    said = []
+    for row in data.evaluation[split]:
+        with torch.no_grad():
+            logits = model(**tokenizer(*(row[name] for name in data.task.sentences), return_tensors="pt")).logits[0]
+        said.append(logits.item() if data.task.is_regression else logits.argmax().item())
+    return load_glue_metric(task).compute(predictions=said, references=data.evaluation[split]["label"][:])
+
+
+def test_learns_a_learnable_task_and_says_so_everywhere(train, tmp_path, glue_folder, capsys):
+    returned = train(
+        max_train_steps=60, learning_rate=1e-2, attn_implementation="favor+", exact_below=0, num_features=16
+    )
+    written = json.loads((tmp_path / "run" / "all_results.json").read_text())
+    assert returned == written
+    assert written["metrics"]["accuracy"] == 1.0
+    assert written["baseline"]["accuracy"] == 0.5
+    assert written["metrics"] == score_again(tmp_path / "run", "sst2", glue_folder)
+    assert (written["steps"], written["seeds"], written["metrics_std"]) == (60, [42], {"accuracy": None})
+    assert written["favor"]["num_features"] == 16
+    assert written["seconds_per_step"] > 0
+    assert written["peak_memory_bytes"] > 1e7
+    assert "majority baseline accuracy 0.5000" in capsys.readouterr().out
+    card = (tmp_path / "run" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    (measured,) = head["model-index"][0]["results"]
+    assert measured["dataset"] == {
+        "name": "GLUE SST-2",
+        "type": "nyu-mll/glue",
+        "config": "sst2",
+        "split": "validation",
+    }
+    assert measured["metrics"][0] == {"type": "accuracy", "value": 1.0, "name": "accuracy"}
+    for text in ("`favor+`", "num_features 16", "exact_below 0", "Seeds: 42", f"torch {torch.__version__}"):
+        assert text in card
+    assert str(tmp_path) not in card
+
+
+def test_bert_with_a_favor_backend_is_saved_as_performer_bert(train, tmp_path):
+    train(attn_implementation="favor#", features="aderf", num_features=8, exact_below=0, redraw_interval=2, seed=7)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert type(model) is PerformerBertForSequenceClassification
+    assert model.config._attn_implementation == "favor#"
+    expected = {"features": "aderf", "num_features": 8, "exact_below": 0, "redraw_interval": 2, "seed": 7}
+    assert {name: model.config.favor[name] for name in expected} == expected
+    assert model.config.id2label == {0: "negative", 1: "positive"}
+
+
+def test_exact_attention_keeps_the_architecture_and_says_what_it_does_not_use(train, tmp_path, capsys):
+    results = train(attn_implementation="sdpa", exact_below=0)
+    assert results["favor"] is None
+    assert "sdpa is exact attention: it does not use exact_below" in capsys.readouterr().out
+    assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")) is BertForSequenceClassification
+
+
+def test_saved_performer_bert_is_fine_tuned_with_its_own_backend(train, tmp_path):
+    train(attn_implementation="favor++", num_features=8)
+    results = train(output="again", model_name_or_path=tmp_path / "run", num_features=6)
+    assert (results["attn_implementation"], results["favor"]["num_features"]) == ("favor++", 6)
+
+
+def test_regression_and_its_baseline(train, tmp_path, glue_folder, capsys):
+    results = train("stsb", max_train_steps=12, learning_rate=1e-3, weight_decay=0.1, lr_scheduler_type="cosine")
+    assert "pearson 0.0000, spearmanr 0.0000" in capsys.readouterr().out
+    assert set(results["metrics"]) == {"pearson", "spearmanr"}
+    again = score_again(tmp_path / "run", "stsb", glue_folder)
+    assert results["metrics"]["pearson"] == pytest.approx(again["pearson"], abs=2e-3)
+
+
+def test_mnli_reports_both_development_sets(train, tmp_path, glue_folder):
+    results = train("mnli")
+    for name, split in (("accuracy", "validation_matched"), ("accuracy_mismatched", "validation_mismatched")):
+        assert results["metrics"][name] == score_again(tmp_path / "run", "mnli", glue_folder, split)["accuracy"]
+    assert results["eval_samples"] == {"validation_matched": 5, "validation_mismatched": 5}
+
+
+def test_baseline_is_the_training_majority(tmp_path):
+    labels = {"train": "1 1 0", "dev": "1 0 0 0"}
+    for split, values in labels.items():
+        rows = [f"{i}\t1\t2\ta\tb\t{label}" for i, label in enumerate(values.split())]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["id\tq1\tq2\tquestion1\tquestion2\tis_duplicate", *rows]))
+    data = load_glue("qqp", tmp_path)
+    # Of four development samples one is of class 1: accuracy 1/4, precision 1/4, recall 1.
+    assert report.baseline(data, load_glue_metric("qqp")) == {"accuracy": 0.25, "f1": pytest.approx(0.4)}
+
+
+def test_constant_predictions_are_warned_of(train, tmp_path, capsys):
+    results = train(learning_rate=1e-12)
+    assert results["constant_prediction_seeds"] == [42]
+    assert "WARNING: seed 42 predicts the same for every sample" in capsys.readouterr().out
+    assert "seed 42 ends in constant predictions" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "constant"),
+    [([1, 1, 1], True), ([0, 1, 1], False), ([0.5, 0.5 + 1e-9], True), ([0.5, 0.51], False)],
+)
+def test_what_counts_as_constant(said, constant):
+    assert report.is_constant(np.array(said)) is constant
+
+
+def test_several_seeds_give_mean_and_sample_deviation(train, tmp_path):
+    backend = {"attn_implementation": "favor+", "exact_below": 0, "num_features": 8}
+    together = train("stsb", seeds="3 4", **backend)
+    alone = [train("stsb", output=f"alone{seed}", seed=seed, **backend) for seed in (3, 4)]
+    values = [run["metrics"]["pearson"] for run in alone]
+    assert [run["metrics"]["pearson"] for run in together["per_seed"]] == values
+    assert values[0] != values[1]
+    assert together["metrics"]["pearson"] == pytest.approx(sum(values) / 2)
+    assert together["metrics_std"]["pearson"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+    assert together["metrics_std"]["pearson"] == pytest.approx(statistics.stdev(values))
+    for seed in (3, 4):
+        assert same_weights(tmp_path / "run" / f"seed_{seed}", tmp_path / f"alone{seed}")
+    assert json.loads((tmp_path / "run" / "all_results.json").read_text()) == together
+
+
+def test_finished_seeds_are_not_trained_again(train, tmp_path, monkeypatch):
+    first = train(seeds="3 4")
+    trained = []
+    original = glue.train_seed
+    monkeypatch.setattr(glue, "train_seed", lambda *args: trained.append(args[2]) or original(*args))
+    again = train(seeds="3 4 5", flags=("resume",))
+    assert trained == [5]
+    assert again["per_seed"][:2] == first["per_seed"]
+    assert again["seeds"] == [3, 4, 5]
+
+
+RESUMABLE = {
+    "attn_implementation": "favor+",
+    "num_features": 8,
+    "exact_below": 0,
+    "redraw_interval": 3,
+    "gradient_accumulation_steps": 3,
+    "per_device_train_batch_size": 3,
+    "num_warmup_steps": 2,
+    "max_train_steps": 13,
+    "checkpointing_steps": 2,
+}
+
+
+class StoppedError(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 6, 9, 10, 13])
+def test_resume_repeats_the_uninterrupted_run(stop, train, tmp_path, monkeypatch):
+    # 40 samples in batches of 3, 3 batches a step: 5 steps an epoch, the last one of two batches.
+    flags = ("group_by_length",) if stop % 2 else ()
+    whole = train("stsb", "whole", flags=flags, **RESUMABLE)
+    with monkeypatch.context() as patch:
+        original = checkpoint.Progress.__setattr__
+
+        def stop_at(self, name, value):
+            if name == "step" and value > stop:
+                raise StoppedError
+            original(self, name, value)
+
+        patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
+        if stop == 13:
+            patch.setattr(glue, "write_results", lambda *_: (_ for _ in ()).throw(StoppedError))
+        with pytest.raises(StoppedError):
+            train("stsb", "halved", flags=flags, **RESUMABLE)
+    assert not (tmp_path / "halved" / "all_results.json").exists()
+    resumed = train("stsb", "halved", flags=("resume", *flags), **RESUMABLE)
+    assert same_weights(tmp_path / "whole", tmp_path / "halved")
+    assert resumed["per_seed"][0]["history"] == whole["per_seed"][0]["history"]
+    assert resumed["train_loss"] == whole["train_loss"]
+    assert [entry["step"] for entry in whole["per_seed"][0]["history"]] == [5, 10, 13]
+
+
+def test_last_two_checkpoints_stay_and_a_half_written_one_is_never_taken(train, tmp_path, monkeypatch):
+    def stop_before(last):
+        original = os.replace
+
+        def replace(source, target):
+            if Path(target).name == last:
+                raise StoppedError
+            original(source, target)
+
+        return replace
+
+    monkeypatch.setattr(checkpoint.os, "replace", stop_before("checkpoint-8"))
+    with pytest.raises(StoppedError):
+        train(max_train_steps=9, checkpointing_steps=2)
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint*"))
+    assert names == ["checkpoint-4", "checkpoint-6", "checkpoint.partial"]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-6"]
+    monkeypatch.undo()
+    train(max_train_steps=9, checkpointing_steps=2, flags=("resume",))
+    train(output="whole", max_train_steps=9)
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint*")) == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_a_folder_with_a_run_is_not_written_over_by_accident(train, tmp_path):
+    first = train()
+    with pytest.raises(ValueError, match=r"holds a run already: .*--resume.*--overwrite_output_dir"):
+        train()
+    with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 5e-05 and is 0\.001"):
+        train(flags=("resume",), learning_rate=1e-3)
+    with pytest.raises(ValueError, match="set one of them"):
+        train(flags=("resume", "overwrite_output_dir"))
+    assert train(flags=("resume",))["per_seed"] == first["per_seed"]
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(seeds="1 2")
+    assert train(flags=("overwrite_output_dir",), max_train_steps=2)["steps"] == 2
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning(train):
+    assert train(flags=("resume",))["steps"] == 3
+
+
+def test_epochs_steps_and_accumulation(train):
+    # 40 samples, batches of 4, 3 of them a step: 4 steps an epoch, the last one of a single batch.
+    results = train(max_train_steps=None, num_train_epochs=1.5, gradient_accumulation_steps=3)
+    assert results["steps"] == 6
+    assert [entry["step"] for entry in results["per_seed"][0]["history"]] == [4, 6]
+
+
+def test_accumulated_steps_are_those_of_large_batches(train, tmp_path, monkeypatch):
+    # Without dropout, and with sizes that divide, two batches of 4 are one of 8.
+    original = glue.load_model
+
+    def without_dropout(*args):
+        model = original(*args)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return model
+
+    monkeypatch.setattr(glue, "load_model", without_dropout)
+    train(output="two", gradient_accumulation_steps=2, flags=("pad_to_max_length",))
+    train(output="one", per_device_train_batch_size=8, flags=("pad_to_max_length",))
+    two, one = weights(tmp_path / "two"), weights(tmp_path / "one")
+    # A key bias moves all logits of a row alike: its gradient is rounding noise, which Adam blows up.
+    for name in (name for name in one if not name.endswith("key.bias")):
+        torch.testing.assert_close(one[name], two[name], atol=2e-6, rtol=1e-4)
+
+
+def test_weight_decay_spares_vectors(bert_folder):
+    arguments = Arguments.parse(["--model_name_or_path", str(bert_folder), "--task_name", "rte", "--output_dir", "o"])
+    model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    optimizer, _ = make_optimizer(model, arguments.train, arguments.head, 2)
+    decayed, spared = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    spared_names = {names[id(parameter)] for parameter in spared["params"]}
+    assert spared_names == {name for name in names.values() if name.endswith("bias") or "LayerNorm" in name}
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+
+
+def test_mixed_precision_and_tensorboard(train, tmp_path):
+    results = train(mixed_precision="bf16", report_to="tensorboard", max_grad_norm=0.1, warmup_ratio=0.5)
+    assert results["mixed_precision"] == "bf16"
+    events = EventAccumulator(str(next((tmp_path / "run" / "tensorboard").iterdir()))).Reload()
+    assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3]
+    rates = [event.value for event in events.Scalars("learning_rate")]
+    assert rates == pytest.approx([0.0, 2.5e-5, 5e-5])
+
+
+def test_skipped_rows_are_reported(train, tmp_path, glue_folder, capsys):
+    folder = tmp_path / "SST-2"
+    shutil.copytree(glue_folder / "SST-2", folder)
+    with (folder / "dev.tsv").open("a") as stream:
+        stream.write("no label\n")
+    with pytest.raises(ValueError, match=r"dev\.tsv:14: expected 2 fields, got 1; skip_bad_rows"):
+        train(data_dir=folder)
+    results = train(data_dir=folder, flags=("skip_bad_rows",))
+    assert results["skipped_rows"]["count"] == 1
+    assert "skipped 1 malformed rows, first " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task": "mprc"}, "unknown GLUE task 'mprc'.*wnli"),
+        ({"data_dir": "nowhere"}, "data_dir must be an existing folder, got nowhere"),
+        ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
+        ({"max_length": 1000}, "max_length is 1000, but the model has 128 positions"),
+        ({"exact_below": "short"}, "exact_below must be a number of tokens or auto, got 'short'"),
+        ({"attn_implementation": "favor+", "num_features": 0}, "num_features"),
+        ({"attn_implementation": "favor+", "features": "sderf"}, "features is an option of favor#, not of favor+"),
+        ({"num_features": 8}, "num_features: options of FAVOR attention, so add --attn_implementation"),
+        ({"seed": 1, "seeds": "1 2"}, "give one of them"),
+        ({"seeds": "1 1"}, "seeds must be different"),
+        ({"mixed_precision": "int8"}, "mixed_precision must be one of"),
+        ({"dropout": 1}, "dropout must be at least 0 and less than 1, got 1.0"),
+        ({"report_to": "paper"}, "report_to must be one of"),
+        ({"num_warmup_steps": 1, "warmup_ratio": 0.1}, "give one of them"),
+        ({"learning_rate": 1e30, "max_train_steps": 20}, "lower the learning rate"),
+    ],
+)
+def test_errors_say_what_to_do(values, message, train):
+    with pytest.raises((ValueError, FloatingPointError), match=message):
+        train(**values)
+
+
+def test_dropout_is_that_of_the_whole_model(train, tmp_path):
+    train("sst2", "given", max_train_steps=1, dropout=0.25)
+    train("sst2", "own", max_train_steps=1)
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    for folder, value in (("given", 0.25), ("own", 0.1)):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert [config[name] for name in names] == [value] * 2
+
+
+def test_pickled_weights_need_to_be_allowed(train, bert_folder, tmp_path):
+    folder = tmp_path / "pickled"
+    shutil.copytree(bert_folder, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="--allow_pickle_weights"):
+        train(model_name_or_path=folder)
+    assert train(model_name_or_path=folder, flags=("allow_pickle_weights",))["steps"] == 3
+
+
+def test_another_architecture(train, bert_folder, tmp_path):
+    config = DistilBertConfig(vocab_size=19, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=128)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "distil")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bert_folder / name, tmp_path / "distil")
+    model = {"model_name_or_path": tmp_path / "distil", "attn_implementation": "favor+"}
+    results = train(num_features=8, exact_below=0, **model)
+    assert (results["model_type"], results["favor"]["num_features"]) == ("distilbert", 8)
+    assert 'attn_implementation="favor+"' in (tmp_path / "run" / "README.md").read_text()
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run", attn_implementation="favor+")
+    assert saved.config.favor["num_features"] == 8

@@ -1,0 +1,127 @@
+"""The output layer's own optimizer in the training program: options, accumulation, resuming, two processes."""
+
+import json
+
+import pytest
+import torch
+from launching import LAUNCH, TWO, run
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from favor.optim import CombinedOptimizer, SoftmaxBound
+from favor.train.common import checkpoint
+from favor.train.common.arguments import Arguments
+from favor.train.common.optimizers import find_head, make_optimizer
+
+BOUND = {"head_optimizer": "softmax_bound"}
+
+
+def close(one, other, atol):
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    for name in first:
+        # Attention does not change with a key's bias: its gradient is rounding noise, which Adam blows up.
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(first[name], second[name], atol=atol, rtol=1e-4)
+
+
+def given(bert_folder, *words):
+    return Arguments.parse(
+        ["--model_name_or_path", str(bert_folder), "--task_name", "sst2", "--output_dir", "o", *words]
+    )
+
+
+def test_every_parameter_has_one_optimizer_and_options_arrive(bert_folder):
+    model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    words = ("--head_optimizer", "softmax_bound", "--head_learning_rate", "0.5", "--head_damping", "0.2")
+    arguments = given(bert_folder, *words, "--head_curvature", "diag")
+    optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, 2)
+    assert isinstance(optimizer, CombinedOptimizer)
+    _, head = optimizer.optimizers
+    assert isinstance(head, SoftmaxBound)
+    group = head.param_groups[0]
+    assert (group["lr"], group["damping"], group["curvature"]) == (0.5, 0.2, "diag")
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.classifier.parameters()}
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
+    assert not {id(p) for p in clipped} & {id(p) for p in model.classifier.parameters()}
+
+
+def test_adamw_head_with_a_learning_rate_of_its_own(bert_folder):
+    model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    arguments = given(bert_folder, "--head_learning_rate", "0.5")
+    optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-5, 5e-5, 0.5, 0.5]
+    assert len(clipped) == len(list(model.parameters()))
+
+
+def test_output_layer_is_found_by_its_labels(bert_folder):
+    model = AutoModelForSequenceClassification.from_pretrained(bert_folder, num_labels=3)
+    assert find_head(model, 3) is model.classifier
+    with pytest.raises(ValueError, match="no linear layer with 5 outputs"):
+        find_head(model, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--head_optimizer", "sgd"), "head_optimizer must be adamw or softmax_bound, got 'sgd'"),
+        (("--head_damping", "0.1"), "head_damping is an option of head_optimizer softmax_bound"),
+        (("--head_optimizer", "softmax_bound", "--head_curvature", "hessian"), "head_curvature must be one of bohning"),
+        (("--head_learning_rate", "0"), "head_learning_rate must be greater than 0"),
+    ],
+)
+def test_wrong_options_are_named(words, message, bert_folder):
+    with pytest.raises(ValueError, match=message):
+        given(bert_folder, *words)
+
+
+def test_regression_is_refused(train):
+    with pytest.raises(ValueError, match="is for a softmax, and this task is a regression"):
+        train("stsb", **BOUND)
+
+
+def test_it_learns_with_its_defaults(train):
+    # The words good and bad decide, and the body hardly moves: what is learnt, the head learns.
+    settings = {"max_train_steps": 60, "learning_rate": 1e-4}
+    bound, adamw = train(output="bound", **settings, **BOUND), train(output="adamw", **settings)
+    assert bound["metrics"]["accuracy"] > 0.6
+    assert bound["train_loss"] < adamw["train_loss"] - 0.02
+
+
+def test_accumulated_steps_are_those_of_large_batches(train, still_folder, tmp_path):
+    common = {"model_name_or_path": still_folder, **BOUND}
+    train(output="two", gradient_accumulation_steps=2, flags=("pad_to_max_length",), **common)
+    train(output="one", per_device_train_batch_size=8, flags=("pad_to_max_length",), **common)
+    close(tmp_path / "two", tmp_path / "one", atol=1e-5)
+
+
+@pytest.mark.parametrize("curvature", ["bohning", "diag"])
+def test_resume_repeats_the_uninterrupted_run(curvature, train, tmp_path, monkeypatch):
+    settings = {"max_train_steps": 7, "checkpointing_steps": 2, "head_curvature": curvature, **BOUND}
+    whole = train(output="whole", **settings)
+
+    def stop_at(self, name, value, original=checkpoint.Progress.__setattr__):
+        if name == "step" and value > 4:
+            raise KeyboardInterrupt
+        original(self, name, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
+        with pytest.raises(KeyboardInterrupt):
+            train(output="halved", **settings)
+    resumed = train(output="halved", flags=("resume",), **settings)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halved"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert resumed["train_loss"] == whole["train_loss"]
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_twice_the_batch(still_folder, glue_folder, tmp_path):
+    settings = {"model_name_or_path": still_folder, "task_name": "sst2", "data_dir": glue_folder, "max_train_steps": 6}
+    settings |= {"learning_rate": 1e-4, **BOUND}
+    common = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    for count, batch, processes in ((1, 4, ("--num_processes", 1)), (2, 2, TWO)):
+        words = ["--output_dir", tmp_path / str(count), "--per_device_train_batch_size", batch, "--pad_to_max_length"]
+        run(*LAUNCH, *processes, "-m", "favor.train.glue", *common, *words)
+        assert json.loads((tmp_path / str(count) / "all_results.json").read_text())["num_processes"] == count
+    close(tmp_path / "1", tmp_path / "2", atol=1e-5)

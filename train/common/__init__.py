@@ -1,0 +1,1 @@
+"""What all training programs share."""

@@ -1,0 +1,94 @@
+"""Batches of tokens in an order that a resumed run finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader, Sampler
+from transformers import DataCollatorWithPadding
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from favor.train.common.arguments import DataArguments, TrainArguments
+from favor.train.text.glue_data import GlueData, Task
+
+
+class EpochSampler(Sampler[int]):
+    """A random order that depends on the seed and the epoch alone, so that a resumed run finds the same one.
+
+    Args:
+        length: number of samples.
+        seed: seed of the run.
+        tokens: length of each sample, to put samples of about the same length into one batch (as
+            transformers' `LengthGroupedSampler` does, but batches in random order), or None for a plain permutation.
+        batch_size: samples of a batch; needed with `tokens`.
+    """
+
+    def __init__(self, length: int, seed: int, tokens: list[int] | None = None, batch_size: int = 1) -> None:
+        self.length, self.seed, self.epoch = length, seed, 0
+        self.tokens, self.batch_size = tokens, batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch, from 0."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=generator).tolist()
+        if self.tokens is None:
+            yield from order
+            return
+        # Alike in length inside a batch, in no order from batch to batch; what fills no batch is of any length.
+        full = self.length // self.batch_size
+        kept, rest = order[: full * self.batch_size], order[full * self.batch_size :]
+        if kept:
+            tokens = [self.tokens[sample] for sample in kept]
+            grouped = get_length_grouped_indices(tokens, self.batch_size, generator=generator)
+            for batch in torch.randperm(full, generator=generator).tolist():
+                yield from (kept[i] for i in grouped[batch * self.batch_size : (batch + 1) * self.batch_size])
+        yield from rest
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several non-negative numbers, different for different numbers in all but freak cases."""
+    result = 0
+    for number in numbers:
+        result = (result * 0x9E3779B97F4A7C15 + number + 1) % 2**63
+    return result
+
+
+def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments) -> Dataset:
+    """Samples as token numbers, not padded unless asked for."""
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        texts = [batch[column] for column in task.sentences]
+        padding = "max_length" if arguments.pad_to_max_length else False
+        return tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
+
+    return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
+
+
+def make_loaders(
+    data: GlueData, tokenizer: Any, arguments: DataArguments, train: TrainArguments, seed: int, multiple: int | None
+) -> tuple[DataLoader, dict[str, DataLoader]]:
+    """Loaders of the training set, shuffled by seed and epoch, and of each development set, in order.
+
+    Batches are padded to their longest sample, rounded up to a `multiple` if that is not None.
+    """
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    samples = tokenized(data.train, data.task, tokenizer, arguments)
+    size = train.per_device_train_batch_size
+    tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
+    train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)
+    eval_loaders = {
+        split: DataLoader(
+            tokenized(part, data.task, tokenizer, arguments), train.per_device_eval_batch_size, collate_fn=collate
+        )
+        for split, part in data.evaluation.items()
+    }
+    return train_loader, eval_loaders

@@ -1,0 +1,169 @@
+"""The training loop of all programs: optimizer steps, checkpoints, resuming in the middle of an epoch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from tqdm.auto import tqdm
+from transformers import get_scheduler
+
+import favor
+from favor.train.common import checkpoint
+from favor.train.common.arguments import RunArguments
+from favor.train.common.batches import mix
+
+
+@dataclass
+class Run:
+    """One training: what `accelerator.prepare` returned, and how far it is.
+
+    Attributes:
+        clipped: the parameters whose gradients are clipped.
+        after_step: called after every optimizer step.
+        seconds: of every optimizer step.
+    """
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+    train_loader: Any
+    progress: checkpoint.Progress
+    seed: int
+    folder: Path
+    steps_per_epoch: int
+    total_steps: int
+    clipped: list[torch.nn.Parameter]
+    after_step: Callable[[], None] | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
+def make_accelerator(arguments: RunArguments, folder: Path, kwargs_handlers: list[Any] | None = None) -> Accelerator:
+    """The accelerator of one training, as `accelerate launch` and the arguments set it up."""
+    return Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=arguments.gradient_accumulation_steps),
+        mixed_precision=arguments.mixed_precision,
+        log_with="tensorboard" if arguments.report_to == "tensorboard" else None,
+        project_dir=folder,
+        kwargs_handlers=kwargs_handlers,
+    )
+
+
+def start(
+    accelerator: Accelerator,
+    prepared: tuple[Any, Any, Any],
+    arguments: RunArguments,
+    seed: int,
+    folder: Path,
+    clipped: list[torch.nn.Parameter],
+    *states: Any,
+) -> Run:
+    """A run at its beginning, or at its last checkpoint if it is resumed.
+
+    Args:
+        accelerator: that prepared everything.
+        prepared: model, optimizer and training loader.
+        arguments: steps, schedule, resuming.
+        seed: of the run.
+        folder: of its checkpoints.
+        clipped: the parameters whose gradients are clipped.
+        *states: what else belongs into a checkpoint, with `state_dict` and `load_state_dict`.
+    """
+    model, optimizer, train_loader = prepared
+    steps_per_epoch = math.ceil(len(train_loader) / arguments.gradient_accumulation_steps)
+    total_steps = arguments.max_train_steps or math.ceil(arguments.num_train_epochs * steps_per_epoch)
+    warmup = arguments.num_warmup_steps
+    warmup = math.ceil(arguments.warmup_ratio * total_steps) if warmup is None else warmup
+    # Around the bare optimizer: a prepared scheduler would advance once for each process.
+    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
+    progress = checkpoint.Progress()
+    accelerator.register_for_checkpointing(scheduler, progress, favor.RedrawCounter(model), *states)
+    saved = checkpoint.checkpoints(folder)
+    if arguments.resume and saved:
+        accelerator.load_state(str(saved[-1]))
+        accelerator.print(f"continuing from {saved[-1].name}, step {progress.step} of {total_steps}")
+    if arguments.report_to != "none":
+        accelerator.init_trackers("tensorboard")
+    return Run(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        train_loader,
+        progress,
+        seed,
+        folder,
+        steps_per_epoch,
+        total_steps,
+        clipped,
+    )
+
+
+def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
+    """Trains what is left, epoch after epoch; yields the number of each, from 1, when it is over.
+
+    The caller appends an entry to `run.progress.history` before it goes on.
+    """
+    quiet = not run.accelerator.is_local_main_process
+    bar = tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet)
+    while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
+        train_epoch(run, arguments, bar)
+        yield len(run.progress.history) + 1
+    bar.close()
+
+
+def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
+    """Trains from where the run is to the end of the epoch, or of all steps.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
+    done = (progress.step - epoch * run.steps_per_epoch) * arguments.gradient_accumulation_steps
+    batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader
+    # Both: each passes on to the sampler, when it is iterated, the epoch that it holds itself.
+    for loader in (run.train_loader, batches):
+        loader.set_epoch(epoch)
+    run.model.train()
+    losses: list[torch.Tensor] = []
+    clock = time.perf_counter()
+    for index, batch in enumerate(batches, done):
+        if progress.step == run.total_steps:
+            break
+        # Dropout depends on the place in the run alone, so that a resumed run repeats it.
+        torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
+        with accelerator.accumulate(run.model):
+            loss = run.model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and arguments.max_grad_norm > 0:
+                accelerator.clip_grad_norm_(run.clipped, arguments.max_grad_norm)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not accelerator.sync_gradients:
+            continue
+        rate = run.scheduler.get_last_lr()[0]
+        if not accelerator.optimizer_step_was_skipped:
+            run.scheduler.step()
+        mean_loss = torch.stack(losses).mean().item()
+        losses.clear()
+        if not math.isfinite(mean_loss):
+            raise FloatingPointError(f"the loss is {mean_loss} at step {progress.step + 1}: lower the learning rate")
+        progress.step += 1
+        if run.after_step is not None:
+            run.after_step()
+        progress.loss_sum += mean_loss
+        run.seconds.append(time.perf_counter() - clock)
+        bar.update()
+        accelerator.log({"train_loss": mean_loss, "learning_rate": rate}, step=progress.step)
+        if arguments.checkpointing_steps and progress.step % arguments.checkpointing_steps == 0:
+            checkpoint.save_checkpoint(accelerator, run.folder, progress.step)
+        clock = time.perf_counter()

@@ -1,0 +1,104 @@
+"""Pretrained models as their checkpoints name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import set_seed
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+
+import favor
+from favor.models import bert
+from favor.train.common.arguments import ModelArguments
+
+
+def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
+    """A model of the class its checkpoint names, in float32 and with exact attention.
+
+    Args:
+        path: folder or hub name; transformers' own models and those of the zoo.
+        performer: load a BERT as Performer BERT, whose saved folder remembers its backend.
+
+    Raises:
+        ValueError: if there is no such class, or no Performer BERT with the head of the checkpoint.
+    """
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or [None])[0]
+    model_class: Any = AutoModel
+    if name is not None:
+        wanted = f"Performer{name}" if performer and config.model_type == "bert" else name
+        model_class = getattr(transformers, wanted, None) or getattr(bert, wanted, None)
+        if model_class is None:
+            raise ValueError(f"{path} holds a {name}, and there is no class {wanted} to load it with")
+    return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def load_switched(
+    arguments: ModelArguments, auto_class: Any, performer_class: Any, seed: int, adapt: Callable[[Any], None]
+) -> PreTrainedModel:
+    """A pretrained model to train, in float32, its attention switched.
+
+    Args:
+        arguments: model, backend and its options.
+        auto_class: of transformers, for the head.
+        performer_class: what BERT becomes with a FAVOR backend, so that its saved folder remembers the backend.
+        seed: draws what the checkpoint lacks and the random features.
+        adapt: changes the configuration before the model is made.
+
+    Raises:
+        ValueError: if there are no safetensors weights, or options of FAVOR attention and no backend.
+    """
+    path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
+    remote = {"trust_remote_code": arguments.trust_remote_code}
+    config, model_class = AutoConfig.from_pretrained(path, **remote), auto_class
+    if config.model_type == "bert" and backend in favor.BACKENDS:
+        config, model_class = bert.PerformerBertConfig.from_pretrained(path), performer_class
+    adapt(config)
+    if arguments.dropout is not None:
+        for name, value in config.to_dict().items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(config, name, arguments.dropout)
+    set_seed(seed)
+    try:
+        model = model_class.from_pretrained(
+            path,
+            config=config,
+            attn_implementation=backend or config._attn_implementation,
+            dtype=torch.float32,
+            use_safetensors=None if arguments.allow_pickle_weights else True,
+            ignore_mismatched_sizes=arguments.ignore_mismatched_sizes,
+            **remote,
+        )
+    except OSError as error:
+        raise ValueError(f"{error}\nWeights in a pickle file that you trust: add --allow_pickle_weights.") from error
+    if model.config._attn_implementation in favor.BACKENDS:
+        return favor.configure(model, **options, seed=seed)
+    if options and backend is None:
+        raise ValueError(f"{', '.join(options)}: options of FAVOR attention, so add --attn_implementation favor#")
+    return model
+
+
+def load_tokenizer(arguments: ModelArguments) -> Any:
+    """The checkpoint's tokenizer; one without a padding token pads with its end-of-text token."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_positions(model: PreTrainedModel, max_length: int) -> None:
+    """Raises ValueError if the model has fewer positions than `max_length`."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions -= module.padding_idx + 1  # RoBERTa counts from there
+            break
+    if max_length > positions:
+        raise ValueError(f"max_length is {max_length}, but the model has {positions} positions")

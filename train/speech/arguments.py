@@ -1,0 +1,137 @@
+"""Command-line arguments of `train/asr.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from transformers import SchedulerType
+
+from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
+from favor.models.conformer.feature_extraction_conformer import NORMALIZE
+from favor.models.conformer.tokenization_conformer import MODEL_TYPES
+from favor.train.common.arguments import FREE, ArgumentGroups, BackendArguments, RunArguments, check_positive, option
+
+ARCHITECTURES = ("ctc", "transducer")
+
+
+@dataclass(kw_only=True)
+class SpeechModelArguments(BackendArguments):
+    """The model: a new one of a preset, or one to go on from."""
+
+    model_name_or_path: str | None = option(
+        None, "Hub name or folder of a model to go on from, with its processor. Default: a new model."
+    )
+    processor_name_or_path: str | None = option(
+        None, "Hub name or folder whose tokenizer and features a new model takes. Default: new ones."
+    )
+    preset: str = option("small", f"Size of a new model: {', '.join(PRESETS)}.")
+    architecture: str | None = option(
+        None,
+        f"{' or '.join(ARCHITECTURES)}; another than the checkpoint's keeps its encoder. Default: its own, else ctc.",
+    )
+    ctc_weight: float = option(0.0, "Part of a CTC loss beside that of the Transducer: above 0 trains both jointly.")
+    prediction_network: str = option("lstm", f"Of a new Transducer: {' or '.join(PREDICTION_NETWORKS)}.")
+    causal: bool = option(False, "A causal encoder, for streaming. Needs normalize none.")
+    dropout: float = option(0.1, "Of a new model, everywhere.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        super().__post_init__()
+        check_choice(self, "preset", PRESETS)
+        check_choice(self, "architecture", (None, *ARCHITECTURES))
+        check_choice(self, "prediction_network", PREDICTION_NETWORKS)
+        if self.ctc_weight and self.architecture != "transducer":
+            raise ValueError("ctc_weight is an option of --architecture transducer")
+
+
+@dataclass(kw_only=True)
+class SpeechDataArguments:
+    """The speech and what is made of it."""
+
+    data_dir: str | None = option(
+        None, "LibriSpeech's folder, or one with manifests. Default: openslr/librispeech_asr on the hub."
+    )
+    dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
+    train_split: str = option(
+        "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."
+    )
+    eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to evaluate on."})
+    extra_manifests: list[str] = field(
+        default_factory=list, metadata={"help": "Manifests whose utterances are trained on as well."}
+    )
+    max_train_samples: int | None = option(None, "Train on the first so many utterances only.")
+    max_eval_samples: int | None = option(None, "Evaluate on the first so many utterances of a split only.")
+    max_bad: float = option(
+        0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
+    )
+    resample: bool = option(False, "Convert audio that has not 16000 Hz instead of refusing it.")
+    tokenizer_type: str = option(
+        "unigram", f"Of a new tokenizer, trained on the transcripts: {', '.join(MODEL_TYPES)}."
+    )
+    vocab_size: int | None = option(None, "Its size. Default: 256, or all characters.")
+    num_mel_bins: int = option(80, "Mel bins of a new model.")
+    normalize: str = option("utterance", f"Of the features of a new model, {' or '.join(NORMALIZE)}: fixed constants.")
+    speeds: list[float] = field(
+        default_factory=lambda: [0.9, 1.0, 1.1], metadata={"help": "Speeds of the audio to draw from; 1: none."}
+    )
+    dither: float = option(1e-5, "Standard deviation of noise added to the samples in training.")
+    frequency_masks: int = option(2, "Frequency masks of SpecAugment.")
+    frequency_width: int = option(27, "Their greatest width, in bins.")
+    time_masks: int = option(10, "Time masks of SpecAugment.")
+    time_part: float = option(0.05, "Their greatest width, as a part of the utterance.")
+    num_workers: int = option(0, "Processes that read and featurise audio ahead. Default 0: none.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        check_positive(self, "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
+        check_choice(self, "tokenizer_type", MODEL_TYPES)
+        check_choice(self, "normalize", NORMALIZE)
+        if not self.speeds or min(self.speeds) <= 0:
+            raise ValueError(f"speeds must be positive numbers, got {self.speeds}")
+
+    @property
+    def limit(self) -> int | float:
+        """`max_bad` as `favor.train.speech.data.Skipped` takes it."""
+        return self.max_bad if 0 < self.max_bad < 1 else int(self.max_bad)
+
+
+@dataclass(kw_only=True)
+class SpeechTrainArguments(RunArguments):
+    """The optimization, with batches by seconds of audio."""
+
+    max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, a process and a forward pass.")
+    learning_rate: float = option(1e-3, "Peak learning rate.")
+    num_train_epochs: float = option(50.0, "Epochs.")
+    lr_scheduler_type: SchedulerType = field(default=SchedulerType.COSINE, metadata={"help": "Learning rate schedule."})
+    warmup_ratio: float = option(0.1, "Warm-up as a part of all steps.")
+    ema_decay: float = option(
+        0.999,
+        "Of the average of the weights that is evaluated and saved; less in the first steps. 0: the last weights.",
+    )
+    eval_epochs: int = option(1, "Epochs between evaluations; the last epoch is always evaluated.")
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        super().__post_init__()
+        check_positive(self, "max_batch_seconds", "eval_epochs")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+
+
+@dataclass
+class Arguments(ArgumentGroups):
+    """All arguments of a run."""
+
+    free: ClassVar[tuple[str, ...]] = (*FREE, "num_workers")
+
+    model: SpeechModelArguments
+    data: SpeechDataArguments
+    train: SpeechTrainArguments
+
+
+def check_choice(arguments: Any, name: str, allowed: Any) -> None:
+    """Raises ValueError for a named value that is not among the allowed ones."""
+    if getattr(arguments, name) not in allowed:
+        names = ", ".join(choice for choice in allowed if choice is not None)
+        raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")

@@ -1,0 +1,211 @@
+"""Batches of speech: samples made on access, batches of similar length in an order that a resumed run finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, Sampler
+
+from favor.models.conformer.configuration_conformer import IGNORED
+from favor.train.common.batches import mix
+from favor.train.speech.augment import SpecAugment, change_speed
+from favor.train.speech.data import Utterance, read_audio
+
+Key = tuple[int, int]
+
+
+class SpeechDataset(Dataset):
+    """Features and labels of utterances, read from disk and computed on access.
+
+    `dataset[epoch, index]` depends on the seed, the epoch and the index alone, whichever worker or process makes it;
+    `dataset[index]` is that of epoch 0.
+
+    Args:
+        utterances: with their lengths, see `prepare`.
+        processor: a `ConformerProcessor`.
+        speeds: factors of `change_speed`, one of them drawn for each sample. Default (1.0,): none. Usual for training
+            are (0.9, 1.0, 1.1).
+        dither: standard deviation of noise on the samples. Default 0.
+        augment: masks the features. Default None: nothing does.
+        seed: of speeds, noise and masks. Default 0.
+        resample: whether audio of another rate is resampled. Default False.
+
+    Raises:
+        ValueError: for no utterances, one without its length, or no speed.
+    """
+
+    def __init__(
+        self,
+        utterances: Sequence[Utterance],
+        processor: Any,
+        *,
+        speeds: Sequence[float] = (1.0,),
+        dither: float = 0.0,
+        augment: SpecAugment | None = None,
+        seed: int = 0,
+        resample: bool = False,
+    ) -> None:
+        if len(utterances) == 0 or len(speeds) == 0:
+            raise ValueError(f"utterances and speeds must not be empty, got {len(utterances)} and {len(speeds)}.")
+        unknown = [utterance.id for utterance in utterances if utterance.seconds is None]
+        if unknown:
+            raise ValueError(f"utterance {unknown[0]} has no length yet: prepare the utterances first.")
+        self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
+        self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
+        self.augment = augment
+        ids = processor.tokenizer([utterance.text for utterance in utterances])["input_ids"]
+        self.labels = [torch.tensor(row, dtype=torch.int32) for row in ids]
+
+    @property
+    def durations(self) -> list[float]:
+        """Seconds of every utterance at its own speed."""
+        return [utterance.seconds or 0.0 for utterance in self.utterances]
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, key: int | Key) -> dict[str, Any]:
+        """One sample.
+
+        Returns:
+            `input_features [T, F]`, `labels [U]` and the `index` of the utterance.
+
+        Raises:
+            ValueError: if the audio cannot be read; the message names it.
+        """
+        epoch, index = (0, key) if isinstance(key, int) else key
+        utterance = self.utterances[index]
+        rate = self.extractor.sampling_rate
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
+        speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
+        waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        features = self.extractor(
+            waveform, sampling_rate=rate, return_tensors="pt", dither=self.dither, generator=generator
+        )["input_features"]
+        if self.augment is not None:
+            features = self.augment(features, torch.tensor([features.shape[1]]), generator)
+        return {"input_features": features[0], "labels": self.labels[index].long(), "index": index}
+
+
+def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:
+    """A batch of samples of `SpeechDataset`.
+
+    Args:
+        samples: see there.
+        with_index: adds `index [B]`, so that an evaluation knows which utterances it has seen, and which twice. Not for
+            a model's arguments. Default False.
+
+    Returns:
+        `input_features [B, T, F]` padded with 0, `attention_mask [B, T]` bool, `labels [B, U]` padded with -100.
+    """
+    features = [sample["input_features"] for sample in samples]
+    lengths = torch.tensor([len(frames) for frames in features])
+    batch = {
+        "input_features": pad_sequence(features, True),
+        "attention_mask": torch.arange(int(lengths.max())) < lengths[:, None],
+        "labels": pad_sequence([sample["labels"] for sample in samples], True, IGNORED),
+    }
+    if with_index:
+        batch["index"] = torch.tensor([sample["index"] for sample in samples])
+    return batch
+
+
+class DurationBatchSampler(Sampler[list[Key]]):
+    """Batches of utterances of similar length, with at most so many seconds of padded audio.
+
+    Utterances are sorted by length and cut into buckets of `batches_per_bucket` batches, whose number of utterances
+    follows from the longest of the bucket. Each epoch shuffles every bucket, cuts it into batches, and shuffles the
+    batches. The order depends on the seed and the epoch alone, and there are as many batches in every epoch, so that a
+    place in the run is a number of steps.
+
+    A batch is a list of keys `(epoch, index)` for `SpeechDataset`: workers need not be told the epoch.
+
+    Give it to `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and that to `accelerator.prepare`, with
+    accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Batch i then goes to process
+    i % n, and the first batches come again at the end of the epoch so that every process has `ceil(len(sampler) / n)`
+    of them. `loader.set_epoch(epoch)` reaches the sampler, also with several processes; a loader from
+    `skip_first_batches` passes it on with one process only, so call it on the prepared loader as well. In an evaluation
+    with several processes utterances of the first batches may come twice: gather `index` too, see `collate`.
+    `gather_for_metrics` does not know how many to drop.
+
+    Args:
+        durations: seconds of every utterance, at its own speed.
+        max_seconds: greatest length times number of utterances of a batch.
+        seed: of the order. Default 0.
+        speeds: speed factors of the dataset; a batch leaves room for the slowest. Default (1.0,).
+        shuffle: False gives the longest utterances first, as few batches as can be. Default True.
+        batches_per_bucket: more mix utterances better and pad more; without shuffling it is 1. Default 8.
+        allow_long: whether an utterance longer than max_seconds is a batch of its own. Default False: it is an error.
+        names: of the utterances, for that error. Default None: their numbers.
+
+    Raises:
+        ValueError: for no utterances, one that is too long, or numbers out of range.
+
+    Example:
+        >>> sampler = DurationBatchSampler([1.0, 2.0, 3.0, 4.0], max_seconds=6.0, shuffle=False)
+        >>> list(sampler)
+        [[(0, 3)], [(0, 2), (0, 1)], [(0, 0)]]
+    """
+
+    def __init__(
+        self,
+        durations: Sequence[float],
+        max_seconds: float,
+        seed: int = 0,
+        *,
+        speeds: Sequence[float] = (1.0,),
+        shuffle: bool = True,
+        batches_per_bucket: int = 8,
+        allow_long: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if len(durations) == 0 or min(durations) <= 0:
+            raise ValueError("durations must hold positive seconds, at least one.")
+        if len(speeds) == 0 or min(speeds) <= 0 or max_seconds <= 0 or batches_per_bucket < 1:
+            raise ValueError(
+                "max_seconds, speeds and batches_per_bucket must be positive, got "
+                f"{max_seconds}, {list(speeds)} and {batches_per_bucket}."
+            )
+        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+        room = max_seconds * min(speeds)
+        order = sorted(range(len(durations)), key=lambda index: (-durations[index], index))
+        longest = order[0]
+        if durations[longest] > room and not allow_long:
+            name = longest if names is None else names[longest]
+            raise ValueError(
+                f"utterance {name} lasts {durations[longest]:.2f} s, more than max_seconds times the slowest speed, "
+                f"{room:.2f} s: raise max_seconds, leave it out, or pass allow_long=True for a batch of its own."
+            )
+        self.buckets: list[tuple[int, list[int]]] = []
+        place = 0
+        while place < len(order):
+            size = max(1, int(room / durations[order[place]]))
+            width = size * batches_per_bucket if shuffle else size
+            self.buckets.append((size, order[place : place + width]))
+            place += width
+
+    @property
+    def sampler(self) -> DurationBatchSampler:
+        """Itself: with several processes accelerate looks for `set_epoch` one step further in."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch, from 0."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(-(-len(bucket) // size) for size, bucket in self.buckets)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        batches = []
+        for size, bucket in self.buckets:
+            order = torch.randperm(len(bucket), generator=generator).tolist() if self.shuffle else range(len(bucket))
+            mixed = [(self.epoch, bucket[place]) for place in order]
+            batches += [mixed[start : start + size] for start in range(0, len(mixed), size)]
+        places = torch.randperm(len(batches), generator=generator).tolist() if self.shuffle else range(len(batches))
+        yield from (batches[place] for place in places)

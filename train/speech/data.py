@@ -1,0 +1,234 @@
+"""Utterances: what they are, how their audio is read, and what makes one unusable."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import soundfile
+
+from favor.models.conformer.configuration_conformer import subsampled_frames
+from favor.train.speech.augment import resample as change_rate
+
+# Decoding goes in blocks, because a header may not know how much there is.
+BLOCK_SAMPLES = 1 << 20
+UNKNOWN_FRAMES = 1 << 40
+LISTED = 20
+
+
+class StoredAudio(Protocol):
+    """Audio that lies somewhere else than in a file of its own."""
+
+    def read(self) -> bytes:
+        """The bytes of the audio file."""
+
+    def __str__(self) -> str:
+        """Where it is."""
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One piece of speech and what is said in it.
+
+    Args:
+        id: unique name.
+        text: normalised transcript.
+        audio: path of an audio file, the bytes of one, or what reads them.
+        seconds: length of the audio. Default None: not known before `prepare`.
+        speaker: who speaks. Default None: not known.
+        chapter: which recording it was cut from. Default None: not known.
+    """
+
+    id: str
+    text: str
+    audio: Path | bytes | StoredAudio
+    seconds: float | None = None
+    speaker: str | None = None
+    chapter: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the audio is, for messages."""
+        return f"{len(self.audio)} bytes" if isinstance(self.audio, bytes) else str(self.audio)
+
+
+@dataclass
+class Skipped:
+    """What is left out and why, up to a limit.
+
+    Args:
+        max_bad: a whole number is the greatest number of utterances to leave out, a fraction (float) their greatest
+            part. Default 0: the first one raises.
+
+    Attributes:
+        reasons: names and why each is left out, in the order of discovery.
+
+    Raises:
+        ValueError: for a negative limit or a float above 1.
+    """
+
+    max_bad: int | float = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the limit."""
+        if self.max_bad < 0 or (isinstance(self.max_bad, float) and self.max_bad > 1):
+            raise ValueError(f"max_bad must be a whole number or a float between 0 and 1, got {self.max_bad!r}.")
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def add(self, name: str, reason: str) -> None:
+        """Notes one; raises ValueError if there are now more than a whole `max_bad`."""
+        self.reasons[name] = reason
+        if not isinstance(self.max_bad, float) and len(self) > self.max_bad:
+            raise ValueError(self.describe(LISTED))
+
+    def check(self, total: int) -> None:
+        """Raises ValueError if more than the fraction `max_bad` of `total` utterances is left out."""
+        if isinstance(self.max_bad, float) and len(self) > self.max_bad * total:
+            raise ValueError(f"of {total} utterances {self.describe(LISTED)}")
+
+    def describe(self, most: int | None = None) -> str:
+        """All names and reasons, a line each; with `most`, the last so many."""
+        lines = [f"{name}: {reason}" for name, reason in self.reasons.items()]
+        hidden = 0 if most is None else max(0, len(lines) - most)
+        head = f"{len(lines)} cannot be used (max_bad is {self.max_bad})"
+        return "\n".join([f"{head}, {hidden} not shown:" if hidden else f"{head}:", *lines[hidden:]])
+
+
+def read_audio(
+    source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
+) -> np.ndarray:
+    """Samples of an audio file of any format that libsndfile knows (FLAC, WAV, MP3, OGG, ...).
+
+    A file cut short is noticed if its header says how long it should be, as those of FLAC and most of MP3 do; that of
+    WAV is not enough.
+
+    Args:
+        source: an utterance, a path, or the bytes of a file.
+        sampling_rate: wanted rate in Hz. Default 16000.
+        resample: whether audio of another rate is resampled. Default False: it is an error.
+
+    Returns:
+        `[n]`, float32, in [-1, 1]; channels are averaged.
+
+    Raises:
+        ValueError: if the file is missing, empty, not audio, cut short or damaged, or has another rate; the message
+            names the file.
+    """
+    handle: Any
+    audio: Any = source.audio if isinstance(source, Utterance) else source
+    place = source.place if isinstance(source, Utterance) else ("bytes" if isinstance(source, bytes) else str(source))
+    try:
+        if isinstance(audio, (str, Path)):
+            size, handle = Path(audio).stat().st_size, str(audio)
+        else:
+            content = audio if isinstance(audio, bytes) else audio.read()
+            size, handle = len(content), io.BytesIO(content)
+        if size == 0:
+            raise ValueError(f"{place}: the file is empty")
+        with soundfile.SoundFile(handle) as stream:
+            rate, expected = stream.samplerate, stream.frames
+            samples = _decode(stream)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{place}: cannot be decoded: {getattr(error, 'error_string', error)}") from error
+    if not len(samples):
+        raise ValueError(f"{place}: holds no samples")
+    if len(samples) < expected < UNKNOWN_FRAMES:
+        raise ValueError(f"{place}: is cut short: {len(samples)} of {expected} samples can be decoded")
+    if not np.isfinite(samples).all():
+        raise ValueError(f"{place}: holds samples that are not finite")
+    if rate != sampling_rate:
+        if not resample:
+            raise ValueError(f"{place}: has {rate} Hz, expected {sampling_rate}: pass resample=True to convert it")
+        samples = change_rate(samples, rate, sampling_rate)
+    return samples
+
+
+def _decode(stream: soundfile.SoundFile) -> np.ndarray:
+    """All samples `[n]`, the mean of the channels."""
+    blocks = []
+    while True:
+        block = stream.read(BLOCK_SAMPLES, dtype="float32", always_2d=True)
+        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(1, dtype=np.float32))
+        if len(block) < BLOCK_SAMPLES:
+            return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+
+
+def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
+    """Encoder outputs that a transcript needs.
+
+    Args:
+        ids: its tokens.
+        ctc: one for each token, and one for the blank between two equal ones (Graves et al. 2006, section 3.1).
+            Default True. False counts tokens alone: a Transducer could do with less, but such a transcript does not
+            belong to its audio.
+    """
+    return len(ids) + (sum(a == b for a, b in itertools.pairwise(ids)) if ctc else 0)
+
+
+def check_lengths(
+    utterances: Sequence[Utterance],
+    processor: Any,
+    skipped: Skipped | None = None,
+    *,
+    ctc: bool = True,
+    fastest: float = 1.0,
+    outputs: Callable[[int], int] = subsampled_frames,
+) -> list[Utterance]:
+    """Utterances whose transcript fits into their audio.
+
+    Args:
+        utterances: with `seconds`.
+        processor: a `ConformerProcessor`.
+        skipped: takes the others. Default None: the first one raises.
+        ctc: see `needed_frames`. Default True.
+        fastest: greatest speed factor of the training. Default 1.
+        outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
+
+    Returns:
+        The utterances that fit, in order.
+
+    Raises:
+        ValueError: for an utterance without `seconds`, or for more misfits than `skipped` takes.
+    """
+    skipped = Skipped() if skipped is None else skipped
+    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
+    tokens = processor.tokenizer([utterance.text for utterance in utterances])["input_ids"] if utterances else []
+    for utterance, ids in zip(utterances, tokens, strict=True):
+        if utterance.seconds is None:
+            raise ValueError(f"utterance {utterance.id} has no length yet: prepare the utterances first.")
+        samples = math.ceil(round(utterance.seconds * extractor.sampling_rate) / fastest)
+        available, needed = outputs(extractor.num_frames(samples)), needed_frames(ids, ctc)
+        if available >= max(needed, 1):
+            kept.append(utterance)
+        else:
+            skipped.add(
+                f"{utterance.id} ({utterance.place})",
+                f"{utterance.seconds:.2f} s give {available} frames, too few for {len(ids)} tokens that need {needed}",
+            )
+    skipped.check(total)
+    return kept
+
+
+def long_enough(utterances: Sequence[Utterance], processor: Any, skipped: Skipped) -> list[Utterance]:
+    """Utterances that give the encoder a frame at least; the others go to `skipped`, which may raise.
+
+    Transcripts do not matter: an evaluation must not leave out what is hard.
+    """
+    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
+    for utterance in utterances:
+        frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
+        if subsampled_frames(frames):
+            kept.append(utterance)
+        else:
+            skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")
+    skipped.check(total)
+    return kept

@@ -1,0 +1,71 @@
+"""The loaders of a speech training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch.utils.data import DataLoader
+
+from favor.models.conformer import ConformerProcessor
+from favor.train.speech.arguments import Arguments
+from favor.train.speech.augment import SpecAugment
+from favor.train.speech.batches import DurationBatchSampler, Key, SpeechDataset, collate
+from favor.train.speech.data import Utterance
+
+
+def make_loaders(
+    arguments: Arguments,
+    utterances: list[Utterance],
+    evaluation: dict[str, list[Utterance]],
+    processor: ConformerProcessor,
+    seed: int,
+) -> tuple[DataLoader, dict[str, DataLoader]]:
+    """Loaders of the training set, augmented and shuffled by seed and epoch, and of each evaluation split."""
+    data = arguments.data
+    masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
+    dataset = SpeechDataset(
+        utterances,
+        processor,
+        speeds=data.speeds,
+        dither=data.dither,
+        augment=masks,
+        seed=seed,
+        resample=data.resample,
+    )
+    room, workers = arguments.train.max_batch_seconds, {"num_workers": data.num_workers}
+    sampler = DurationBatchSampler(
+        dataset.durations, room, seed, speeds=data.speeds, names=[utterance.id for utterance in utterances]
+    )
+    train_loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **workers)
+    eval_loaders = {
+        split: evaluation_loader(part, processor, room, resample=data.resample, **workers)
+        for split, part in evaluation.items()
+    }
+    return train_loader, eval_loaders
+
+
+def evaluation_loader(
+    utterances: Sequence[Utterance],
+    processor: ConformerProcessor,
+    max_seconds: float,
+    *,
+    resample: bool = False,
+    num_workers: int = 0,
+    choose: Callable[[list[list[Key]]], list[list[Key]]] | None = None,
+) -> DataLoader:
+    """Loader of utterances as they are, the longest first; each batch has their numbers as `index`.
+
+    Args:
+        utterances: with their lengths.
+        processor: of the model.
+        max_seconds: of a batch, padding included; a longer utterance is a batch of its own.
+        resample: see `read_audio`. Default False.
+        num_workers: processes that read audio ahead. Default 0: none.
+        choose: takes the batches and returns those to load. Default None: all.
+    """
+    dataset = SpeechDataset(utterances, processor, resample=resample)
+    sampler = DurationBatchSampler(dataset.durations, max_seconds, shuffle=False, allow_long=True)
+    batches = sampler if choose is None else choose(list(sampler))
+    numbered = partial(collate, with_index=True)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=numbered, num_workers=num_workers)

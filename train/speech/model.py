@@ -1,0 +1,129 @@
+"""The model and the processor that a speech training starts from: new ones, or those of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+
+import favor
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    train_tokenizer,
+)
+from favor.train.speech.arguments import Arguments, SpeechModelArguments
+from favor.train.speech.data import Utterance, read_audio
+
+MODELS = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
+MEASURED = 200
+_OF_NEW_MODELS = ("preset", "processor_name_or_path", "prediction_network", "causal", "dropout")
+OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize")
+
+
+def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
+    """The processor of a folder, or a new one: a tokenizer of the transcripts, features as the arguments say.
+
+    With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
+
+    Raises:
+        ValueError: for options of a new model beside a checkpoint, or a vocabulary the transcripts do not allow.
+    """
+    path, data = _check_new(arguments), arguments.data
+    if path is not None:
+        processor = ConformerProcessor.from_pretrained(path)
+        _check_causal(arguments.model, processor.feature_extractor.normalize)
+        return processor
+    _check_causal(arguments.model, data.normalize)
+    if data.normalize == "none":
+        waveforms = (read_audio(utterance, resample=data.resample) for utterance in utterances[:MEASURED])
+        extractor = ConformerFeatureExtractor.measured(waveforms, feature_size=data.num_mel_bins)
+    else:
+        extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
+    tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
+    return ConformerProcessor(extractor, tokenizer)
+
+
+def saved_architecture(config: ConformerConfig) -> str | None:
+    """Whether a saved model is "ctc" or "transducer", by its configuration; None if it is neither."""
+    return next((name for name, kind in MODELS.items() if kind.__name__ in (config.architectures or ())), None)
+
+
+def architecture_of(arguments: SpeechModelArguments) -> str:
+    """Whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
+    if arguments.architecture is not None or arguments.model_name_or_path is None:
+        return arguments.architecture or "ctc"
+    config = ConformerConfig.from_pretrained(arguments.model_name_or_path)
+    found = saved_architecture(config)
+    if found is None:
+        raise ValueError(
+            f"{arguments.model_name_or_path} is {' '.join(config.architectures or ['nothing named'])}: say what to "
+            f"train on its encoder, --architecture {' or '.join(MODELS)}"
+        )
+    return found
+
+
+def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
+    """A new model of the preset, or the checkpoint's, its attention switched; the seed draws weights and features."""
+    given, options = arguments.model, arguments.model.favor_options()
+    model_class = MODELS[architecture_of(given)]
+    set_seed(seed)
+    if given.model_name_or_path is not None:
+        backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
+        changes = {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
+        model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
+    else:
+        dropouts = ("dropout", "activation_dropout", "attention_dropout", "prediction_dropout")
+        config = ConformerConfig.preset(
+            given.preset,
+            vocab_size=len(processor.tokenizer),
+            num_mel_bins=processor.feature_extractor.feature_size,
+            feature_hop_length=processor.feature_extractor.hop_length,
+            causal=given.causal,
+            prediction_network=given.prediction_network,
+            ctc_weight=given.ctc_weight,
+            attn_implementation=given.attn_implementation,
+            **dict.fromkeys(dropouts, given.dropout),
+        )
+        model = model_class(config)
+    if model.config._attn_implementation in favor.BACKENDS:
+        return favor.configure(model, **options, seed=seed)
+    if options:
+        raise ValueError(
+            f"{', '.join(options)}: options of FAVOR attention, not of {model.config._attn_implementation}: leave them "
+            "out or add --attn_implementation favor#"
+        )
+    return model
+
+
+def _check_new(arguments: Arguments) -> str | None:
+    """Folder that the processor comes from, if any; raises ValueError for options that then have no effect."""
+    model, data = arguments.model, arguments.data
+    if model.model_name_or_path is not None:
+        _refuse(model, "--model_name_or_path", _OF_NEW_MODELS)
+        _refuse(data, "--model_name_or_path", OF_NEW_PROCESSORS)
+        return model.model_name_or_path
+    if model.processor_name_or_path is not None:
+        _refuse(data, "--processor_name_or_path", OF_NEW_PROCESSORS)
+        return model.processor_name_or_path
+    return None
+
+
+def _check_causal(model: SpeechModelArguments, normalize: str) -> None:
+    if model.causal and normalize != "none":
+        raise ValueError(
+            f"a causal model cannot wait for the whole utterance, and its features have normalize {normalize!r}: add "
+            "--normalize none, or name a processor that has it"
+        )
+
+
+def _refuse(part: Any, given: str, names: Sequence[str]) -> None:
+    for entry in fields(part):
+        if entry.name in names and getattr(part, entry.name) != entry.default:
+            raise ValueError(f"{entry.name} is for what {given} brings along: leave it out")

@@ -1,0 +1,374 @@
+"""Labels that a model gives to speech without transcripts, and the choice of those to train on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from favor.models.conformer import ConformerProcessor, normalize_transcript
+from favor.train.speech.batches import Key
+from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
+from favor.train.speech.loaders import evaluation_loader
+from favor.train.speech.transcribe import search
+
+FINAL, PART = "labels.jsonl", "labels.part-{}.jsonl"
+IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
+# Residuals of a fit, relative to the values, that are rounding alone.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class PseudoLabel:
+    """What a teacher understood of one utterance.
+
+    Attributes:
+        id: of the utterance.
+        audio: absolute path of its file.
+        text: of the best hypothesis, maybe empty.
+        log_prob: its natural logarithm of probability.
+        tokens: its number of tokens, of the teacher's tokenizer.
+        seconds: length of the audio.
+    """
+
+    id: str
+    audio: str
+    text: str
+    log_prob: float
+    tokens: int
+    seconds: float
+
+
+def fingerprint(folder: str | Path) -> str:
+    """Identity of a saved model with its processor: a hash of weights, configurations and tokenizer.
+
+    Raises:
+        ValueError: if the folder holds no weights in safetensors.
+    """
+    folder = Path(folder)
+    if not any(folder.glob(IDENTITY[0])):
+        raise ValueError(
+            f"folder must hold a saved model with *.safetensors, got {folder}: give one of favor.train.asr."
+        )
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in IDENTITY for path in folder.glob(pattern)}):
+        digest.update(path.name.encode())
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def label(
+    model: Any,
+    processor: ConformerProcessor,
+    utterances: Sequence[Utterance],
+    folder: str | Path,
+    *,
+    teacher: str,
+    beam_size: int = 8,
+    max_batch_seconds: float = 200.0,
+    resample: bool = False,
+    num_workers: int = 0,
+    shard: tuple[int, int] = (0, 1),
+) -> None:
+    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; then call `collect`.
+
+    Each batch is written and synced as soon as it is done, so that a killed labelling goes on where it was. Batches
+    depend on the utterances alone, so that neither a kill nor the number of shards changes a result. Transcripts of the
+    utterances are not looked at.
+
+    Args:
+        model: a `ConformerForCTC` or `ConformerForTransducer`, on its device; it is set to evaluation.
+        processor: the model's.
+        utterances: with their lengths, see `prepare`, each in an audio file of its own: a label refers to it by path.
+        folder: where labels are kept, made if it is not there.
+        teacher: identity of the model, see `fingerprint`.
+        beam_size: hypotheses kept by the search. Default 8.
+        max_batch_seconds: padded seconds of a batch. Default 200.
+        resample: whether audio of another rate is resampled. Default False.
+        num_workers: processes that read audio ahead. Default 0: none.
+        shard: (i, n) does the i-th of n parts, for n processes that label at the same time. Default (0, 1): all.
+
+    Raises:
+        ValueError: for audio that is not a file, or a folder with labels of another teacher, beam or `resample`.
+    """
+    stored = [utterance for utterance in utterances if not isinstance(utterance.audio, Path)]
+    if stored:
+        raise ValueError(
+            f"utterances must be audio files, since labels refer to them by path; {stored[0].id} is {stored[0].place}. "
+            "Write the audio of a dataset of the hub to files first."
+        )
+    folder, (process, processes) = Path(folder), shard
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"teacher": teacher, "beam_size": beam_size, "resample": resample}
+    _, known = _known(folder, settings)
+    todo = {u.id for u in utterances if u.id not in known or known[u.id].audio != os.path.abspath(u.place)}
+    long, short = _by_length(utterances, processor)
+    records: Iterator[list[PseudoLabel]] = iter([[_record(u, "", 0.0, 0) for u in short]] if process == 0 else [])
+
+    def mine(batches: list[list[Key]]) -> list[list[Key]]:
+        return [batch for batch in batches[process::processes] if any(long[index].id in todo for _, index in batch)]
+
+    if long:
+        loader = evaluation_loader(
+            long, processor, max_batch_seconds, resample=resample, num_workers=num_workers, choose=mine
+        )
+        records = itertools.chain(records, _transcribed(model, processor, long, loader, beam_size, process == 0))
+    new = ([one for one in batch if one.id in todo] for batch in records)
+    _append(folder / PART.format(process), settings, new)
+
+
+def _by_length(
+    utterances: Sequence[Utterance], processor: ConformerProcessor
+) -> tuple[list[Utterance], list[Utterance]]:
+    """Utterances without their texts: those that give a frame of the encoder, and those too short for one."""
+    untold = [dataclasses.replace(utterance, text="") for utterance in utterances]
+    long = long_enough(untold, processor, Skipped(1.0))
+    known = {utterance.id for utterance in long}
+    return long, [utterance for utterance in untold if utterance.id not in known]
+
+
+def _transcribed(
+    model: Any, processor: ConformerProcessor, utterances: Sequence[Utterance], loader: Any, beam_size: int, show: bool
+) -> Iterator[list[PseudoLabel]]:
+    """Labels of batch after batch."""
+    model.eval()
+    for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
+        indices = batch.pop("index").tolist()
+        best = [beam[0] for beam in search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size)]
+        texts = [processor.tokenizer.decode(list(one.tokens), group_tokens=False) for one in best]
+        yield [
+            _record(utterances[index], text, one.log_prob, len(one.tokens))
+            for index, text, one in zip(indices, texts, best, strict=True)
+        ]
+
+
+def _record(utterance: Utterance, text: str, log_prob: float, tokens: int) -> PseudoLabel:
+    return PseudoLabel(utterance.id, os.path.abspath(utterance.place), text, log_prob, tokens, utterance.seconds or 0.0)
+
+
+def _append(path: Path, settings: dict[str, Any], batches: Iterator[list[PseudoLabel]]) -> None:
+    """Writes labels so that what is written survives; the file begins with the settings."""
+    if path.exists():
+        # What a killed process left of a line.
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    for batch in batches:
+        if not batch:
+            continue
+        with path.open("a", encoding="utf-8") as stream:
+            if stream.tell() == 0:
+                stream.write(json.dumps({"settings": settings}) + "\n")
+            stream.writelines(json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in batch)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
+    """Settings and labels of a file's whole lines; none of a file without one."""
+    content = path.read_bytes()
+    try:
+        lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+        return (lines[0]["settings"], [PseudoLabel(**line) for line in lines[1:]]) if lines else ({}, [])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; delete it to label its utterances again.") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with labels, older ones first: later labels of an id win."""
+    return [path for path in (folder / FINAL, *sorted(folder.glob(PART.format("*")))) if path.exists()]
+
+
+def _known(folder: Path, settings: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, PseudoLabel]]:
+    """Settings and labels by id; raises ValueError if some were made with other settings."""
+    known: dict[str, PseudoLabel] = {}
+    for path in _files(folder):
+        there, labels = _read(path)
+        settings = settings or there
+        if there and there != settings:
+            raise ValueError(
+                f"{path} was made with {there}, not with {settings}: go on with that teacher and these options, "
+                "or delete the file to label again, or choose another folder."
+            )
+        known.update((one.id, one) for one in labels)
+    return settings or {}, known
+
+
+def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoLabel]:
+    """Joins what `label` wrote into `labels.jsonl`, once all shards are done. One process calls it.
+
+    Args:
+        utterances: all that were to be labelled.
+        folder: of the labels.
+
+    Returns:
+        Labels in the order of the utterances.
+
+    Raises:
+        ValueError: if some are missing, or files of different teachers were mixed.
+    """
+    folder = Path(folder)
+    settings, known = _known(folder)
+    missing = [utterance.id for utterance in utterances if utterance.id not in known]
+    if missing:
+        raise ValueError(f"{folder} lacks labels of {len(missing)} utterances, the first is {missing[0]}: label them.")
+    if parts := [path for path in _files(folder) if path.name != FINAL]:
+        joined = folder / (FINAL + ".partial")
+        joined.unlink(missing_ok=True)
+        _append(joined, settings, iter([list(known.values())]))
+        os.replace(joined, folder / FINAL)
+        for path in parts:
+            path.unlink()
+    return [known[utterance.id] for utterance in utterances]
+
+
+@dataclass(frozen=True)
+class ScoreFit:
+    """How log probabilities grow with the number of tokens: S = mu l + beta, give or take sigma sqrt(l)."""
+
+    mu: float
+    beta: float
+    sigma: float
+
+
+def fit_scores(labels: Sequence[PseudoLabel]) -> ScoreFit:
+    """Fits log probabilities S on numbers of tokens l.
+
+    mu and beta minimise sum_i (S_i - mu l_i - beta)^2; where all l_i are equal, or there is one label, many do and the
+    smallest mu^2 + beta^2 is taken. sigma is the standard deviation (divisor n) of (S_i - mu l_i - beta) / sqrt(l_i).
+    After Park et al. 2020, "Improved Noisy Student Training for Automatic Speech Recognition", arXiv:2005.09629, on
+    filtering, where S contains a language model's score as well and the fit is on a development set.
+
+    Args:
+        labels: those without tokens are left out.
+
+    Raises:
+        ValueError: if none has tokens.
+    """
+    labels = [one for one in labels if one.tokens]
+    if not labels:
+        raise ValueError("labels must hold a hypothesis with tokens, got none: train the teacher for longer.")
+    lengths, log_probs = (np.array([getattr(one, key) for one in labels], float) for key in ("tokens", "log_prob"))
+    design = np.stack([lengths, np.ones_like(lengths)], 1)
+    (mu, beta), *_ = np.linalg.lstsq(design, log_probs, rcond=None)
+    sigma = float(np.std((log_probs - design @ (mu, beta)) / np.sqrt(lengths)))
+    return ScoreFit(float(mu), float(beta), sigma if sigma > ROUNDING * np.abs(log_probs).max() else 0.0)
+
+
+def filter_scores(labels: Sequence[PseudoLabel], fit: ScoreFit) -> np.ndarray:
+    """Normalised filtering score s = (S - mu l - beta) / (sigma sqrt(l)) of each label, `[n]`; see `fit_scores`.
+
+    Among labels as the fitted ones it has about the same spread at all lengths. It is 0 where sigma is 0 (points on a
+    line, as two always are), and minus infinity without tokens.
+    """
+    lengths, log_probs = (np.array([getattr(one, key) for one in labels], float) for key in ("tokens", "log_prob"))
+    spread = fit.sigma * np.sqrt(np.maximum(lengths, 1))
+    residuals = log_probs - fit.mu * lengths - fit.beta
+    scores = np.divide(residuals, spread, out=np.zeros_like(residuals), where=spread > 0)
+    return np.where(lengths > 0, scores, -np.inf)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Labels to train on.
+
+    Attributes:
+        kept: in their order.
+        dropped: reasons of the others by id.
+        fit: of the scores.
+    """
+
+    kept: list[PseudoLabel]
+    dropped: dict[str, str]
+    fit: ScoreFit
+
+    def counts(self) -> dict[str, int]:
+        """How many were dropped for each reason."""
+        return dict(Counter(self.dropped.values()))
+
+
+def select(
+    labels: Sequence[PseudoLabel],
+    processor: ConformerProcessor,
+    *,
+    threshold: float | None = None,
+    keep: float = 1.0,
+    reference: Sequence[PseudoLabel] | None = None,
+    ctc: bool = True,
+    fastest: float = 1.0,
+    max_seconds: float = math.inf,
+) -> Selection:
+    """Drops labels that a training cannot use, then those with low scores; what is kept passes all conditions.
+
+    Args:
+        labels: of one teacher.
+        processor: of the training; transcripts must fit into their audio.
+        threshold: scores of `filter_scores` must lie above it. Default None: no threshold.
+        keep: best part of the usable labels, rounded, at least one. Default 1: all.
+        reference: labels of the same teacher to fit the scores on, e.g. of a development set. Default None: the usable
+            ones.
+        ctc: see `needed_frames`. Default True.
+        fastest: greatest speed factor of the training. Default 1.
+        max_seconds: longest audio that the training takes. Default: no limit.
+
+    Raises:
+        ValueError: for `keep` outside (0, 1], or if nothing is left; the message counts the reasons.
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep must be a part, above 0 and at most 1, got {keep}.")
+    dropped = {one.id: reason for one in labels if (reason := _unusable(one, max_seconds))}
+    usable = [one for one in labels if one.id not in dropped]
+    if usable:
+        utterances = [Utterance(one.id, one.text, Path(one.audio), one.seconds) for one in usable]
+        fitting = {u.id for u in check_lengths(utterances, processor, Skipped(1.0), ctc=ctc, fastest=fastest)}
+        dropped |= {one.id: "more tokens than frames" for one in usable if one.id not in fitting}
+        usable = [one for one in usable if one.id in fitting]
+    if not usable:
+        counts = ", ".join(f"{number} {reason}" for reason, number in Counter(dropped.values()).items())
+        raise ValueError(f"no label can be used, of {len(labels)}: {counts}. Train the teacher for longer.")
+    fit = fit_scores(usable if reference is None else reference)
+    scores = filter_scores(usable, fit)
+    best = set(np.argsort(-scores, kind="stable")[: max(1, round(keep * len(usable)))].tolist())
+    kept = []
+    for place, one in enumerate(usable):
+        if threshold is not None and not scores[place] > threshold:
+            dropped[one.id] = "score not above the threshold"
+        elif place not in best:
+            dropped[one.id] = "not among the best"
+        else:
+            kept.append(one)
+    if not kept:
+        raise ValueError(f"threshold {threshold} leaves no label: the greatest score is {scores.max():.3f}. Lower it.")
+    return Selection(kept, dropped, fit)
+
+
+def _unusable(one: PseudoLabel, max_seconds: float) -> str | None:
+    """Why no training can use a label, whatever its score."""
+    words = " ".join(one.text.split())
+    if not words:
+        return "no words"
+    # Such as `<unk>`, which the reader of transcripts would take for a word.
+    if normalize_transcript(words) != words:
+        return "symbols that no transcript has"
+    return "longer than a batch" if one.seconds > max_seconds else None
+
+
+def write_manifest(kept: Sequence[PseudoLabel], path: str | Path) -> Path:
+    """Writes labels as a manifest for `read_manifest`, complete or not at all; returns its path."""
+    path = Path(path)
+    rows = [{key: getattr(one, key) for key in ("id", "audio", "text", "seconds")} for one in kept]
+    partial_file = path.with_name(path.name + ".partial")
+    partial_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(partial_file, path)
+    return path

@@ -1,0 +1,1 @@
+"""Parts of the programs that train on text."""

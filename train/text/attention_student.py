@@ -1,0 +1,117 @@
+"""Parameters of the estimator that are learned: the attention output of each layer against that of exact attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from favor import favor_attention
+from favor.features import Parameters, PositiveFeatures
+from favor.integrations.adapt.observe import Observation
+from favor.integrations.stored import stored_choice, stored_parameters
+
+
+class AttentionStudent(nn.Module):
+    """A learned correction (C, D, c) of the parameters (G, L, b) of every head of every layer: G C, D L, b + c.
+
+    Any invertible G and L keep the estimate of the kernel unbiased, so training them trades variance alone.
+
+    Args:
+        modules: attention modules of the model by layer number.
+        features: the family.
+        options: options of the backend, `model.config.favor`. With `statistics="calibrated"` the parameters stored in
+            the modules are corrected, else those of each sequence.
+        shapes: number of key heads and head_dim of every layer to learn.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        features: PositiveFeatures,
+        options: Mapping[str, Any],
+        shapes: Mapping[int, tuple[int, int]],
+    ) -> None:
+        super().__init__()
+        self.features, self.options = features, dict(options)
+        self.choices = {number: stored_choice(modules[number]) for number in shapes}
+        self.base: dict[int, Parameters | None] = dict.fromkeys(shapes)
+        if options["statistics"] == "calibrated":
+            self.base = {number: stored_parameters(modules[number]) for number in shapes}
+        self.layers = nn.ParameterDict()
+        for number, (heads, head_dim) in shapes.items():
+            # Near the identity, so that one learning rate fits all heads whatever their norms.
+            self.layers[f"transform_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
+            self.layers[f"factor_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
+            self.layers[f"shift_{number}"] = nn.Parameter(torch.zeros(heads, head_dim))
+
+    def correction(self, number: int) -> Parameters:
+        """Correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
+        transform, factor, shift = (self.layers[f"{name}_{number}"] for name in ("transform", "factor", "shift"))
+        eye = torch.eye(transform.shape[-1], device=transform.device)
+        transform = eye + transform
+        return Parameters(transform, torch.linalg.inv(transform), eye + factor, shift=shift)
+
+    @torch.no_grad()
+    def result(self) -> dict[int, Parameters]:
+        """What to store: corrected parameters where they are stored ones, else the corrections."""
+        corrections = {number: self.correction(number) for number in self.choices}
+        return {n: c if self.base[n] is None else self.base[n].corrected(c) for n, c in corrections.items()}  # type: ignore[union-attr]
+
+    def forward(self, observations: list[Observation], draw: int) -> Tensor:
+        """Mean relative error of the heads that are estimated, over layers and sequences.
+
+        Args:
+            observations: of one forward pass of the exact model.
+            draw: number of the random directions; new ones each step keep the parameters from fitting one draw.
+        """
+        errors = [
+            relative_error(self.estimate(seen, draw), seen)[:, self._estimated(seen)].mean()
+            for seen in observations
+            if seen.layer in self.choices and self._estimated(seen)
+        ]
+        return torch.stack(errors).mean()
+
+    def estimate(self, seen: Observation, draw: int) -> Tensor:
+        """Attention of a layer with the present parameters, `[B, H, L, dv]`."""
+        choice, options, base = self.choices[seen.layer], self.options, self.base[seen.layer]
+        return favor_attention(
+            seen.query,
+            seen.key,
+            seen.value,
+            features=self.features,
+            num_features=options["num_features"],
+            key_padding_mask=seen.padding,
+            is_causal=seen.is_causal,
+            scale=seen.scale,
+            seed=options["seed"],
+            layer=seen.layer,
+            redraw=draw,
+            orthogonal=options["orthogonal"],
+            parameters=base,
+            correction=self.correction(seen.layer),
+            window=choice.get("window", options["window"]) if seen.is_self_attention else 0,
+            kernel="torch",
+        )
+
+    def _estimated(self, seen: Observation) -> list[int]:
+        """Query heads that do not stay exact."""
+        exact, groups = self.choices[seen.layer].get("exact_heads", ()), seen.query.shape[1] // seen.key.shape[1]
+        return [head for head in range(seen.query.shape[1]) if head // groups not in exact]
+
+
+def relative_error(output: Tensor, seen: Observation) -> Tensor:
+    """Frobenius norm of output - exact over that of exact, for each sequence and head `[B, H]`.
+
+    Args:
+        output: an approximation of the attention output, `[B, H, L, dv]`.
+        seen: the layer's exact output; rows of padding do not count.
+    """
+    exact = seen.output
+    difference = output - exact
+    if seen.query_padding is not None:
+        rows = seen.query_padding[:, None, :, None]
+        difference, exact = difference * rows, exact * rows
+    return difference.flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1).clamp(min=1e-12)

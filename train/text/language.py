@@ -1,0 +1,258 @@
+"""What the programs for language models share: samples of one text, and how a model goes on learning from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel
+
+import favor
+from favor.models.bert import PerformerBertForMaskedLM
+from favor.train.common import checkpoint, loop, report
+from favor.train.common.arguments import (
+    DEFAULT_SEED,
+    SOFTMAX_BOUND,
+    ArgumentGroups,
+    BatchedRunArguments,
+    HeadArguments,
+    ModelArguments,
+    check_positive,
+    option,
+)
+from favor.train.common.batches import EpochSampler
+from favor.train.common.optimizers import make_optimizer
+from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer
+from favor.train.text.samples import samples
+
+Samples = Dataset[dict[str, Tensor]]
+
+
+@dataclass(kw_only=True)
+class TextArguments:
+    """The text, and the output layer."""
+
+    train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
+    eval_file: str | None = option(None, "Text to evaluate on. Default: 5 % of the samples of train_file, left out.")
+    max_length: int = option(128, "Tokens of a sample.")
+    max_train_samples: int | None = option(
+        None, "Take so many samples, evenly spaced over the text; those to evaluate on, if left out, are among them."
+    )
+    max_eval_samples: int | None = option(500, "Evaluate on so many.")
+    untie_head: bool = option(
+        False, f"Give the output layer weights of its own; {SOFTMAX_BOUND} and head_learning_rate need them."
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the numbers; raises ValueError."""
+        check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
+
+
+@dataclass
+class Arguments(ArgumentGroups):
+    """All arguments of a run."""
+
+    model: ModelArguments
+    text: TextArguments
+    train: BatchedRunArguments
+    head: HeadArguments
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model learns.
+
+    Attributes:
+        program: module that is run.
+        auto_class: of transformers, for the model with its output layer.
+        shift: how many places before its label a prediction stands: 1 for the next token, 0 for one that is masked.
+        samples: (tokens `[n, length]`, tokenizer, text arguments, seed) -> samples with labels; item
+            `epoch * n + index` is one as it is in that epoch.
+        check: raises ValueError for a model that cannot learn this.
+    """
+
+    program: str
+    auto_class: Any
+    shift: int
+    samples: Callable[[Tensor, Any, Any, int], Samples]
+    check: Callable[[PreTrainedModel], None]
+
+
+class VisitSampler(EpochSampler):
+    """Numbers `epoch * length + index`, so that a sample can differ between its visits."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            yield self.epoch * self.length + index
+
+
+def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrainedModel:
+    """The pretrained model, its attention switched and, if asked for, its output layer untied.
+
+    Raises:
+        ValueError: if the model cannot learn this, or options are for the output layer alone and it shares its weights
+            with the embeddings.
+    """
+    model = load_switched(arguments.model, objective.auto_class, PerformerBertForMaskedLM, seed, lambda config: None)
+    objective.check(model)
+    if arguments.text.untie_head:
+        return untie(model)
+    of_head = arguments.head.head_optimizer == SOFTMAX_BOUND or arguments.head.head_learning_rate is not None
+    if of_head and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        raise ValueError(
+            f"head_optimizer {SOFTMAX_BOUND} and head_learning_rate are for the output layer alone, so it must not "
+            "share its weights with the embeddings: add --untie_head"
+        )
+    return model
+
+
+def untie(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives the output layer weights of its own, equal to the shared ones; saved and loaded as such.
+
+    Raises:
+        ValueError: if the output layer is not an `nn.Linear`.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output layer to untie")
+    for name, shared in list(head.named_parameters()):
+        setattr(head, name, nn.Parameter(shared.detach().clone()))
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def make_loaders(
+    arguments: Arguments, objective: Objective, tokenizer: Any, seed: int
+) -> tuple[DataLoader[dict[str, Tensor]], DataLoader[dict[str, Tensor]]]:
+    """Loaders of the training samples, shuffled, and of those to evaluate on, which are the same in every epoch.
+
+    Raises:
+        ValueError: if a text is too short.
+    """
+    text, train = arguments.text, arguments.train
+    # In one order, so that the same samples are left out whatever the seed.
+    ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
+    if text.eval_file is None:
+        held = math.ceil(0.05 * len(ids))
+        if held == len(ids):
+            raise ValueError(f"{text.train_file} is one sample of {text.max_length} tokens: give a longer text")
+        ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
+    else:
+        held_out = samples(text.eval_file, tokenizer, text.max_length, text.max_eval_samples)
+    data = objective.samples(ids, tokenizer, text, seed)
+    fixed = objective.samples(held_out, tokenizer, text, 0)
+    sampler = VisitSampler(len(ids), seed)
+    return (
+        DataLoader(data, train.per_device_train_batch_size, sampler=sampler),
+        DataLoader(fixed, train.per_device_eval_batch_size),
+    )
+
+
+@torch.no_grad()
+def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
+    """Mean cross-entropy of the tokens with a label in nats, its exponential, and how many the model gets right.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    run.model.eval()
+    parts = []
+    for batch in loader:
+        logits, labels = run.model(**batch).logits.float(), batch["labels"][:, shift:]
+        logits = logits[:, : labels.shape[1]]
+        chosen = labels != -100
+        losses = torch.zeros_like(labels, dtype=torch.float32)
+        losses[chosen] = nn.functional.cross_entropy(logits[chosen], labels[chosen], reduction="none")
+        right = (logits.argmax(-1) == labels) & chosen
+        sums = torch.stack([losses.sum(-1), right.sum(-1).float(), chosen.sum(-1).float()], dim=-1)
+        parts.append(run.accelerator.gather_for_metrics(sums).double().cpu())
+    loss, right, number = torch.cat(parts).sum(0).tolist()
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is not finite at step {run.progress.step}: lower the learning rate")
+    return {"loss": loss / number, "perplexity": math.exp(min(loss / number, 700.0)), "accuracy": right / number}
+
+
+def train_model(
+    arguments: Arguments, objective: Objective, seed: int, folder: Path
+) -> tuple[loop.Run, PreTrainedModel]:
+    """One whole training; returns the run and the trained model, which `folder` holds too."""
+    # The bias of an untied head, a pooler or another head may have no part in the loss.
+    parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = loop.make_accelerator(arguments.train, folder, [parallel])
+    if note := arguments.model.without_effect():
+        accelerator.print(note)
+    tokenizer, model = load_tokenizer(arguments.model), load_model(arguments, objective, seed)
+    check_positions(model, arguments.text.max_length)
+    train_loader, eval_loader = make_loaders(arguments, objective, tokenizer, seed)
+    optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, model.config.vocab_size)
+    prepared = accelerator.prepare(model, optimizer, train_loader)
+    eval_loader = accelerator.prepare(eval_loader)
+    run = loop.start(accelerator, prepared, arguments.train, seed, folder, clipped)
+    progress = run.progress
+    if not progress.history and not progress.step:
+        accelerator.print(f"before training: {report.describe(evaluate(run, eval_loader, objective.shift))}")
+    for epoch in loop.epochs(run, arguments.train):
+        metrics = evaluate(run, eval_loader, objective.shift)
+        progress.history.append({"epoch": epoch, "step": progress.step, "metrics": metrics})
+        accelerator.log({f"eval_{name}": value for name, value in metrics.items()}, step=progress.step)
+        accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")
+    trained = accelerator.unwrap_model(run.model)
+    if accelerator.is_main_process:
+        trained.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    accelerator.end_training()
+    return run, trained
+
+
+def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]) -> dict[str, Any]:
+    """Trains and returns what `all_results.json` holds.
+
+    Args:
+        arguments: of the run.
+        objective: what the model learns.
+        words: of the command line, without the program's name.
+
+    Raises:
+        ValueError: for arguments or files that cannot be used; the message says which and why.
+    """
+    train, folder = arguments.train, Path(arguments.train.output_dir)
+    accelerator = Accelerator(mixed_precision=train.mixed_precision)
+    seed = DEFAULT_SEED if train.seed is None else train.seed
+    settings = arguments.settings(accelerator.num_processes) | {"seed": seed}
+    checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    if train.resume and (folder / checkpoint.RESULTS).exists():
+        return json.loads((folder / checkpoint.RESULTS).read_text())
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        checkpoint.start_run(folder, settings, train.overwrite_output_dir)
+    accelerator.wait_for_everyone()
+    run, model = train_model(arguments, objective, seed, folder)
+    backend = model.config._attn_implementation
+    results = {
+        "metrics": run.progress.history[-1]["metrics"],
+        "train_loss": run.progress.loss_sum / run.progress.step,
+        "steps": run.progress.step,
+        "history": run.progress.history,
+        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
+        "peak_memory_bytes": report.peak_memory(accelerator.device),
+        "attn_implementation": backend,
+        "favor": model.config.favor if backend in favor.BACKENDS else None,
+        "num_processes": accelerator.num_processes,
+        "arguments": arguments.to_dict() | {"seed": seed},
+        "command": shlex.join(["python", "-m", objective.program, *words]),
+        "versions": report.versions(),
+    }
+    if accelerator.is_main_process:
+        checkpoint.write_json(folder / checkpoint.RESULTS, results)
+    return results
