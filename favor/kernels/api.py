@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from favor.kernels.dispatch import readable
+from favor.kernels.operands import Geometry, Operands
 from favor.kernels.ops import attention
 
 
@@ -68,13 +69,16 @@ def linear_attention(
         raise ValueError(
             f"a window needs queries and keys of the same tokens, got {query.shape[2]} queries and {key.shape[2]} keys."
         )
-    inputs = readable(query, key, value)
-    operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
-    lengths = [None if tensor is None else tensor.to(torch.int32) for tensor in (cu_seqlens_q, cu_seqlens_k)]
-    longest = (
+    tokens, others = readable(query, key, value), (query_directions, key_directions, offset, key_bias)
+    bias = None if query_bias is None else query_bias.contiguous()
+    operands = Operands._make((*tokens, *(tensor.contiguous() for tensor in others), bias))
+    geometry = Geometry(
+        None if cu_seqlens_q is None else cu_seqlens_q.to(torch.int32),
+        None if cu_seqlens_k is None else cu_seqlens_k.to(torch.int32),
         query.shape[2] if max_seqlen_q is None else max_seqlen_q,
         key.shape[2] if max_seqlen_k is None else max_seqlen_k,
+        is_causal,
+        window,
+        scale,
     )
-    bias = None if query_bias is None else query_bias.contiguous()
-    out, *_ = attention(*inputs, *operands, *lengths, bias, *longest, is_causal, window, scale, kernel)
-    return out
+    return attention(operands, geometry, kernel).out

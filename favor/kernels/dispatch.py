@@ -13,7 +13,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-KERNELS = ("auto", "torch", "triton")
+# Each has `forward(operands, geometry)` and `backward(grad, operands, geometry, saved, for_directions)`.
+_MODULES = {
+    "torch": {
+        "bidirectional": "favor.kernels.eager.bidirectional",
+        "causal": "favor.kernels.eager.causal",
+        "window": "favor.kernels.eager.window",
+    },
+    "triton": {
+        "bidirectional": "favor.kernels.gpu.bidirectional",
+        "causal": "favor.kernels.gpu.causal.op",
+        "window": "favor.kernels.gpu.window.op",
+    },
+}
+KERNELS = ("auto", *_MODULES)
 _WIDEST = 256
 _WIDEST_FUSED = 128
 # Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
@@ -50,6 +63,13 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
         raise ValueError(f'kernel="triton" cannot run: {problem}. Use kernel="auto" or "torch".')
     _report(problem)
     return "torch"
+
+
+@cache
+def kernel_module(picked: str, is_causal: bool, window: int) -> Any:
+    """The module with `forward` and `backward` of a kernel, imported when it is first used: triton may be missing."""
+    form = "window" if window else "causal" if is_causal else "bidirectional"
+    return importlib.import_module(_MODULES[picked][form])
 
 
 def triton_module(name: str) -> Any:

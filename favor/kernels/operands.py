@@ -1,14 +1,91 @@
-"""The parts of a batch that kernels work through one by one: packed sequences, and some heads at a time."""
+"""What every kernel takes and gives, and the parts of a batch that kernels work through one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from torch import Tensor
 
 Index = tuple[slice, slice, slice]
+
+
+class Operands(NamedTuple):
+    """The tensors of a call of `favor.kernels.linear_attention`.
+
+    Attributes:
+        query: `[B, H, L, d]`.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, of the type of `query`; H is a multiple of Hk.
+        query_directions, key_directions: uq and uk `[n, Hk, M, d]`, contiguous, float32 (float64 for float64 tokens);
+            n is the number of sequences, or 1 if they share the directions.
+        offset: `[n, Hk, M]`, contiguous.
+        key_bias: `[B, Hk, S]`, contiguous; -inf hides a key.
+        query_bias: `[B, H, L]`, contiguous, of the weights outside of the window; None without a window.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_directions: Tensor
+    key_directions: Tensor
+    offset: Tensor
+    key_bias: Tensor
+    query_bias: Tensor | None = None
+
+
+class Geometry(NamedTuple):
+    """Which key a query sees, and how.
+
+    Attributes:
+        cu_q, cu_k: cumulative lengths `[N + 1]`, int32, of N packed sequences (then B = 1); None if nothing is packed.
+        max_q, max_k: the longest sequence of queries and of keys.
+        is_causal: whether query i sees keys 0 ... S - L + i only.
+        window: tokens of the blocks in which attention is exact; 0 for none.
+        scale: of the exact logits.
+    """
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    max_q: int
+    max_k: int
+    is_causal: bool = False
+    window: int = 0
+    scale: float = 1.0
+
+    def sequences(self, batch_size: int) -> int:
+        """Number of sequences: those that are packed, or the size of the batch."""
+        return batch_size if self.cu_k is None else self.cu_k.shape[0] - 1
+
+
+class Result(NamedTuple):
+    """What a forward pass gives; what the backward pass of its kernel has no use for is empty.
+
+    Attributes:
+        out: `[B, H, L, dv]`.
+        lse: logarithm of the normaliser `[B, H, L]`.
+        weight: logarithm of the weight of each feature summary: `[n, Hk, M]`, or `[b, B, Hk, M]` for b blocks.
+        summary: the summaries, weighted means of values: `[n, Hk, M, dv]` or `[b, B, Hk, M, dv]`.
+    """
+
+    out: Tensor
+    lse: Tensor
+    weight: Tensor
+    summary: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of `Operands`; empty for directions and offset unless asked for, and for a bias that is not given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_bias: Tensor
+    query_directions: Tensor
+    key_directions: Tensor
+    offset: Tensor
+    query_bias: Tensor
 
 
 @dataclass
@@ -66,18 +143,10 @@ class Sequence:
             )
 
 
-def sequences(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-) -> Iterator[Sequence]:
+def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
     """The sequences of a batch; all of it at once if it is not packed."""
+    query, key, value, query_directions, key_directions, offset, key_bias, _ = operands
+    cu_q, cu_k = geometry.cu_q, geometry.cu_k
     everything = slice(None)
     if cu_q is None or cu_k is None:
         bounds = [(everything, everything)]

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from favor.kernels.eager import fused
-from favor.kernels.operands import Sequence, sequences
+from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
 
 # Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from; but a
 # block costs some twenty calls, however small it is.
@@ -64,18 +63,6 @@ def exp2(logits: Tensor) -> Tensor:
 def vanish(weights: Tensor) -> Tensor:
     """Puts 0, in place, where a weight is below 2^-100 (float32) or 2^-996 (float64)."""
     return torch.threshold_(weights, 2.0**26 * torch.finfo(weights.dtype).tiny, 0.0)
-
-
-class Gradients(NamedTuple):
-    """Gradients of a forward pass; those of the directions are empty unless they were asked for."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_bias: Tensor
-    query_directions: Tensor
-    key_directions: Tensor
-    offset: Tensor
 
 
 @dataclass
@@ -150,28 +137,18 @@ class Inputs:
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention output and what the backward pass needs; arguments as in `favor.kernels.linear_attention`.
+def forward(operands: Operands, geometry: Geometry) -> Result:
+    """Attention output and what the backward pass needs.
 
     Returns:
         output `[B, H, L, dv]`, nothing (the backward pass normalises again), logarithm of the weight of each landmark
         with its offset `[n, Hk, M]` and summary `[n, Hk, M, dv]`, n the number of sequences.
     """
-    number = query.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    weight = offset.new_empty(number, *offset.shape[1:])
+    query, value, offset = operands.query, operands.value, operands.offset
+    weight = offset.new_empty(geometry.sequences(query.shape[0]), *offset.shape[1:])
     summary = offset.new_empty(*weight.shape, value.shape[3])
     out = empty_output(query, value)
-    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+    for sequence in sequences(operands, geometry):
         if fused.usable(query, value) and sequence.query.shape[2] and sequence.key.shape[2]:
             for part in fused.prepared(sequence):
                 own = (part.landmarks, part.columns[1])
@@ -187,34 +164,18 @@ def forward(
         _read(inputs, log_weight, means, out[sequence.rows])
         weight[sequence.landmarks] = log_weight.view(-1, *weight.shape[1:])
         summary[sequence.landmarks] = means.view(-1, *summary.shape[1:])
-    return out, offset.new_empty(0), weight, summary
+    return Result(out, offset.new_empty(0), weight, summary)
 
 
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    weight: Tensor,
-    summary: Tensor,
-    for_directions: bool,
-) -> Gradients:
+def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
     """Gradients of the loss, from that of the output and from what `forward` returned."""
-    grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
-    buffers = (Buffer(offset), Buffer(offset))
-    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+    grads = empty_gradients(operands, for_directions=for_directions)
+    buffers = (Buffer(operands.offset), Buffer(operands.offset))
+    for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
         landmarks = sequence.landmarks
-        log_weight, state = weight[landmarks].flatten(0, 1).unsqueeze(1), summary[landmarks].flatten(0, 1)
-        here = (grad[sequence.rows], out[sequence.rows])
+        log_weight, state = saved.weight[landmarks].flatten(0, 1).unsqueeze(1), saved.summary[landmarks].flatten(0, 1)
+        here = (grad[sequence.rows], saved.out[sequence.rows])
         gathered, shares = _backward_queries(inputs, buffers, *here, log_weight, state, sequence, grads)
         _backward_keys(inputs, buffers, log_weight, gathered, shares, sequence, grads)
     return grads
@@ -327,19 +288,10 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
 
 
-def empty_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    for_directions: bool,
-) -> Gradients:
-    """Where a backward pass writes (queries, keys, values, bias) and adds up (directions and offsets)."""
-    directions = (query_directions, key_directions, offset)
-    return Gradients(
-        *(torch.empty_like(tensor) for tensor in (query, key, value, key_bias)),
-        *(torch.zeros_like(tensor) if for_directions else tensor.new_empty(0) for tensor in directions),
-    )
+def empty_gradients(operands: Operands, *, for_directions: bool) -> Gradients:
+    """Where a backward pass writes (queries, keys, values, biases) and adds up (directions and offsets)."""
+    query, key, value, *directions, key_bias, query_bias = operands
+    nothing = operands.offset.new_empty(0)
+    written = (torch.empty_like(tensor) for tensor in (query, key, value, key_bias))
+    added = (torch.zeros_like(tensor) if for_directions else torch.empty_like(nothing) for tensor in directions)
+    return Gradients._make((*written, *added, nothing if query_bias is None else torch.empty_like(query_bias)))

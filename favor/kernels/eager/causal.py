@@ -25,7 +25,6 @@ from favor.kernels.eager.bidirectional import (
     LN2,
     LOG2E,
     Buffer,
-    Gradients,
     Inputs,
     empty_gradients,
     empty_output,
@@ -33,7 +32,7 @@ from favor.kernels.eager.bidirectional import (
     summarise,
     write,
 )
-from favor.kernels.operands import Sequence, sequences
+from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
 
 # Products inside a chunk cost its size squared; below, passing the state on does.
 CHUNK_SIZE, _LONG = 64, 4096
@@ -98,25 +97,14 @@ class _State:
         self.top = torch.maximum(self.top, chunk.anchor + chunk.top)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(operands: Operands, geometry: Geometry, chunk_size: int | None = None) -> Result:
     """Attention output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible.
 
-    Arguments as in `favor.kernels.linear_attention`. The last two results are empty: the backward pass computes the
-    states again.
+    The last two results are empty: the backward pass computes the states again.
     """
-    out, lse = empty_output(query, value), query_directions.new_empty(query.shape[:3])
-    for sequence in sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k):
+    out = empty_output(operands.query, operands.value)
+    lse = operands.offset.new_empty(operands.query.shape[:3])
+    for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
         own_out, own_lse = out[sequence.rows], lse[sequence.rows]
         state, size = _State.before(inputs), chunk_size or _size(inputs)
@@ -137,32 +125,15 @@ def forward(
             write(own_out, *span, rows)
             write(own_lse, *span, top)
             state.add(chunk, values)
-    return out, lse, offset.new_empty(0), offset.new_empty(0)
+    return Result(out, lse, lse.new_empty(0), lse.new_empty(0))
 
 
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    weight: Tensor,
-    summary: Tensor,
-    for_directions: bool,
-) -> Gradients:
+def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
     """Gradients of the loss, from that of the output and from what `forward` returned."""
-    grads = empty_gradients(query, key, value, query_directions, key_directions, offset, key_bias, for_directions)
-    inputs_of = sequences(query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    for sequence in inputs_of:
+    grads = empty_gradients(operands, for_directions=for_directions)
+    for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
-        here = (grad[sequence.rows], out[sequence.rows], lse[sequence.rows])
+        here = (grad[sequence.rows], saved.out[sequence.rows], saved.lse[sequence.rows])
         anchors = _backward_queries(inputs, *here, sequence, grads)
         _backward_keys(inputs, *here, anchors, sequence, grads)
     return grads

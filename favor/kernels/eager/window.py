@@ -25,101 +25,74 @@ from torch import Tensor
 
 from favor.kernels.eager import fused
 from favor.kernels.eager import window_fused as chunked_window_fused
-from favor.kernels.eager.bidirectional import LN2, LOG2E, Buffer, Gradients, empty_gradients, empty_output, exp2, write
+from favor.kernels.eager.bidirectional import LN2, LOG2E, Buffer, empty_gradients, empty_output, exp2, write
 from favor.kernels.eager.window_blocks import FUSED_SPAN, SPAN, Blocks, Span
 from favor.kernels.eager.window_states import States
-from favor.kernels.operands import Sequence, sequences
+from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
 
 
-def first_block(cu_k: Tensor | None, index: int, window: int) -> int:
+def first_block(geometry: Geometry, index: int) -> int:
     """Where the blocks of a packed sequence begin among those of all; sequence i leaves room for i partial blocks."""
-    return 0 if cu_k is None else int(cu_k[index]) // window + index
+    return 0 if geometry.cu_k is None else int(geometry.cu_k[index]) // geometry.window + index
 
 
-def empty_landmarks(offset: Tensor, value: Tensor, window: int, cu_k: Tensor | None) -> tuple[Tensor, Tensor]:
+def _given(query_bias: Tensor | None) -> Tensor:
+    assert query_bias is not None  # with a window there is one, see `favor.kernels.linear_attention`
+    return query_bias
+
+
+def empty_landmarks(operands: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Uninitialised log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of the landmarks of every block."""
-    number = 1 if cu_k is None else cu_k.shape[0] - 1
-    shape = (value.shape[2] // window + number, *value.shape[:2], offset.shape[-1])
+    value, offset = operands.value, operands.offset
+    shape = (value.shape[2] // geometry.window + geometry.sequences(1), *value.shape[:2], offset.shape[-1])
     return offset.new_empty(shape), offset.new_empty(*shape, value.shape[-1])
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    query_bias: Tensor,
-    window: int,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention output and what the backward pass needs; arguments as in `favor.kernels.linear_attention`.
+def forward(operands: Operands, geometry: Geometry) -> Result:
+    """Attention output and what the backward pass needs.
 
     Returns:
         output `[B, H, L, dv]`, logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible, and log
         weights and summaries of the landmarks of every block, see `empty_landmarks`.
     """
-    out, lse = empty_output(query, value), offset.new_empty(query.shape[:3])
-    landmarks, buffers = empty_landmarks(offset, value, window, cu_k), (Buffer(offset), Buffer(offset))
-    operands = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    use_fused = fused.usable(query, value)
+    query, offset, query_bias = operands.query, operands.offset, _given(operands.query_bias)
+    out, lse = empty_output(query, operands.value), offset.new_empty(query.shape[:3])
+    landmarks, buffers = empty_landmarks(operands, geometry), (Buffer(offset), Buffer(offset))
+    use_fused = fused.usable(query, operands.value)
     budget = FUSED_SPAN if use_fused else SPAN
-    for index, sequence in enumerate(sequences(*operands)):
-        for part, blocks in Blocks.parts(sequence, window, is_causal, budget):
-            weight, summary = _own(landmarks, first_block(cu_k, index, window), blocks, part)
+    for index, sequence in enumerate(sequences(operands, geometry)):
+        for part, blocks in Blocks.parts(sequence, geometry.window, geometry.is_causal, budget):
+            weight, summary = _own(landmarks, first_block(geometry, index), blocks, part)
             states = chunked_window_fused.states(blocks) if use_fused else _states(blocks, buffers[0])
             _summarise(blocks, states, weight, summary)
             for span in _with_queries(blocks):
-                operands_of_span = (weight, summary, scale, query_bias[part.rows], span)
+                operands_of_span = (weight, summary, geometry.scale, query_bias[part.rows], span)
                 if use_fused:
                     rows, log = chunked_window_fused.read(blocks, *operands_of_span)
                 else:
                     rows, log = _read(blocks, buffers, *operands_of_span)
                 blocks.write_queries(out[part.rows], rows, span)
                 blocks.write_queries(lse[part.rows], log.masked_fill_(log == -torch.inf, torch.inf), span)
-    return out, lse, *landmarks
+    return Result(out, lse, *landmarks)
 
 
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    query_bias: Tensor,
-    window: int,
-    scale: float,
-    is_causal: bool,
-    out: Tensor,
-    lse: Tensor,
-    weight: Tensor,
-    summary: Tensor,
-    for_directions: bool,
-) -> tuple[Gradients, Tensor]:
-    """Gradients of the loss, from that of the output and from what `forward` returned; last that of `query_bias`."""
-    operands = (query, key, value, query_directions, key_directions, offset, key_bias)
-    grads, dquery_bias = empty_gradients(*operands, for_directions), torch.empty_like(query_bias)
-    buffers = tuple(Buffer(offset) for _ in range(4))
-    for index, sequence in enumerate(sequences(*operands, cu_q, cu_k)):
-        for part, blocks in Blocks.parts(sequence, window, is_causal, SPAN):
-            own = _own((weight, summary), first_block(cu_k, index, window), blocks, part)
+def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
+    """Gradients of the loss, from that of the output and from what `forward` returned."""
+    grads, query_bias = empty_gradients(operands, for_directions=for_directions), _given(operands.query_bias)
+    # Triton kernels, whose forward pass this may go back over, keep summaries in the type of the values.
+    landmarks = (saved.weight, saved.summary.to(operands.offset.dtype))
+    buffers = tuple(Buffer(operands.offset) for _ in range(4))
+    for index, sequence in enumerate(sequences(operands, geometry)):
+        for part, blocks in Blocks.parts(sequence, geometry.window, geometry.is_causal, SPAN):
+            own = _own(landmarks, first_block(geometry, index), blocks, part)
             if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
                 grads.key[part.columns].zero_()
                 grads.value[part.columns].zero_()
-            here = (grad[part.rows], out[part.rows], lse[part.rows], query_bias[part.rows], dquery_bias[part.rows])
-            sent = _backward_queries(blocks, buffers, *here, *own, scale, part, grads)
-            _backward_keys(blocks, buffers, sent.outside(before=not is_causal, after=True), part, grads)
-    return grads, dquery_bias
+            here = (grad[part.rows], saved.out[part.rows], saved.lse[part.rows], query_bias[part.rows])
+            biases = grads.query_bias[part.rows]
+            sent = _backward_queries(blocks, buffers, *here, biases, *own, geometry.scale, part, grads)
+            _backward_keys(blocks, buffers, sent.outside(before=not geometry.is_causal, after=True), part, grads)
+    return grads
 
 
 def _own(landmarks: tuple[Tensor, Tensor], first: int, blocks: Blocks, part: Sequence) -> tuple[Tensor, Tensor]:

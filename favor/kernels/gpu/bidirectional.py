@@ -30,6 +30,7 @@ from favor.kernels.gpu.common import (
     tuned,
 )
 from favor.kernels.gpu.summary import Landmarks, collect, empty_landmarks, join
+from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 _BLOCKS = {
     128: (Blocks(128, 64, 4, 3), Blocks(128, 128, 4, 2), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
@@ -112,42 +113,27 @@ def _read(
     tl.store(lse + row, (top + tl.log2(total)) * LN2, mask=inside)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -> Result:
     """Attention output and what the backward pass needs.
 
     Args:
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`, one type; the last stride is 1.
-        query_directions, key_directions, offset: `[n, Hk, M, d]`, `[n, Hk, M, d]`, `[n, Hk, M]`, contiguous float32;
-            n is the number of sequences N, or 1.
-        key_bias: `[B, Hk, S]` contiguous float32; -inf hides a key.
-        cu_q, cu_k: cumulative lengths `[N + 1]` int32 of packed sequences, or None.
-        max_q, max_k: the longest of them.
+        operands: the last stride of query, key and value is 1; the other tensors are float32.
+        geometry: the longest sequences and where packed ones begin are read.
         splits: into how many pieces to cut the keys; by default, as many as fill the device.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`; logarithm of the
         weight of each landmark `[N, Hk, M]` and its summary `[N, Hk, M, dv]`, zeros where no key is visible.
     """
-    parts = collect(key_directions, key, key_bias, value, cu_k, max_k, splits=splits)
+    value, cu_k, max_k = operands.value, geometry.cu_k, geometry.max_k
+    parts = collect(operands.key_directions, operands.key, operands.key_bias, value, cu_k, max_k, splits=splits)
     found = empty_landmarks(parts)
     if value.dtype != torch.float32:
         found = found._replace(compact=torch.empty_like(found.summary, dtype=value.dtype))
-    join(parts, found, offset, fill=True)
-    out, lse = _read_landmarks(query, query_directions.to(query.dtype), found, cu_q, max_q)
-    return out, lse, found.log_weight, found.summary
+    join(parts, found, operands.offset, fill=True)
+    directions = operands.query_directions.to(operands.query.dtype)
+    out, lse = _read_landmarks(operands.query, directions, found, geometry.cu_q, geometry.max_q)
+    return Result(out, lse, found.log_weight, found.summary)
 
 
 def _read_landmarks(
@@ -189,24 +175,15 @@ def _read_landmarks(
 
 def backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    out: Tensor,
-    lse: Tensor,
-    mu: Tensor,
-    summary: Tensor,
+    operands: Operands,
+    geometry: Geometry,
+    saved: Result,
+    for_directions: bool = False,
     splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of query, key, value and key_bias, from that of the output and from what `forward` returned.
+
+    Those of the directions are for the torch kernel: `for_directions` must be False.
 
     With p_im the weights of the read and delta_i = g_i.out_i, the gradient of a query logit is
     p_im (g_i.s_m - delta_i). The landmarks gather g and delta from the queries like a summary: r_m and e_m, with weight
@@ -215,9 +192,13 @@ def backward(
     """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    compact = summary if query.dtype == torch.float32 else summary.to(query.dtype)
-    dq, delta = query_gradients(grad, query, query_directions.to(query.dtype), mu, compact, out, lse, cu_q, max_q)
+    query, key, value, query_directions, key_directions, offset, key_bias, _ = operands
+    cu_q, max_q, dtype = geometry.cu_q, geometry.max_q, query.dtype
+    out, lse, mu, summary = saved
+    compact = summary if dtype == torch.float32 else summary.to(dtype)
+    dq, delta = query_gradients(grad, query, query_directions.to(dtype), mu, compact, out, lse, cu_q, max_q)
     parts = collect(query_directions, query, lse.neg(), grad, cu_q, max_q, delta, splits)
-    gathered = empty_landmarks(parts)._replace(summary=None, compact=torch.empty_like(summary, dtype=query.dtype))
+    gathered = empty_landmarks(parts)._replace(summary=None, compact=torch.empty_like(summary, dtype=dtype))
     join(parts, gathered, offset, rescale=True)
-    return dq, *key_gradients(key, value, key_directions.to(key.dtype), key_bias, gathered, cu_k, max_k)
+    of_keys = key_gradients(key, value, key_directions.to(dtype), key_bias, gathered, geometry.cu_k, geometry.max_k)
+    return Gradients(dq, *of_keys, *(offset.new_empty(0) for _ in range(4)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from favor.kernels.dispatch import pick, readable
 from favor.kernels.eager.bidirectional import LN2, Inputs, summarise
-from favor.kernels.operands import sequences
+from favor.kernels.operands import Geometry, Operands, sequences
 
 
 @dataclass
@@ -61,8 +61,9 @@ class DecodeState:
                 )
             return cls(log_weight, summary)
         offset = key_directions.new_zeros(key_directions.shape[:3])
-        operands = (key[:, :, :0], key, value, key_directions, key_directions, offset, key_bias, None, None)
-        top, total, state = summarise(Inputs.of(next(sequences(*operands))), key.shape[2])
+        operands = Operands(key[:, :, :0], key, value, key_directions, key_directions, offset, key_bias)
+        geometry = Geometry(None, None, 0, key.shape[2])
+        top, total, state = summarise(Inputs.of(next(sequences(operands, geometry))), key.shape[2])
         summary = state / total.masked_fill(total == 0, 1.0)
         shape = (*key.shape[:2], -1)
         return cls((LN2 * top + total.log()).reshape(shape), summary.reshape(*shape, value.shape[-1]))

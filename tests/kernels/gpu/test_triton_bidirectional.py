@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from favor.kernels.gpu import bidirectional as triton_bidirectional
+from favor.kernels.operands import Geometry, Operands
 
 NAMES = ("out", "dq", "dk", "dv", "dbias")
 
@@ -118,8 +119,9 @@ def formula(inputs, dtype):
 
 def run(inputs, splits=None):
     arguments = [getattr(inputs, name) for name in list(Inputs.__annotations__)[:-1]]
-    saved = triton_bidirectional.forward(*arguments, splits=splits)
-    return [saved[0], *triton_bidirectional.backward(inputs.grad, *arguments, *saved, splits=splits)], saved
+    bundles = Operands(*arguments[:7]), Geometry(*arguments[7:])
+    saved = triton_bidirectional.forward(*bundles, splits=splits)
+    return [saved.out, *triton_bidirectional.backward(inputs.grad, *bundles, saved, splits=splits)[:4]], saved
 
 
 def check(case):

@@ -8,6 +8,7 @@ import torch
 from favor.kernels.gpu.causal import op as triton_causal
 from favor.kernels.gpu.causal.problem import Problem
 from favor.kernels.gpu.causal.states import key_states
+from favor.kernels.operands import Geometry, Operands
 
 NAMES = ("out", "lse", "query", "key", "value", "key_bias")
 
@@ -39,6 +40,10 @@ class Inputs:
     tensors: list
     ends: tuple
     grad: torch.Tensor
+
+    @property
+    def bundles(self):
+        return Operands(*self.tensors), Geometry(*self.ends, is_causal=True)
 
 
 def make(case, seed=0):
@@ -121,8 +126,8 @@ def expected(case, inputs, dtype=torch.float64):
 
 
 def run(case, inputs):
-    forward = triton_causal.forward(*inputs.tensors, *inputs.ends, **case.options)
-    backward = triton_causal.backward(inputs.grad, *inputs.tensors, *inputs.ends, *forward, **case.options)
+    forward = triton_causal.forward(*inputs.bundles, **case.options)
+    backward = triton_causal.backward(inputs.grad, *inputs.bundles, forward, **case.options)[:4]
     for result, like in zip(backward, (inputs.tensors[index] for index in (0, 1, 2, 6)), strict=True):
         assert (result.shape, result.dtype) == (like.shape, like.dtype)
     return [*forward[:2], *backward]
@@ -266,7 +271,7 @@ def test_the_future_does_not_reach_the_past(position):
     for tensor, index in ((0, 0), (1, 1), (2, 2), (6, 6)):
         other = make(case, seed=1).tensors[index]
         second.tensors[tensor][:, :, position:] = other[:, :, position:]
-    outs = [triton_causal.forward(*inputs.tensors, *inputs.ends, **case.options)[:2] for inputs in (first, second)]
+    outs = [triton_causal.forward(*inputs.bundles, **case.options)[:2] for inputs in (first, second)]
     for one, other in zip(*outs, strict=True):
         assert torch.equal(one[:, :, :position], other[:, :, :position])
         assert not torch.equal(one, other)
@@ -275,8 +280,8 @@ def test_the_future_does_not_reach_the_past(position):
 def test_shifts_of_offsets_cancel():
     case = Case(40, features=20)
     inputs = make(case)
-    out = triton_causal.forward(*inputs.tensors, *inputs.ends, **case.options)[0]
+    out = triton_causal.forward(*inputs.bundles, **case.options)[0]
     inputs.tensors[5] = inputs.tensors[5] + 1000.0
     inputs.tensors[6] = inputs.tensors[6] + 3000.0
-    moved = triton_causal.forward(*inputs.tensors, *inputs.ends, **case.options)[0]
+    moved = triton_causal.forward(*inputs.bundles, **case.options)[0]
     assert (out - moved).abs().max() < 3e-3

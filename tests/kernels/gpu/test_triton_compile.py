@@ -72,12 +72,14 @@ def compile_windowed(capability):
     from ahead import compiling
 
     from favor.kernels.gpu.window import op as triton_window
+    from favor.kernels.operands import Geometry, Operands
 
     for kind, width, packed, is_causal in WINDOWED:
         inputs, grad = make(kind, width, packed)
-        arguments = (*inputs[:9], torch.zeros(1, 4, 256), 64, width**-0.5, is_causal, *inputs[9:])
+        operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
+        bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
         with compiling(capability) as compiled:
-            triton_window.backward(grad, *arguments, *triton_window.forward(*arguments))
+            triton_window.backward(grad, *bundles, triton_window.forward(*bundles))
         report(compiled)
 
 
@@ -85,13 +87,16 @@ def compile_all(capability):
     """Compiles the other kernels."""
     from ahead import compiling
 
+    from favor.kernels.operands import Geometry, Operands
+
     kernels = []
     for kind, width, packed in CASES[capability]:
         inputs, grad = make(kind, width, packed)
         for name in MODULES:
             module = importlib.import_module(f"favor.kernels.gpu.{name}")
             with compiling(capability) as compiled:
-                module.backward(grad, *inputs, *module.forward(*inputs))
+                bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
+                module.backward(grad, *bundles, module.forward(*bundles))
             kernels += compiled
         with compiling(capability) as compiled:
             one_step(*inputs[:7])

@@ -16,80 +16,47 @@ from favor.kernels.gpu.window.backward_queries import query_gradients
 from favor.kernels.gpu.window.forward import read
 from favor.kernels.gpu.window.problem import Problem
 from favor.kernels.gpu.window.states import key_states, query_states
+from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    query_bias: Tensor,
-    window: int,
-    scale: float,
-    is_causal: bool,
-    max_q: int,
-    max_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(operands: Operands, geometry: Geometry) -> Result:
     """Attention output and what the backward pass needs.
 
     Args:
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`, one type; the last stride is 1.
-        query_directions, key_directions, offset: `[n, Hk, M, d]`, `[n, Hk, M, d]`, `[n, Hk, M]`, contiguous float32;
-            n is the number of sequences N, or 1.
-        key_bias: `[B, Hk, S]` contiguous float32; -inf hides a key, in its own block too.
-        cu_q, cu_k: cumulative lengths `[N + 1]` int32 of packed sequences, or None.
-        query_bias: `[B, H, L]` contiguous float32, of the weights outside of the block.
-        window, scale: tokens of a block, and factor of the logits inside of it.
-        is_causal: whether later keys are hidden; there may then be keys before the first query.
-        max_q, max_k: the longest sequences; not read without `cu_q` and `cu_k`.
+        operands: the last stride of query, key and value is 1; the other tensors are float32.
+        geometry: if causal, there may be keys before the first query.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, +inf where a query
         sees no key; log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of the landmarks, the latter in the
         type of the values, see `chunked_window.empty_landmarks`.
     """
-    if cu_k is None:
-        max_q, max_k = query.shape[2], key.shape[2]
-    inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    problem = Problem(*inputs, query_bias, window, scale, is_causal, max_q, max_k)
+    problem = _problem(operands, geometry)
     states = key_states(problem)
-    return *read(problem, states), states.log_weight, states.summary
+    return Result(*read(problem, states), states.log_weight, states.summary)
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    query_bias: Tensor,
-    window: int,
-    scale: float,
-    is_causal: bool,
-    max_q: int,
-    max_k: int,
-    out: Tensor,
-    lse: Tensor,
-    weight: Tensor,
-    summary: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, key_bias and query_bias; from that of the output and what `forward` returned."""
-    if cu_k is None:
-        max_q, max_k = query.shape[2], key.shape[2]
+    grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool = False
+) -> Gradients:
+    """Gradients of query, key, value, key_bias and query_bias; from that of the output and what `forward` returned.
+
+    Those of the directions are for the torch kernel: `for_directions` must be False.
+    """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    inputs = (query, key, value, query_directions, key_directions, offset, key_bias, cu_q, cu_k)
-    problem = Problem(*inputs, query_bias, window, scale, is_causal, max_q, max_k)
-    dq, dquery_bias, delta = query_gradients(problem, grad, out, lse, weight, summary)
-    sent = query_states(problem, grad, lse, delta)
-    return dq, *key_gradients(problem, grad, lse, delta, sent), dquery_bias
+    problem = _problem(operands, geometry)
+    dq, dquery_bias, delta = query_gradients(problem, grad, *saved)
+    sent = query_states(problem, grad, saved.lse, delta)
+    directions = (operands.offset.new_empty(0) for _ in range(3))
+    of_keys = key_gradients(problem, grad, saved.lse, delta, sent)
+    return Gradients._make((dq, *of_keys, *directions, dquery_bias))
+
+
+def _problem(operands: Operands, geometry: Geometry) -> Problem:
+    query_bias = operands.query_bias
+    cu_q, cu_k, max_q, max_k, is_causal, window, scale = geometry
+    if cu_k is None:
+        max_q, max_k = operands.query.shape[2], operands.key.shape[2]
+    assert query_bias is not None  # with a window there is one, see `favor.kernels.linear_attention`
+    return Problem(*operands[:7], cu_q, cu_k, query_bias, window, scale, is_causal, max_q, max_k)
