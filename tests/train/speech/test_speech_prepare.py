@@ -130,8 +130,8 @@ def test_ids_must_differ(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from favor.train import speech_prepare
-from favor.train.speech_data import Utterance
+from favor.train.speech import prepare as speech_prepare
+from favor.train.speech.data import Utterance
 read, calls = speech_prepare.read_audio, []
 def read_or_die(utterance, **settings):
     calls.append(utterance)
