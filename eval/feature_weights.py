@@ -32,10 +32,9 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.integrations.adapt.feature_weights import DENSE
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules
-from favor.integrations.stored import carrying, stored_parameters
+from favor.integrations.stored import stored_parameters
 from favor.train.common.pretrained import load_exact
 from favor.train.text.attention_student import relative_error
 from favor.train.text.samples import samples
@@ -127,7 +126,7 @@ def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation
         seen.query,
         seen.key,
         value,
-        features=families.get(carrying(name, parameters), **arguments),
+        features=families.get(name, **arguments),
         num_features=config.num_features,
         is_causal=seen.is_causal,
         scale=seen.scale,
@@ -145,7 +144,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
         family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
         kinds = [PLAIN, *([CALIBRATED] if family != "pos" else [])]
         found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
-        learned = [WEIGHTS, *([REFINED] if family in DENSE else [])]
+        learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
         found += [Variant(backend, arguments.num_features, window, kind, seed) for kind in learned]
     return found
 

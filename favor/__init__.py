@@ -6,13 +6,14 @@
 """
 
 from importlib.metadata import version
+from typing import Any
 
-from favor import features
+from favor import features, registry
 from favor.attention import favor_attention
-from favor.config import BACKENDS, FavorConfig
+from favor.config import FavorConfig
 from favor.integrations.adapt.calibrate import calibrate
 from favor.integrations.adapt.convert import convert
-from favor.integrations.backend import configure, register
+from favor.integrations.backend import configure, register, register_features
 from favor.integrations.cache import FavorCache
 from favor.integrations.layer import RedrawCounter
 
@@ -27,6 +28,14 @@ __all__ = [
     "convert",
     "favor_attention",
     "features",
+    "register_features",
+    "registry",
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BACKENDS":  # those registered by now
+        return tuple(registry.BACKENDS)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,26 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from favor import registry
 from favor.kernels import KERNELS
 
-# Keys per feature from which on both passes take less time than the fastest exact attention, (bidirectional, causal),
-# head_dim 64: on a CPU in float32 (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
-CROSSOVER = {"cpu": (4, 12), "cuda": (18, 32)}
-# The same for landmarks (speed_landmark_*cpu.md, speed_gpu_*.md), causal ones on a CPU with a window (19 without).
-# On a GPU causal ones, timed by hand, are slower than exact attention at 65,536 keys: the last number is a bound.
-LANDMARK_CROSSOVER = {"cpu": (4, 28), "cuda": (48, 1024)}
-# How many times as many a window takes in bidirectional layers (the same files, window 128).
-WINDOWED = {"cpu": 2, "cuda": 3}
 STATISTICS = ("batch", "calibrated", "corrected")
-FACTORIZATIONS: dict[str, tuple[str, ...]] = {
-    "wderf": ("eigh", "cholesky"),
-    "cderf": ("eigh", "cholesky"),
-    "sderf": ("eigh", "newton_schulz", "cholesky"),
-    "saderf": ("eigh",),
-    "aderf": ("eigh", "newton_schulz"),
-    "landmark": ("eigh",),
-}
-SHARP_FEATURES = tuple(FACTORIZATIONS)
 
 
 @dataclass(frozen=True)
@@ -37,8 +21,9 @@ class FavorConfig:
             features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
-            "landmark", which is nothing random: M groups of keys stand for all keys (see `favor.features.Landmarks`),
-            without parameters, in decoders too. Other backends have one family each and do not read it.
+            "landmark", the older spelling of the backend `landmark`, which is nothing random: M groups of keys stand
+            for all keys (see `favor.landmark.Landmarks`), without parameters, in decoders too. Backends with one family
+            do not read it.
         factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
             "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf" (no
             eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is "eigh" on
@@ -87,23 +72,35 @@ class FavorConfig:
             if isinstance(self.exact_below, str):
                 raise ValueError(f'exact_below must be "auto" or an integer, got {self.exact_below!r}.')
             self._check_integer("exact_below", minimum=0)
+        families = registry.FAMILIES.values()
+        forms = dict.fromkeys(form for family in families for form in family.factorizations)
         for name, allowed in (
-            ("features", (None, *SHARP_FEATURES)),
+            ("features", (None, *registry.selectable())),
+            ("factorization", ("auto", *forms)),
             ("statistics", STATISTICS),
             ("kernel", KERNELS),
         ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
-        family = self.features or SHARP_FEATURES[0]
-        forms = ("auto", *FACTORIZATIONS[family])
-        if self.factorization not in forms:
-            choices = ", ".join(map(repr, forms))
-            raise ValueError(f"factorization of {family} must be one of {choices}; got {self.factorization!r}.")
-        if family == "landmark" and self.statistics != "batch":
-            raise ValueError(f'landmarks have no parameters to store; set statistics="batch", got {self.statistics!r}.')
-        if family == "landmark" and self.kernel == "triton":
-            raise ValueError('landmarks have no Triton kernel; use kernel="auto" or "torch".')
+        if self.features is not None:
+            self.check_family(registry.FAMILIES[self.features])
+
+    def check_family(self, family: type[registry.Family], backend: str | None = None) -> None:
+        """Raises a ValueError for options that a family does not have; the message names it or its backend."""
+        called = backend or family.name
+        if family.factorizations and self.factorization not in ("auto", *family.factorizations):
+            choices = ", ".join(map(repr, ("auto", *family.factorizations)))
+            raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
+        if self.statistics != "batch" and not family.supports_weights:
+            raise ValueError(f'{called} has no parameters to store; set statistics="batch", got {self.statistics!r}.')
+        if self.kernel == "triton" and not family.has_kernel:
+            raise ValueError(f'{called} has no Triton kernel; use kernel="auto" or "torch".')
+        if self.window and not family.supports_window:
+            raise ValueError(
+                f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
+                "window=0, or use favor+, favor++, favor# or landmark."
+            )
 
     def _check_integer(self, name: str, minimum: int | None = None) -> None:
         value = getattr(self, name)
@@ -119,14 +116,14 @@ class FavorConfig:
             device_type: "cpu", "cuda", ... as in `torch.device.type`.
             is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs; a
                 window, which costs much in bidirectional layers, makes no difference there.
-            family: registry name of the features; those of causal landmarks take longer. None is a random feature.
+            family: name of the family, whose class knows its crossover; None is a random feature.
         """
         if self.exact_below != "auto":
             return int(self.exact_below)
-        measured = LANDMARK_CROSSOVER if family == "landmark" else CROSSOVER
-        device_type = device_type if device_type in measured else "cuda"
-        keys = measured[device_type][is_causal] * self.num_features
-        return WINDOWED[device_type] * keys if self.window and not is_causal else keys
+        measured = registry.Family if family is None else registry.FAMILIES[family]
+        device_type = device_type if device_type in measured.crossover else "cuda"
+        keys = measured.crossover[device_type][is_causal] * self.num_features
+        return measured.windowed[device_type] * keys if self.window and not is_causal else keys
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""
@@ -148,21 +145,11 @@ class FavorConfig:
 
 
 def feature_family(backend: str, config: FavorConfig) -> tuple[str, dict[str, Any]]:
-    """Registry name and options of the random features a backend stands for, as `favor.features.get` takes them."""
-    name = FAMILIES[backend] or config.features or SHARP_FEATURES[0]
-    return name, {"factorization": config.factorization} if len(FACTORIZATIONS.get(name, ())) > 1 else {}
+    """Name and options of the family that a backend runs, as `favor.features.get` takes them.
 
-
-# None: chosen by the option `features`.
-FAMILIES: dict[str, str | None] = {
-    "favor+": "pos",
-    "favor_plus": "pos",
-    "favor++": "gerf",
-    "favor_plus_plus": "gerf",
-    "favor#": None,
-    "favor_sharp": None,
-    "favor_trig": "trig",
-    "favor_relu": "relu",
-    "favor_elu": "elu",
-}
-BACKENDS: tuple[str, ...] = tuple(FAMILIES)
+    Raises:
+        ValueError: for features that the backend does not run, or options that the family does not have.
+    """
+    family = registry.family_of(backend, config.features)
+    config.check_family(family, backend)
+    return family.name, {"factorization": config.factorization} if len(family.factorizations) > 1 else {}

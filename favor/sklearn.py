@@ -15,15 +15,10 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from favor.features.base import PositiveFeatures, RandomFeatures, Side
-from favor.features.centred import CDERF
-from favor.features.parameters import Parameters
-from favor.features.positive import ADERF, GERF, SADERF, SDERF, PosRF
-from favor.features.trigonometric import TrigRF
+from favor.features import Parameters, PositiveFeatures, RandomFeatures, TrigRF
+from favor.features.base import Side
+from favor.registry import FAMILIES
 
-FAMILIES: dict[str, type[RandomFeatures]] = {
-    family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF)
-}
 ALPHA = {"softmax": 0.0, "gaussian": -0.5}
 # Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.
 LARGEST_LOG = 350.0
@@ -195,7 +190,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         if self.kernel == "gaussian":
             origin = (own + other) / 2
             rows, own, other = rows - origin, own - origin, other - origin
-        family = FAMILIES[self.features]()
+        family = _families()[self.features]()
         assert isinstance(family, PositiveFeatures)
         assert self.parameters_ is not None
         tilt = rows @ other - own @ other / 2 + ALPHA[self.kernel] * rows.square().sum(-1)
@@ -208,14 +203,24 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         alpha = ALPHA[self.kernel]
         if self.features == "trig":
             return TrigRF(alpha=alpha, form="phase" if self.n_components % 2 else "sincos")
-        return FAMILIES[self.features](alpha=alpha)
+        return _families()[self.features](alpha=alpha)
 
     def _check_parameters(self) -> None:
-        if self.features not in FAMILIES:
-            raise ValueError(f"features must be one of {', '.join(FAMILIES)}; got {self.features!r}.")
+        if self.features not in _families():
+            raise ValueError(f"features must be one of {', '.join(_families())}; got {self.features!r}.")
         if self.kernel not in ALPHA:
             raise ValueError(f"kernel must be one of {', '.join(ALPHA)}; got {self.kernel!r}.")
         if not isinstance(self.n_components, Integral) or self.n_components < 1:
             raise ValueError(f"n_components must be a positive integer, got {self.n_components!r}.")
         if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a positive number, got {self.scale!r}.")
+
+
+def _families() -> dict[str, type[RandomFeatures]]:
+    """Families that estimate the kernel for all pairs of rows alike: no weights by attention, no baselines."""
+    plain = {
+        name: family
+        for name, family in FAMILIES.items()
+        if issubclass(family, PositiveFeatures) and family.moments is PositiveFeatures.moments
+    }
+    return {TrigRF.name: TrigRF, **plain}

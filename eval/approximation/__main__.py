@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from favor.config import BACKENDS, FavorConfig, feature_family
+import favor
+from favor.config import FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
 from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant
@@ -80,7 +81,7 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
         model = load_exact(folder).to(device).eval()
         options = model.config.favor
         name = Path(folder).name
-        backend = model.config._attn_implementation if model.config._attn_implementation in BACKENDS else "favor#"
+        backend = model.config._attn_implementation if model.config._attn_implementation in favor.BACKENDS else "favor#"
         features = feature_family(backend, FavorConfig.from_dict(options))[0] if backend == "favor#" else None
         own = (options["num_features"], options["window"], name, options["statistics"])
         models[Variant(backend, features, *own)] = model

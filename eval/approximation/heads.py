@@ -14,7 +14,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.stored import carrying, stored_choice, stored_parameters
+from favor.integrations.stored import stored_choice, stored_parameters
 from favor.train.text.attention_student import relative_error
 
 MEAN, LOCAL = "mean of V", "window alone"
@@ -93,7 +93,7 @@ class HeadErrors:
             return window_alone(seen, variant.window)
         name, options = feature_family(variant.backend, FavorConfig(features=variant.features))
         parameters, choice = self._stored(variant, seen.layer, "calibrated"), {}
-        family = families.get(carrying(name, parameters), **options)
+        family = families.get(name, **options)
         if variant.folder is not None:
             choice = stored_choice(self.converted[variant.folder][seen.layer])
         out = favor_attention(

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from favor import features as families
-from favor.attention.functional import directions, favor_attention
+from favor.attention.directions import Draw, directions
+from favor.attention.functional import favor_attention
 from favor.eval.speed import reference
 from favor.eval.speed.cell import Attend, Cell, run_pass
 from favor.eval.speed.landmarks import landmark_rows
@@ -218,7 +219,7 @@ class Favor(Method):
             return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, self.window))
         dtype = torch.float64 if cell.dtype == "float64" else torch.float32
         drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
-        omega = directions(self.features, *drawn, dtype)
+        omega = directions(Draw(self.features, *drawn, dtype))
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from favor.attention.packing import Packing
 from favor.features import Parameters, PositiveFeatures
-from favor.features.moments import joined
+from favor.features.linalg import joined
 from favor.kernels.dispatch import fuses, triton_module
 
 

@@ -4,93 +4,84 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from favor import features as families
 from favor.features import RandomFeatures
+from favor.features.omega import DRAWS
+from favor.registry import get
 
 
-def directions(
-    features: str | RandomFeatures,
-    num_features: int,
-    head_dim: int,
-    num_heads: int,
-    orthogonal: bool,
-    seed: int,
-    layer: int,
-    redraw: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    root: float = 1.0,
-) -> Tensor:
-    """Omega times `root`, `[num_heads, M, d]`, drawn on the CPU and cached on the device."""
-    numbers = (num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype, root)
-    if isinstance(features, str) and torch.compiler.is_compiling():
-        return _draw(features, *numbers)
-    return _cached(features, *numbers)
+class Draw(NamedTuple):
+    """All that random directions depend on.
+
+    Attributes:
+        source: the family, its name, or a name of `favor.features.omega.DRAWS`; a compiler can hold names constant.
+        num_features, head_dim, num_heads: M, d and Hk.
+        orthogonal: whether directions are orthogonal in blocks of d.
+        seed, layer, redraw: choose the directions.
+        device, dtype: of the result.
+        root: factor of the result.
+    """
+
+    source: str | RandomFeatures
+    num_features: int
+    head_dim: int
+    num_heads: int
+    orthogonal: bool
+    seed: int
+    layer: int
+    redraw: int
+    device: torch.device
+    dtype: torch.dtype
+    root: float = 1.0
+
+
+def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
+    """Omega `[num_heads, M, d]`, float64, on the CPU."""
+    source = get(draw.source) if isinstance(draw.source, str) and draw.source not in DRAWS else draw.source
+    draw_omega = DRAWS[source] if isinstance(source, str) else source.draw
+    shape = (draw.num_features, draw.head_dim)
+    omega: Tensor = draw_omega(*shape, orthogonal=draw.orthogonal, generator=generator, batch_shape=(draw.num_heads,))
+    return omega
 
 
 @lru_cache(maxsize=128)
-def _cached(
-    features: str | RandomFeatures,
-    num_features: int,
-    head_dim: int,
-    num_heads: int,
-    orthogonal: bool,
-    seed: int,
-    layer: int,
-    redraw: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    root: float = 1.0,
-) -> Tensor:
-    if isinstance(features, str):
-        features = families.get(features)
-    digest = hashlib.sha256(f"{seed},{layer},{redraw}".encode()).digest()
+def cached_directions(draw: Draw) -> Tensor:
+    """Omega times `root`, `[num_heads, M, d]`, drawn on the CPU and kept on the device."""
+    digest = hashlib.sha256(f"{draw.seed},{draw.layer},{draw.redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.
     with torch.inference_mode(False), torch.no_grad():
-        omega = features.draw(
-            num_features, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=(num_heads,)
-        )
-        return (root * omega).to(device=device, dtype=dtype)
+        omega = _omega(draw, generator)
+        return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
 
 
-@torch.library.custom_op("favor::directions", mutates_args=())
-def _draw(
-    name: str,
-    num_features: int,
-    head_dim: int,
-    num_heads: int,
-    orthogonal: bool,
-    seed: int,
-    layer: int,
-    redraw: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    root: float = 1.0,
-) -> Tensor:
+def directions(draw: Draw) -> Tensor:
+    """Omega times `root`, `[num_heads, M, d]`; an operator of its own where a compiler looks."""
+    if isinstance(draw.source, str) and torch.compiler.is_compiling():
+        return _draw(*draw)
+    return cached_directions(draw)
+
+
+def _clone(*numbers: Any) -> Tensor:
     # A compiler may write into what an operator returns, so it gets a copy.
-    return _cached(
-        name, num_features, head_dim, num_heads, orthogonal, seed, layer, redraw, device, dtype, root
-    ).clone()
+    return cached_directions(Draw(*numbers)).clone()
+
+
+_draw = torch.library.custom_op(
+    "favor::directions",
+    _clone,
+    mutates_args=(),
+    schema="(str name, SymInt num_features, SymInt head_dim, SymInt num_heads, bool orthogonal, SymInt seed, "
+    "SymInt layer, SymInt redraw, Device device, ScalarType dtype, float root=1.) -> Tensor",
+)
 
 
 @_draw.register_fake
-def _(
-    name: str,
-    num_features: int,
-    head_dim: int,
-    num_heads: int,
-    orthogonal: bool,
-    seed: int,
-    layer: int,
-    redraw: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    root: float = 1.0,
-) -> Tensor:
-    omega = families.get(name).draw(num_features, head_dim, orthogonal=orthogonal, batch_shape=(num_heads,))
-    return omega.new_empty(omega.shape, device=device, dtype=dtype)
+def _(*numbers: Any) -> Tensor:
+    draw = Draw(*numbers)
+    omega = _omega(draw)
+    return omega.new_empty(omega.shape, device=draw.device, dtype=draw.dtype)

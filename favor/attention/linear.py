@@ -9,57 +9,37 @@ import torch
 from torch import Tensor
 
 from favor.attention.biases import key_bias, query_bias
-from favor.attention.packing import Packing
+from favor.attention.call import AttentionCall
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.kernels import StreamState, extend, linear_attention
+from favor.kernels import extend, linear_attention
 
 
-def attention(
-    features: PositiveFeatures,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    omega: Tensor,
-    *,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    use_statistics: bool,
-    parameters: Parameters | None,
-    correction: Parameters | None,
-    window: int,
-    packing: Packing | None,
-    state: StreamState | None,
-    kernel: str,
-) -> Tensor:
-    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`.
-
-    Omega is `[Hk, M, d]`, times the root of the scale.
-    """
-    if parameters is None:
+def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention output `[B, H, L, dv]` by positive random features."""
+    scale, packing, state = call.scale, call.packing, call.state
+    omega = call.directions(family, key, scale**0.5)
+    if call.parameters is None:
         with torch.no_grad():
-            masks = (key_mask, query_mask)
-            parameters = _parameters(features, query, key, omega, *masks, is_causal, scale, use_statistics, packing)
+            parameters = _parameters(family, query, key, omega, call)
     else:
-        parameters = _checked("parameters", parameters, omega)
-    if correction is not None:
-        parameters = parameters.corrected(_checked("correction", correction, omega))
-    to_query, to_key, offset = features.directions(omega, parameters, scale**0.5)
+        parameters = _checked("parameters", call.parameters, omega)
+    if call.correction is not None:
+        parameters = parameters.corrected(_checked("correction", call.correction, omega))
+    query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
-        to_query, to_key, offset = to_query[None], to_key[None], offset[None]
-    hidden = None if key_mask is None else ~key_mask[:, None, :]
-    bias = key_bias(features, key, parameters, scale, hidden, packing)
+        query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
+    hidden = None if call.key_mask is None else ~call.key_mask[:, None, :]
+    bias = key_bias(family, key, parameters, scale, hidden, packing)
     options: dict[str, Any] = {} if packing is None else packing.for_kernel()
-    if window:
+    if call.window:
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
-        options |= {"window": window, "scale": scale, "query_bias": own}
-    operands = (query, key, value, to_query, to_key, offset, bias)
+        options |= {"window": call.window, "scale": scale, "query_bias": own}
+    operands = (query, key, value, query_directions, key_directions, offset, bias)
     if state is not None and state.memory is not None:
-        return extend(*operands, state, **options, kernel=kernel)
+        return extend(*operands, state, **options, kernel=call.kernel)
     if state is not None:
-        state.begin(key, value, to_key, bias, window, kernel)
-    return linear_attention(*operands, is_causal=is_causal, kernel=kernel, **options)
+        state.begin(key, value, key_directions, bias, call.window, call.kernel)
+    return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
@@ -71,34 +51,25 @@ def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
     return given.to(omega)
 
 
-def _parameters(
-    features: PositiveFeatures,
-    query: Tensor,
-    key: Tensor,
-    omega: Tensor,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    use_statistics: bool,
-    packing: Packing | None,
-) -> Parameters:
-    head_dim = omega.shape[-1]
-    if not features.needs_statistics:
+def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Tensor, call: AttentionCall) -> Parameters:
+    """Parameters for these tokens, `[B, Hk, ...]`, or those that need no data."""
+    head_dim, packing = omega.shape[-1], call.packing
+    if not family.needs_statistics:
         mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
-        return features.fit_moments(Moments(mean, mean, cov, cov))
-    if is_causal or not use_statistics:
+        return family.fit_moments(Moments(mean, mean, cov, cov))
+    if call.is_causal or not call.use_statistics:
         warnings.warn(
-            f"{features.name}: parameters from this sequence would let its tokens see later ones; using those of "
+            f"{family.name}: parameters from this sequence would let its tokens see later ones; using those of "
             "FAVOR+ (A = 0, B = I), which need no data. favor.calibrate(model, data) gives it parameters of its own.",
             stacklevel=4,
         )
         return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
+    query_mask = call.query_mask
     if query_mask is None and query.shape[2] == key.shape[2]:
-        query_mask = key_mask
+        query_mask = call.key_mask
     parts = [(query, key)] if packing is None else packing.split(query, key)
-    moments = [_moments(features, q, k, query_mask, key_mask, scale) for q, k in parts]
-    return features.fit_moments(moments[0] if packing is None else Moments.cat(moments))
+    moments = [_moments(family, q, k, query_mask, call.key_mask, call.scale) for q, k in parts]
+    return family.fit_moments(moments[0] if packing is None else Moments.cat(moments))
 
 
 def _moments(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,9 +59,10 @@ class Packing:
                 "cu_seqlens_q and cu_seqlens_k must count the same sequences, "
                 f"got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}."
             )
+        queries = cu_seqlens_q.to(torch.int32)
         packing = cls(
-            cu_seqlens_q.to(torch.int32),
-            cu_seqlens_k.to(torch.int32),
+            queries,
+            queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32),
             _longest(cu_seqlens_q) if max_seqlen_q is None else int(max_seqlen_q),
             _longest(cu_seqlens_k) if max_seqlen_k is None else int(max_seqlen_k),
         )
@@ -81,6 +83,19 @@ class Packing:
         """Queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
         parts = [self.split_keys(tensor) for tensor in keys]
         return list(zip(self.split_queries(query), *parts, strict=True))
+
+    def each(self, attend: Callable[..., Tensor], family: Any, *operands: Any) -> Tensor:
+        """Attention of one sequence after another, by a method that knows of no packing.
+
+        Args:
+            attend: the method.
+            family: what computes the attention.
+            *operands: query, key, value and the call.
+        """
+        query, key, value, call = operands
+        alone = replace(call, packing=None)
+        outs = [attend(family, *part, alone) for part in self.split(query, key, value)]
+        return torch.cat(outs, dim=2)
 
     def split_queries(self, query: Tensor) -> tuple[Tensor, ...]:
         """Queries of each sequence, `[1, H, length, d]`."""

@@ -9,23 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.attention.call import AttentionCall
 from favor.features import SignedFeatures
 
 
-def attention(
-    features: SignedFeatures,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    omega: Tensor,
-    *,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, omega `[Hk, M, d]`."""
+def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention output `[B, H, L, dv]` by features of any sign."""
+    if call.packing is not None:
+        return call.packing.each(attend, family, query, key, value, call)
     if query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
+    omega, scale, key_mask = call.directions(family, key), call.scale, call.key_mask
     compute = omega.dtype
     x = query.to(compute).unflatten(1, (key.shape[1], -1)).transpose(2, 3) * scale**0.5  # [B, Hk, L, G, d]
     y, value = key.to(compute) * scale**0.5, value.to(compute)
@@ -33,12 +27,12 @@ def attention(
     if hidden is not None:
         # Whatever padding holds, NaN included, must not reach a real token: 0 * NaN is NaN.
         y, value = y.masked_fill(hidden.unsqueeze(-1), 0.0), value.masked_fill(hidden.unsqueeze(-1), 0.0)
-    phi_query = features.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
-    phi_key, log_scale = features.phi(y, omega), features.log_scale(y)
+    phi_query = family.phi(x.flatten(2, 3), omega).unflatten(2, x.shape[2:4])
+    phi_key, log_scale = family.phi(y, omega), family.log_scale(y)
     if hidden is not None:
         log_scale = log_scale.masked_fill(hidden, -torch.inf)
-    attend = causal_signed_attention if is_causal else signed_attention
-    return attend(phi_query, phi_key, log_scale, value).transpose(2, 3).flatten(1, 2).to(query.dtype)
+    compute_rows = causal_signed_attention if call.is_causal else signed_attention
+    return compute_rows(phi_query, phi_key, log_scale, value).transpose(2, 3).flatten(1, 2).to(query.dtype)
 
 
 def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:

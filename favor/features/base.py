@@ -11,18 +11,18 @@ from torch import Tensor
 from favor.features.moments import Moments
 from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
+from favor.registry import Family
 
 Side = Literal["query", "key"]
 
 
-class RandomFeatures(ABC):
+class RandomFeatures(Family, ABC):
     """A family of random features for the kernel K(x, y) = exp(alpha |x|^2 + x.y + alpha |y|^2).
 
     Args:
         alpha: scale of the quadratic terms; 0 (default) is the softmax kernel, -1/2 the Gaussian kernel.
     """
 
-    name: str
     antithetic: bool = False
 
     def __init__(self, *, alpha: float = 0.0) -> None:
@@ -30,6 +30,13 @@ class RandomFeatures(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha})"
+
+    @property
+    def draws_like(self) -> str | RandomFeatures:
+        """What tells how it draws: a name, which a compiler can hold constant; the family itself where it has none."""
+        if type(self).draw is RandomFeatures.draw:
+            return "antithetic" if self.antithetic else "plain"
+        return self
 
     def draw(
         self,
@@ -61,7 +68,11 @@ class PositiveFeatures(RandomFeatures):
     A subclass says how by `fit_moments`; everything else is the same for all of them.
     """
 
-    needs_statistics: bool = True
+    needs_statistics = True
+    supports_weights = True
+    supports_window = True
+    supports_state = True
+    has_kernel = True
 
     def moments(
         self,

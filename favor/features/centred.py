@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.features.linalg import eigh, from_spectrum, newton_schulz, without_eigh
-from favor.features.moments import Moments, add_diagonal, joined, row_parts, trace
+from favor.features.linalg import add_diagonal, eigh, from_spectrum, newton_schulz, trace, without_eigh
+from favor.features.moments import Moments, attention_received
 from favor.features.parameters import Parameters
-from favor.features.positive import Factorization, Regularised, check_factorization, optimal_sigma
+from favor.features.positive import SHARP, Factorization, Regularised, check_factorization, optimal_sigma
+from favor.registry import register
 
 
+@register
 class CDERF(Regularised):
     """Centred dense features: the global minimiser of (14) over G, Sigma and the shift of the keys.
 
@@ -37,6 +39,9 @@ class CDERF(Regularised):
     """
 
     name = "cderf"
+    backends = SHARP
+    factorizations = ("eigh", "cholesky")
+    learns_matrices = True
     antithetic = True
 
     def __init__(
@@ -48,7 +53,7 @@ class CDERF(Regularised):
         floor: float = 1e-4,
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("eigh", "cholesky"))
+        check_factorization(factorization, self.factorizations)
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -82,6 +87,7 @@ class CDERF(Regularised):
         return Parameters(transform, inverse, factor, shift=shift, form="full" if decomposes else "triangular")
 
 
+@register
 class WDERF(CDERF):
     """cDERF with the keys weighted by the attention they receive.
 
@@ -95,6 +101,7 @@ class WDERF(CDERF):
     """
 
     name = "wderf"
+    is_default = True
 
     def __init__(
         self,
@@ -123,57 +130,3 @@ class WDERF(CDERF):
         """Moments with weighted keys; arguments as in `PositiveFeatures.moments`."""
         weights = attention_received(x, y, x_mask, y_mask, self.num_queries, scale=scale, is_causal=is_causal)
         return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)
-
-
-@torch.no_grad()
-def attention_received(
-    x: Tensor,
-    y: Tensor,
-    x_mask: Tensor | None,
-    y_mask: Tensor | None,
-    num_queries: int,
-    *,
-    scale: float,
-    is_causal: bool = False,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """Mean softmax row of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
-
-    Args:
-        x, y: queries `[..., L, d]` and keys `[..., S, d]`.
-        x_mask, y_mask: boolean `[..., L]`, `[..., S]`, True for the rows that count.
-        num_queries: how many queries, evenly spaced over those that count.
-        scale: of the logits x . y.
-        is_causal: query i sees keys 0 ... S - L + i.
-        counts: how often each key counts, `[..., S]`; None is once.
-    """
-    length, keys = x.shape[-2], y.shape[-2]
-    compute = x.dtype if x.dtype == torch.float64 else torch.float32
-    if length == 0 or keys == 0:
-        return y.new_zeros(y.shape[:-1], dtype=compute)
-    steps = (torch.arange(num_queries, device=x.device) + 0.5) / num_queries
-    if x_mask is None:
-        places = (steps * length).long()
-        rows = x[..., places, :]
-    else:
-        # Evenly spaced among the rows that count, wherever the padding is.
-        rank = x_mask.cumsum(-1)
-        wanted = (steps * rank[..., -1:]).long() + 1
-        places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
-        index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
-        rows = x.gather(-2, index)
-    rows = scale * rows.to(compute)
-    if y.is_cuda and y.dtype != compute and y.ndim > 2:
-        product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)
-        logits = product.unflatten(0, rows.shape[:-2])
-    else:
-        parts = row_parts(y, y.dtype != compute)
-        logits = joined([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
-    if counts is not None:
-        logits = logits + counts.log().unsqueeze(-2)
-    if y_mask is not None:
-        logits = logits.masked_fill(~y_mask.unsqueeze(-2), -torch.inf)
-    if is_causal:
-        later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
-        logits = logits.masked_fill(later, -torch.inf)
-    return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)

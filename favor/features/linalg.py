@@ -1,4 +1,4 @@
-"""Square roots of symmetric positive matrices: by eigendecomposition, or by matrix products alone."""
+"""Matrices of many heads at once: square roots, traces, sums in parts."""
 
 from __future__ import annotations
 
@@ -74,3 +74,32 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
         root, inverse = root @ step, step @ inverse
     root, inverse = ((part + part.transpose(-1, -2)) / 2 for part in (root, inverse))
     return size.sqrt() * root, inverse / size.sqrt()
+
+
+def trace(matrix: Tensor) -> Tensor:
+    """Trace over the last two dimensions."""
+    return torch.diagonal(matrix, dim1=-2, dim2=-1).sum(-1)
+
+
+def add_diagonal(matrix: Tensor, number: Tensor | float) -> Tensor:
+    """Matrices `[..., d, d]` plus a number `[...]` times the identity."""
+    total = matrix.clone()
+    torch.diagonal(total, dim1=-2, dim2=-1).add_(number.unsqueeze(-1) if isinstance(number, Tensor) else number)
+    return total
+
+
+def joined(pieces: list[Tensor], dim: int) -> Tensor:
+    """Pieces put together again; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
+    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere.
+
+    All at once if they are not `copied`.
+    """
+    length = samples.shape[-2]
+    if not copied or torch.compiler.is_compiling() or samples.numel() == 0:
+        return [slice(None)]
+    size = 512 if samples.device.type == "cpu" else max(512, 2**26 * length // samples.numel())
+    return [slice(start, start + size) for start in range(0, length, size)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from favor.features.linalg import add_diagonal, joined, row_parts, trace
 from favor.kernels.dispatch import fuses, triton_module
 
 
@@ -115,20 +116,8 @@ class Moments:
         return Moments(self.mean_x, self.mean_y, add_diagonal(self.cov_x, ridge), add_diagonal(self.cov_y, ridge))
 
 
-def add_diagonal(matrix: Tensor, number: Tensor | float) -> Tensor:
-    """Matrices `[..., d, d]` plus a number `[...]` times the identity."""
-    total = matrix.clone()
-    torch.diagonal(total, dim1=-2, dim2=-1).add_(number.unsqueeze(-1) if isinstance(number, Tensor) else number)
-    return total
-
-
 def _interleave(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return x[0], y[0], x[1], y[1]
-
-
-def trace(matrix: Tensor) -> Tensor:
-    """Trace over the last two dimensions."""
-    return torch.diagonal(matrix, dim1=-2, dim2=-1).sum(-1)
 
 
 def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -161,18 +150,55 @@ def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
-def joined(pieces: list[Tensor], dim: int) -> Tensor:
-    """Pieces put together again; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+@torch.no_grad()
+def attention_received(
+    x: Tensor,
+    y: Tensor,
+    x_mask: Tensor | None,
+    y_mask: Tensor | None,
+    num_queries: int,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Mean softmax row of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
 
-
-def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
-    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere.
-
-    All at once if they are not `copied`.
+    Args:
+        x, y: queries `[..., L, d]` and keys `[..., S, d]`.
+        x_mask, y_mask: boolean `[..., L]`, `[..., S]`, True for the rows that count.
+        num_queries: how many queries, evenly spaced over those that count.
+        scale: of the logits x . y.
+        is_causal: query i sees keys 0 ... S - L + i.
+        counts: how often each key counts, `[..., S]`; None is once.
     """
-    length = samples.shape[-2]
-    if not copied or torch.compiler.is_compiling() or samples.numel() == 0:
-        return [slice(None)]
-    size = 512 if samples.device.type == "cpu" else max(512, 2**26 * length // samples.numel())
-    return [slice(start, start + size) for start in range(0, length, size)]
+    length, keys = x.shape[-2], y.shape[-2]
+    compute = x.dtype if x.dtype == torch.float64 else torch.float32
+    if length == 0 or keys == 0:
+        return y.new_zeros(y.shape[:-1], dtype=compute)
+    steps = (torch.arange(num_queries, device=x.device) + 0.5) / num_queries
+    if x_mask is None:
+        places = (steps * length).long()
+        rows = x[..., places, :]
+    else:
+        # Evenly spaced among the rows that count, wherever the padding is.
+        rank = x_mask.cumsum(-1)
+        wanted = (steps * rank[..., -1:]).long() + 1
+        places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
+        index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
+        rows = x.gather(-2, index)
+    rows = scale * rows.to(compute)
+    if y.is_cuda and y.dtype != compute and y.ndim > 2:
+        product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)
+        logits = product.unflatten(0, rows.shape[:-2])
+    else:
+        parts = row_parts(y, y.dtype != compute)
+        logits = joined([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
+    if counts is not None:
+        logits = logits + counts.log().unsqueeze(-2)
+    if y_mask is not None:
+        logits = logits.masked_fill(~y_mask.unsqueeze(-2), -torch.inf)
+    if is_causal:
+        later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
+        logits = logits.masked_fill(later, -torch.inf)
+    return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)

@@ -8,6 +8,8 @@ unbiased with independent rows stays unbiased for any number of rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,3 +64,7 @@ def draw_omega(
     lengths = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator).norm(dim=-1, keepdim=True)
     rows = q.transpose(-1, -2) * lengths
     return rows.flatten(-3, -2)[..., :num_features, :].contiguous()
+
+
+# Ways to draw that most families share, by names that stand in compiled graphs.
+DRAWS: dict[str, Callable[..., Tensor]] = {"plain": draw_omega, "antithetic": partial(draw_omega, antithetic=True)}

@@ -25,7 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from favor.features.moments import Moments, trace
+from favor.features.linalg import trace
+from favor.features.moments import Moments
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from favor.features.base import PositiveFeatures
-from favor.features.linalg import eigh, from_spectrum, newton_schulz, without_eigh
-from favor.features.moments import Moments, trace
+from favor.features.linalg import eigh, from_spectrum, newton_schulz, trace, without_eigh
+from favor.features.moments import Moments
 from favor.features.parameters import Parameters
+from favor.registry import register
 
 Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
+SHARP = ("favor#", "favor_sharp")  # the backend that the families of FAVOR# share
 
 
 def optimal_a(phi: Tensor) -> Tensor:
@@ -36,6 +38,7 @@ def _inverse_gamma(phi: Tensor) -> Tensor:
     return (2 * phi + 1 + ((2 * phi + 1).square() + 8 * phi).sqrt()) / 2
 
 
+@register
 class PosRF(PositiveFeatures):
     """Positive features of FAVOR+: f(w, x) = exp(w.x - |x|^2/2).
 
@@ -44,13 +47,16 @@ class PosRF(PositiveFeatures):
     """
 
     name = "pos"
+    backends = ("favor+", "favor_plus")
     needs_statistics = False
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """No parameters: G = L = I, whatever the data."""
-        return Parameters.identity(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
+        mean = moments.mean_x
+        return Parameters.identity(mean.shape[-1], dtype=mean.dtype, device=mean.device)
 
 
+@register
 class GERF(PositiveFeatures):
     """Generalised exponential features of FAVOR++: f(w, x) = D exp(A |w|^2 + B w.x - |x|^2/2).
 
@@ -60,6 +66,7 @@ class GERF(PositiveFeatures):
     """
 
     name = "gerf"
+    backends = ("favor++", "favor_plus_plus")
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """A from the mean squared norm of x + y, which follows from traces and means."""
@@ -78,6 +85,8 @@ class Regularised(PositiveFeatures):
         floor: absolute part of t, default 1e-4.
     """
 
+    pooled_options = {"regularization": 0.1}  # noqa: RUF012
+
     def __init__(self, *, alpha: float = 0.0, regularization: float = 1e-2, floor: float = 1e-4) -> None:
         super().__init__(alpha=alpha)
         if regularization < 0 or floor < 0:
@@ -86,6 +95,7 @@ class Regularised(PositiveFeatures):
         self.floor = floor
 
 
+@register
 class SADERF(Regularised):
     """Simplified asymmetric features of FAVOR#: GERF on Psi x and Psi^-1 y with a diagonal Psi.
 
@@ -93,6 +103,8 @@ class SADERF(Regularised):
     """
 
     name = "saderf"
+    backends = SHARP
+    factorizations = ("eigh",)
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Psi from the diagonals of the second moments, then A as in GERF."""
@@ -107,6 +119,7 @@ class SADERF(Regularised):
         return Parameters(torch.diag_embed(psi), torch.diag_embed(1 / psi), factor, form="triangular")
 
 
+@register
 class ADERF(Regularised):
     """Asymmetric features of FAVOR# (Theorem 4.2): A a multiple of the identity, B_1 and B_2 dense.
 
@@ -123,6 +136,8 @@ class ADERF(Regularised):
     """
 
     name = "aderf"
+    backends = SHARP
+    factorizations = ("eigh", "newton_schulz")
 
     def __init__(
         self,
@@ -133,7 +148,7 @@ class ADERF(Regularised):
         factorization: Factorization = "auto",
     ) -> None:
         super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, ("eigh", "newton_schulz"))
+        check_factorization(factorization, self.factorizations)
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
@@ -150,6 +165,7 @@ class ADERF(Regularised):
         return Parameters(*roots(mean), sigma.sqrt()[..., None, None] * eye, form="triangular")
 
 
+@register
 class SDERF(PositiveFeatures):
     """Symmetric features of FAVOR# (Theorem 4.3): G = I and a dense A with the eigenvectors of N.
 
@@ -167,10 +183,12 @@ class SDERF(PositiveFeatures):
     """
 
     name = "sderf"
+    backends = SHARP
+    factorizations = ("eigh", "newton_schulz", "cholesky")
 
     def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
         super().__init__(alpha=alpha)
-        check_factorization(factorization, ("eigh", "newton_schulz", "cholesky"))
+        check_factorization(factorization, self.factorizations)
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor import features
+from favor import features, registry
 from favor.attention import favor_attention
 from favor.attention.packing import Packing
-from favor.config import BACKENDS, FavorConfig, feature_family
+from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import layer_of, state_of
@@ -27,16 +27,51 @@ from favor.integrations.layer import (
 )
 from favor.integrations.masks import exact_mask, favor_mask, key_padding
 from favor.integrations.refusals import causal_of, refuse
-from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters, weights_of
+from favor.integrations.stored import WEIGHTS_OF, by_head, stored_choice, stored_parameters, weights_of
+from favor.registry import AnyFamily
 
 
 def register() -> None:
     """Registers all backends with transformers; `import favor` calls it."""
-    for name in BACKENDS:
-        AttentionInterface.register(name, partial(favor_attention_forward, name))
-        AttentionMaskInterface.register(name, favor_mask)
+    for name in registry.BACKENDS:
+        register_backend(name)
     register_observer()
     number_layers_of_new_models()
+
+
+def register_backend(name: str) -> None:
+    """Registers the attention function and the mask function of one backend with transformers."""
+    AttentionInterface.register(name, partial(favor_attention_forward, name))
+    AttentionMaskInterface.register(name, favor_mask)
+
+
+def register_features(family: AnyFamily) -> AnyFamily:
+    """Makes a family of features known: as `features=`, as a backend, to calibration and to checkpoints.
+
+    Args:
+        family: a subclass of `favor.features.PositiveFeatures` (with `fit_moments`) or `SignedFeatures` (with `phi`)
+            that has a `name`. Its class attributes say what it is able to do, see `favor.registry.Family`; its backends
+            are those of its attribute `backends`, or `favor_` and its name.
+
+    Returns:
+        The class, so that this can be used as a decorator.
+
+    Raises:
+        TypeError: if it is no such class. ValueError: if another family has the name.
+
+    Example:
+        >>> import favor
+        >>> @favor.register_features
+        ... class Mine(favor.features.PosRF):
+        ...     name = "mine"
+        ...     backends = ("favor_mine",)
+        >>> "favor_mine" in favor.BACKENDS
+        True
+    """
+    registry.register(family)
+    for name in registry.backends_of(family):
+        register_backend(name)
+    return family
 
 
 def favor_attention_forward(
@@ -107,7 +142,7 @@ def favor_attention_forward(
             query,
             key,
             value,
-            features=family if not plan.options else features.get(family, **dict(plan.options)),
+            features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
             num_features=plan.num_features,
             key_padding_mask=padding,
             is_causal=causal,
@@ -137,7 +172,6 @@ def favor_attention_forward(
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
-    family = carrying(plan.family, stored)
     weighted = stored is not None and stored.log_weights is not None
     # Loaded as a part of another model, a layer may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
@@ -212,35 +246,29 @@ def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is
 @lru_cache(maxsize=64)
 def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
     config = FavorConfig.from_dict(dict(items))
-    family, options = feature_family(backend, config)
-    kind = features.REGISTRY[family]
-    positive = issubclass(kind, features.PositiveFeatures)
-    if config.window and not (positive or kind is features.Landmarks):
-        raise ValueError(
-            f"{backend} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
-            "window=0, or use favor+, favor++ or favor#."
-        )
+    name, options = feature_family(backend, config)
+    family = features.REGISTRY[name]
+    fitted = config.statistics == "calibrated" or family.needs_statistics
     return _Plan(
-        family,
+        name,
         tuple(options.items()),
         config.num_features,
-        config.exact_threshold(device_type, is_causal, family),
+        config.exact_threshold(device_type, is_causal, name),
         config.seed,
-        0 if kind is features.Landmarks else config.redraw_interval,  # nothing is drawn
+        config.redraw_interval if family.is_drawn else 0,
         config.orthogonal,
         config.window,
-        config.statistics if positive and not (family == "pos" and config.statistics == "corrected") else "batch",
-        # Baselines without a Triton kernel have one form, whatever the option says.
-        config.kernel if positive else "auto",
+        config.statistics if fitted else "batch",  # without parameters nothing can be corrected
+        config.kernel,
     )
 
 
 def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters | None:
     stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
-    if plan.family == "pos" and found != ("pos", "calibrated"):
+    if not features.REGISTRY[plan.family].needs_statistics and found != (plan.family, "calibrated"):
         layers = getattr(module.config, "favor_layers", None) or {}
-        if not any(own["family"] == "pos" for own in layers.values() if "family" in own):
-            return None  # FAVOR+ needs no parameters, and the model has no weights for it
+        if not any(own["family"] == plan.family for own in layers.values() if "family" in own):
+            return None  # the family needs no parameters, and the model has no weights for it
     if stored is None or found != (plan.family, plan.statistics):
         has = "none" if stored is None else f"{found[1]} parameters of {found[0]}"
         how = "favor.calibrate(model, dataloader)" if plan.statistics == "calibrated" else "favor.train.distill"

@@ -68,11 +68,6 @@ def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
     return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
 
 
-def carrying(family: str, parameters: Parameters | None) -> str:
-    """Name of the family to run with parameters: that of FAVOR+ takes none, and GERF with A = 0 is the same."""
-    return "gerf" if family == "pos" and parameters is not None else family
-
-
 def stored_choice(module: nn.Module) -> dict[str, Any]:
     """Entry of a layer in `config.favor_layers`; empty if it has none."""
     return getattr(module, _OWN, {})

@@ -1,4 +1,4 @@
-"""Attention through landmarks: groups of keys under one mean key, mean value and count; see `favor.features.Landmarks`.
+"""Attention through landmarks: groups of keys under one mean key, mean value and count; see `favor.landmark.Landmarks`.
 
     out_i = sum_m n_m exp(q_i.c_m) v_m / sum_m n_m exp(q_i.c_m)
 
@@ -14,35 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from favor.features import Landmarks
-from favor.kernels import StreamState
+from favor.attention.call import AttentionCall
 from favor.landmark import causal as landmark_causal
-from favor.landmark.grouped import attend, sums_of
+from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
 # Numbers in keys and landmarks of all blocks at a time: little memory on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
 
 
-def attention(
-    features: Landmarks,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_landmarks: int,
-    *,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    use_queries: bool,
-    window: int,
-    state: StreamState | None,
-) -> Tensor:
-    """Attention output `[B, H, L, dv]`; arguments as in `favor.favor_attention`, which has checked them.
+def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Attention output `[B, H, L, dv]` through landmarks.
 
     Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in it, and only
     their means are taken in float32.
+
+    Raises:
+        ValueError: if there is to be no landmark.
     """
+    if call.packing is not None:
+        return call.packing.each(attend, family, query, key, value, call)
+    num_landmarks, window, key_mask, scale = call.num_features, call.window, call.key_mask, call.scale
     if num_landmarks < 1:
         raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
     (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
@@ -55,23 +46,23 @@ def attention(
     shared, precision = query.unflatten(1, (key_heads, groups)), torch.promote_types(query.dtype, torch.float32)
     counts = key.new_ones(key.shape[:3], dtype=precision)
     counts = counts if key_mask is None else counts * key_mask[:, None]
-    if is_causal and state is None and length <= block:
+    if call.is_causal and call.state is None and length <= block:
         # All keys that a block of queries sees are at hand: these as they are, in their own precision.
         own = None if key_mask is None else counts
-        out = attend(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
+        out = attend_counted(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
         return out.view(batch, heads, length, -1)
     if _raises(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
-    if is_causal:
+    if call.is_causal:
         out = landmark_causal.attention(
-            features, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=state
+            family, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=call.state
         )
         return out.flatten(1, 2)
-    rows = shared.flatten(2, 3)
+    rows, query_mask = shared.flatten(2, 3), call.query_mask
     if query_mask is None and length == keys:
         query_mask = key_mask
-    cells = features.cells(
-        rows if use_queries else None,
+    cells = family.cells(
+        rows if call.use_statistics else None,
         key,
         num_landmarks,
         None if query_mask is None else query_mask[:, None].repeat(1, 1, groups),
@@ -82,7 +73,7 @@ def attention(
         return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
     sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
     means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
-    return attend(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
+    return attend_counted(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
 
 
 def _windowed(
@@ -126,7 +117,7 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: in
     far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
     apart = apart.squeeze(-1)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
-    out = attend(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
+    out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
     return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from favor.features import Landmarks
 from favor.kernels import StreamState
 from favor.kernels.stream.ragged import Waiting
-from favor.landmark.grouped import attend, sums_of
+from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
 BLOCK = 256
 # Queries `[B, Hk, G, T, d]`, counts `[B, Hk, T]`, keys and values `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
@@ -165,7 +164,7 @@ def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float
     pairs = ((far_key, key), (far_value, value), (groups.counts, counts))
     every_key, every_value, every = (torch.cat(pair, 2) for pair in pairs)
     flat, causal_rows = rows.flatten(2, 3), rows.shape[3]
-    out = attend(flat, every_key, every_value, counts=every, scale=scale, causal_rows=causal_rows)
+    out = attend_counted(flat, every_key, every_value, counts=every, scale=scale, causal_rows=causal_rows)
     return out.unflatten(2, rows.shape[2:4])
 
 

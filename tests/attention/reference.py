@@ -6,7 +6,7 @@ import torch
 
 import favor
 from favor import features
-from favor.attention.functional import directions
+from favor.attention.directions import Draw, directions
 from favor.landmark import causal as landmark_causal
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
@@ -125,7 +125,8 @@ def reference_attention(query, key, value, *, name, mask=None, is_causal=False, 
     rf = features.get(name)
     omega = [None] * key_heads
     if not isinstance(rf, features.Landmarks):
-        omega = directions(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
+        draw = Draw(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
+        omega = directions(draw)
     root = (dim**-0.5 if scale is None else scale) ** 0.5
     out = torch.zeros(batch, heads, length, value.shape[-1], dtype=torch.float64)
     for b in range(batch):

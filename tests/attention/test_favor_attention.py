@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
-from favor.attention.functional import directions
+from favor.attention.directions import Draw, directions
 from favor.kernels.eager import causal as chunked_causal
 from favor.kernels.operands import Geometry, Operands
 from favor.landmark import causal as landmark_causal
@@ -171,7 +171,7 @@ def test_causal_equals_the_recurrence():
     """S_t = S_(t-1) + exp(log phi(k_t)) v_t' with a running maximum, one token after another."""
     query, key, value = inputs(75, heads=2, key_heads=2)
     rf, root = features.PosRF(), 8**-0.25
-    omega = directions(rf, NUM_FEATURES, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64)
+    omega = directions(Draw(rf, NUM_FEATURES, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64))
     params = features.Parameters.identity(8, dtype=torch.float64, device="cpu")
     log_query = rf.log_phi(root * query, omega, params)
     log_key = rf.log_phi(root * key, omega, params, side="key")

@@ -16,7 +16,8 @@ def test_parameters_are_checked():
     wrong = features.Parameters.identity(7, dtype=torch.float64, device="cpu")
     with pytest.raises(ValueError, match=r"parameters must be \[2, 8, 8\], got \(7, 7\)"):
         attend(*tensors, name="gerf", parameters=wrong)
-    for name in ("pos", "relu"):
+    torch.testing.assert_close(attend(*tensors, name="pos", parameters=given), attend(*tensors, name="pos"))
+    for name in ("relu", "landmark"):
         with pytest.raises(ValueError, match=f"{name} features have no parameters"):
             attend(*tensors, name=name, parameters=given)
 

@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 
 from favor import features
 from favor.features import Moments, Parameters
-from favor.features.centred import attention_received
+from favor.features.moments import attention_received
 
 EYE = torch.eye(D, dtype=torch.float64)
 UNREGULARISED = {"regularization": 0.0, "floor": 0.0}

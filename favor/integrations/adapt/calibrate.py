@@ -13,15 +13,13 @@ from transformers import PreTrainedModel
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.integrations.adapt.feature_weights import DENSE, fit_weights
+from favor.integrations.adapt.feature_weights import fit_weights
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.adapt.samples import Samples
 from favor.integrations.layer import attention_modules
 from favor.integrations.stored import store_parameters, stored_choice, weights_of
 
-REGULARIZATION = 0.1  # of covariances that have to serve other texts as well
 REFINE_STEPS = 300
-_INVERTING = ("wderf", "cderf", "saderf", "aderf")
 
 
 class Statistics:
@@ -192,7 +190,7 @@ def calibrate(
         fit_to_data(model, dataloader, name, arguments, True, max_batches)
     else:
         family = _weighted_family(name, arguments, config, refine_steps)
-        steps = (REFINE_STEPS if name in DENSE else 0) if refine_steps is None else refine_steps
+        steps = (REFINE_STEPS if family.learns_matrices else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
         statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
         fits, keys, device = {}, {}, next(model.parameters()).device
@@ -212,7 +210,7 @@ def _weighted_family(
 ) -> PositiveFeatures:
     """The family whose features get weights, once everything that forbids them is ruled out."""
     family = _family(name, arguments)
-    if not isinstance(family, PositiveFeatures):
+    if not family.supports_weights:
         raise ValueError(
             f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
         )
@@ -222,16 +220,17 @@ def _weighted_family(
             f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
         )
     allowed = refine_steps is None or (isinstance(refine_steps, int) and refine_steps >= 0)
-    if not allowed or (refine_steps and name not in DENSE):
+    if not allowed or (refine_steps and not family.learns_matrices):
+        learning = " and ".join(sorted(one.name for one in families.REGISTRY.values() if one.learns_matrices))
         raise ValueError(
-            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {' and '.join(DENSE)}; got "
+            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {learning}; got "
             f"{refine_steps!r}."
         )
     return family
 
 
-def _family(name: str, arguments: Mapping[str, Any]) -> families.RandomFeatures:
-    return families.get(name, **arguments, **({"regularization": REGULARIZATION} if name in _INVERTING else {}))
+def _family(name: str, arguments: Mapping[str, Any]) -> Any:
+    return families.get(name, **arguments, **families.REGISTRY[name].pooled_options)
 
 
 def fit_to_data(
@@ -249,7 +248,7 @@ def fit_to_data(
         model, dataloader, max_batches: as for `calibrate`.
     """
     family = _family(name, arguments)
-    if not isinstance(family, PositiveFeatures) or not family.needs_statistics:
+    if not family.needs_statistics:
         raise ValueError(
             f"{name} features have no parameters to fit to data; use favor# with features wderf or cderf, favor++, or "
             "favor+ with feature_weights=True."

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from favor.config import FavorConfig, feature_family
-from favor.features import Landmarks
+from favor.features import REGISTRY
 from favor.integrations.adapt.calibrate import fit_to_data
 from favor.integrations.layer import decodes_or_is_causal
 from favor.integrations.stored import clear_choices, update_choices
@@ -67,7 +67,7 @@ def convert(
     if dataloader is None:
         raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
     name, arguments = feature_family(attn_implementation, config)
-    if name == Landmarks.name:
+    if not REGISTRY[name].is_drawn:
         raise ValueError('layers="auto" is by the variance of random features, and landmarks have none; use "all".')
     if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
         raise ValueError(

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from favor.attention.functional import directions
+from favor.attention.directions import Draw, directions
 from favor.config import FavorConfig
 from favor.decomposition.mixture import fit_proportions
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.samples import Sample
 
-DENSE = ("cderf", "wderf")  # families whose G, L and b are learned; the others keep those of their paper
 SHIFT = 0.05
 ROUNDS, ITERATIONS = 3, 20  # of z and, for given z, of the mixture
 STEPS_BETWEEN, ITERATIONS_BETWEEN = 25, 5  # gradient steps between two short fits of the weights
@@ -126,9 +125,8 @@ class LayerFit:
         self.features, self.parameters, self.samples = features, parameters, samples
         heads, _, head_dim = samples[0].y.shape
         # These are the directions that `favor_attention` draws for so many heads.
-        source = "cderf" if features.antithetic else "pos"
         numbers = (config.num_features, head_dim, heads, config.orthogonal, config.seed, layer, 0)
-        self.omega = directions(source, *numbers, samples[0].y.device, torch.float32)
+        self.omega = directions(Draw(features.draws_like, *numbers, samples[0].y.device, torch.float32))
         self.targets = [sample.logits().softmax(-1) for sample in samples]
 
     @torch.no_grad()
@@ -195,7 +193,7 @@ class LayerFit:
 
     def _refined(self, base: Parameters, steps: int) -> Parameters:
         """Gradient steps on corrections of G, L and b, with short fits of the weights between."""
-        assert base.shift is not None  # the families of DENSE have one
+        assert base.shift is not None  # a family that learns its matrices has one
         start = (self.parameters, self.divergence(self.parameters))
         best, least = _better(base, self.divergence(base), *start)
         eye = torch.eye(base.factor.shape[-1], device=base.factor.device)

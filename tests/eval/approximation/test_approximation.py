@@ -12,7 +12,7 @@ import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import model as approximation_model
 from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant, mean_of_values, window_alone
-from favor.features.centred import attention_received
+from favor.features.moments import attention_received
 from favor.integrations.adapt.observe import Observation
 
 

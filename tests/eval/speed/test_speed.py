@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from favor.attention.functional import directions, favor_attention
+from favor.attention.directions import Draw, directions
+from favor.attention.functional import favor_attention
 from favor.eval.speed import __main__ as speed
 from favor.eval.speed import measure, reference, report
 from favor.eval.speed import methods as speed_methods
@@ -161,7 +162,7 @@ def dense_favor(query, key, value, name, omega, causal):
 def test_the_favor_formula_is_the_dense_estimator(name, causal):
     cell = Cell(40, causal, False, batch_size=2, heads=4, key_heads=2, head_dim=8, num_features=16, dtype="float64")
     query, key, value, _ = cell.inputs()
-    omega = directions(name, 16, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64)
+    omega = directions(Draw(name, 16, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64))
     expected = dense_favor(query, key, value, name, omega, causal)
     for seed in range(3):
         sample = reference.Sample.draw(query, key, value, causal=causal, seed=seed)

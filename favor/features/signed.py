@@ -1,4 +1,7 @@
-"""Trigonometric random features: unbiased, but of any sign."""
+"""Features of any sign, or that are no exponentials: trigonometric features, and the ReLU and ELU maps.
+
+They are the baselines of the FAVOR papers. The maps do not estimate the softmax kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from favor.features.base import SignedFeatures
+from favor.features.base import RandomFeatures, SignedFeatures
 from favor.features.omega import draw_omega
+from favor.registry import register
 
 
+@register
 class TrigRF(SignedFeatures):
     """Trigonometric features of the softmax kernel, in two forms.
 
@@ -35,6 +40,11 @@ class TrigRF(SignedFeatures):
         if form not in ("sincos", "phase"):
             raise ValueError(f'form must be "sincos" or "phase", got {form!r}.')
         self.form = form
+
+    @property
+    def draws_like(self) -> str | RandomFeatures:
+        """Its name, which stands for the default form."""
+        return self.name if self.form == "sincos" else self
 
     def draw(
         self,
@@ -95,3 +105,31 @@ class TrigRF(SignedFeatures):
         if self.form == "phase":
             return torch.logaddexp(r, -r - math.log(2))
         return torch.logaddexp(r, -r) - math.log(2)
+
+
+@register
+class ReLUFeatures(SignedFeatures):
+    """phi(x) = max(omega x, 0): the generalised attention of Choromanski et al. (2021), appendix, with f = ReLU.
+
+    No constant is added to the features. The result does not depend on the scale of the queries.
+    """
+
+    name = "relu"
+
+    def phi(self, x: Tensor, omega: Tensor) -> Tensor:
+        """`[..., L, M]`."""
+        return torch.relu(x @ omega.transpose(-1, -2))
+
+
+@register
+class ELUFeatures(SignedFeatures):
+    """phi(x) = elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", 2020, equation (7)).
+
+    Deterministic: it has head_dim features, and takes neither their number nor a seed into account.
+    """
+
+    name = "elu"
+
+    def phi(self, x: Tensor, omega: Tensor) -> Tensor:
+        """`[..., L, d]`."""
+        return torch.nn.functional.elu(x) + 1

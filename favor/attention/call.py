@@ -1,0 +1,214 @@
+"""`AttentionCall`: all that a call of `favor_attention` says besides its tensors, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from favor.attention.directions import Draw, directions
+from favor.attention.packing import Packing
+from favor.features import Parameters, RandomFeatures
+from favor.kernels import StreamState
+from favor.registry import Family
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of `favor.favor_attention` beyond the common ones, which documents them."""
+
+    query_padding_mask: Tensor | None
+    layer: int
+    redraw: int
+    orthogonal: bool
+    use_statistics: bool
+    parameters: Parameters | None
+    correction: Parameters | None
+    window: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    state: StreamState | None
+    kernel: str
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention, as every method takes it; see `favor.favor_attention` for what is not said here.
+
+    Attributes:
+        num_features: M, of features or landmarks.
+        is_causal: query i sees keys 0 ... S - L + i.
+        scale: factor of the logits.
+        seed, layer, redraw, orthogonal: choose the directions.
+        use_statistics: whether parameters may come from the tokens at hand.
+        parameters, correction: given parameters, and a change of the parameters.
+        window: tokens of a block that is exact, 0 for none.
+        state: what earlier tokens left, None without.
+        kernel: "auto", "torch" or "triton".
+        key_mask: boolean `[B, S]`, True for real keys; None if all are.
+        query_mask: boolean `[B, L]`, True for the queries that count in statistics; None if all do.
+        packing: lengths of packed sequences, None if nothing is packed.
+    """
+
+    num_features: int
+    is_causal: bool
+    scale: float
+    seed: int
+    layer: int = 0
+    redraw: int = 0
+    orthogonal: bool = True
+    use_statistics: bool = True
+    parameters: Parameters | None = None
+    correction: Parameters | None = None
+    window: int = 0
+    state: StreamState | None = None
+    kernel: str = "auto"
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    packing: Packing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        *,
+        scale: float | None,
+        key_padding_mask: Tensor | None,
+        query_padding_mask: Tensor | None = None,
+        **options: Any,
+    ) -> AttentionCall:
+        """Checks a call and bundles it; nothing of the caller is changed.
+
+        Args:
+            family: what computes the attention.
+            tensors: query `[B, H, L, d]`, key `[B, Hk, S, d]`, value `[B, Hk, S, dv]`.
+            scale: None for 1/sqrt(d).
+            key_padding_mask, query_padding_mask: the two masks.
+            **options: the other arguments of `favor.favor_attention`.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+        """
+        query, key, _ = tensors
+        _check_tensors(*tensors)
+        if scale is not None and not scale > 0:
+            raise ValueError(f"scale must be positive, got {scale}.")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        lengths = [options.pop(name, None) for name in names]
+        unknown = sorted(options.keys() - cls.__dataclass_fields__.keys() - {"packing"})
+        if unknown:
+            known = ", ".join(sorted(CallOptions.__annotations__))
+            raise TypeError(f"favor_attention got an unknown argument {', '.join(unknown)}; its options are {known}.")
+        call = cls(
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            key_mask=key_padding_mask,
+            query_mask=query_padding_mask,
+            **options,
+        )
+        call._check_masks(query, key)
+        if lengths[0] is not None or lengths[1] is not None:
+            call = replace(call, packing=Packing.of(query, key, call.is_causal, *lengths))
+            if not (key_padding_mask is None and query_padding_mask is None):
+                raise ValueError("a packed batch has no padding: pass either masks or cu_seqlens, not both.")
+        call._check_family(family, query, key)
+        return call
+
+    def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
+        """Omega times `root`, `[Hk, M, d]`, in the type of the sums."""
+        draw = Draw(
+            family.draws_like,
+            self.num_features,
+            key.shape[-1],
+            key.shape[1],
+            self.orthogonal,
+            self.seed,
+            self.layer,
+            self.redraw,
+            key.device,
+            torch.float64 if key.dtype == torch.float64 else torch.float32,
+            root,
+        )
+        return directions(draw)
+
+    def _check_masks(self, query: Tensor, key: Tensor) -> None:
+        batch, length, key_length = query.shape[0], query.shape[2], key.shape[2]
+        if self.is_causal and length > key_length:
+            raise ValueError(
+                f"causal attention needs at least as many keys as queries, got {length} queries and {key_length} keys."
+            )
+        masks = (("key_padding_mask", self.key_mask, key_length), ("query_padding_mask", self.query_mask, length))
+        for name, mask, size in masks:
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool:
+                raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
+            if mask.shape != (batch, size):
+                raise ValueError(f"{name} must be [{batch}, {size}], got {tuple(mask.shape)}.")
+
+    def _check_family(self, family: Family, query: Tensor, key: Tensor) -> None:
+        """Raises a ValueError for what the family is not able to do."""
+        if self.state is not None:
+            self._check_state(family, query.shape[2], key.shape[2])
+        if self.window:
+            self._check_window(family, query.shape[2], key.shape[2])
+        if self.kernel == "triton" and not family.has_kernel:
+            raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
+        if not family.supports_weights and not (self.parameters is None and self.correction is None):
+            raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
+
+    def _check_state(self, family: Family, length: int, key_length: int) -> None:
+        if not family.supports_state:
+            raise ValueError(
+                f"a state is for positive features, got {family!r}; use pos, gerf, a dense one or landmark."
+            )
+        if not self.is_causal or self.packing is not None or length != key_length:
+            raise ValueError(
+                "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
+                f"cu_seqlens; got is_causal={self.is_causal}, {length} queries and {key_length} keys"
+                f"{', and lengths' if self.packing is not None else ''}."
+            )
+
+    def _check_window(self, family: Family, length: int, key_length: int) -> None:
+        if self.window < 0:
+            raise ValueError(f"window must not be negative, got {self.window}.")
+        if not family.supports_window or getattr(family, "alpha", 0) != 0:
+            raise ValueError(
+                "a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with "
+                f"exact weights; got {family!r}. Use window=0."
+            )
+        if not self.is_causal and length != key_length:
+            raise ValueError(
+                f"a window needs queries and keys of the same tokens, got {length} queries and {key_length} "
+                "keys; use window=0 for cross attention."
+            )
+        packing = self.packing
+        if packing is None or self.is_causal or packing.queries is packing.keys:
+            return
+        if not torch.equal(packing.queries, packing.keys):
+            raise ValueError(
+                "a window needs packed queries and keys of the same lengths; use window=0 for cross attention."
+            )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], got shape {tuple(tensor.shape)}.")
+    batch, heads, _, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[-1] != head_dim:
+        raise ValueError(
+            f"key must have the batch size {batch} and width {head_dim} of query, got shape {tuple(key.shape)}."
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value must agree with key in batch, heads and length {tuple(key.shape[:3])}, "
+            f"got {tuple(value.shape[:3])}."
+        )
+    if key.shape[1] == 0 or heads % key.shape[1]:
+        raise ValueError(f"query heads must be a multiple of the key heads, got {heads} and {key.shape[1]}.")

@@ -1,0 +1,123 @@
+"""The table of families: ways to compute attention in linear time, by name, and what each is able to do.
+
+A family is a class. It joins the table by `@register` in its own file, and whatever else needs to know of it (options,
+backends, calibration, programs) asks the class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+
+class Family:
+    """Says by class attributes what a way to compute attention is able to do.
+
+    Attributes:
+        name: in the table; what `features=` takes.
+        backends: values of `attn_implementation` that run it, the usual spelling first. Families may share a backend,
+            which then chooses by the option `features`. Empty: `favor_` and the name.
+        is_default: whether a shared backend runs this family where `features` is not set.
+        factorizations: how it factors matrices of statistics, best first; empty if it factors none.
+        needs_statistics: whether its parameters come from statistics of queries and keys.
+        learns_matrices: whether gradient steps may change its parameters, beside weights of single features.
+        supports_weights: whether single features may have weights, and so the family given parameters.
+        supports_window: whether it estimates exp(x . y) itself, and can share a normaliser with exact blocks of tokens.
+        supports_state: whether causal attention can go on from a state of fixed size.
+        is_drawn: whether it has random directions, which depend on a seed.
+        has_kernel: whether Triton kernels compute it.
+        pooled_options: keyword arguments of the class where statistics of some texts have to serve for others.
+        crossover: keys per feature from which on both passes take less time than the fastest exact attention,
+            (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
+            (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
+        windowed: how many times as many keys that takes with a window in bidirectional layers (the same files).
+    """
+
+    name: str
+    backends: tuple[str, ...] = ()
+    is_default: bool = False
+    factorizations: tuple[str, ...] = ()
+    needs_statistics: bool = False
+    learns_matrices: bool = False
+    supports_weights: bool = False
+    supports_window: bool = False
+    supports_state: bool = False
+    is_drawn: bool = True
+    has_kernel: bool = False
+    pooled_options: dict[str, Any] = {}  # noqa: RUF012
+    crossover: dict[str, tuple[int, int]] = {"cpu": (4, 12), "cuda": (18, 32)}  # noqa: RUF012
+    windowed: dict[str, int] = {"cpu": 2, "cuda": 3}  # noqa: RUF012
+
+
+AnyFamily = TypeVar("AnyFamily", bound=type[Family])
+FAMILIES: dict[str, type[Family]] = {}
+BACKENDS: dict[str, dict[str, type[Family]]] = {}
+
+
+def register(family: AnyFamily) -> AnyFamily:
+    """Adds a family to the table; as a decorator of its class.
+
+    Args:
+        family: a subclass of `favor.features.PositiveFeatures` or `SignedFeatures`, with a `name` of its own.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: if it is no such class. ValueError: if another family has the name.
+    """
+    if not (isinstance(family, type) and issubclass(family, Family) and isinstance(getattr(family, "name", None), str)):
+        raise TypeError(f"a family must be a class with a name, derived from favor.features, got {family!r}.")
+    known = FAMILIES.get(family.name)
+    if known is not None and (known.__module__, known.__qualname__) != (family.__module__, family.__qualname__):
+        raise ValueError(f"the name {family.name!r} belongs to {known.__name__}; give {family.__name__} another name.")
+    FAMILIES[family.name] = family
+    for backend in backends_of(family):
+        BACKENDS.setdefault(backend, {})[family.name] = family
+    return family
+
+
+def backends_of(family: type[Family]) -> tuple[str, ...]:
+    """The backends that run a family, see `Family.backends`."""
+    return family.backends or (f"favor_{family.name}",)
+
+
+def get(name: str, **options: Any) -> Any:
+    """Makes a family by its name in the table.
+
+    Args:
+        name: "trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "relu", "elu", "landmark", or one
+            that was registered.
+        **options: keyword arguments of the class, such as `alpha`.
+
+    Raises:
+        ValueError: if the name is unknown; the message lists the known ones.
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"features must be one of {', '.join(sorted(FAMILIES))}; got {name!r}.")
+    return FAMILIES[name](**options)
+
+
+def family_of(backend: str, features: str | None) -> type[Family]:
+    """The family that a backend runs.
+
+    Args:
+        backend: a value of `attn_implementation`.
+        features: the option; read by backends that several families share.
+
+    Raises:
+        ValueError: if the backend does not run this family; the message lists those it runs.
+    """
+    families = BACKENDS[backend]
+    if len(families) == 1:
+        return next(iter(families.values()))
+    if features is None:
+        return next(family for family in families.values() if family.is_default)
+    if features not in families:
+        raise ValueError(f"features of {backend} must be one of {', '.join(families)}; got {features!r}.")
+    return families[features]
+
+
+def selectable() -> tuple[str, ...]:
+    """Names that the option `features` may have: families that share a backend with others, the default one first."""
+    shared = {name: family for families in BACKENDS.values() if len(families) > 1 for name, family in families.items()}
+    return tuple(sorted(shared, key=lambda name: not shared[name].is_default))
