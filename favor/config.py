@@ -93,9 +93,11 @@ class FavorConfig:
             choices = ", ".join(map(repr, ("auto", *family.factorizations)))
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
         if self.statistics != "batch" and not family.supports_weights:
-            raise ValueError(f'{called} has no parameters to store; set statistics="batch", got {self.statistics!r}.')
+            raise ValueError(
+                f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
+            )
         if self.kernel == "triton" and not family.has_kernel:
-            raise ValueError(f'{called} has no Triton kernel; use kernel="auto" or "torch".')
+            raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
         if self.window and not family.supports_window:
             raise ValueError(
                 f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "

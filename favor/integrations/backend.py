@@ -210,6 +210,10 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
         key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options}).to_dict()
         for key, config in configs.items()
     }
+    for key, config in configs.items():
+        backend = attn_implementation if isinstance(attn_implementation, str) else config._attn_implementation
+        if backend in registry.BACKENDS:
+            feature_family(backend, FavorConfig.from_dict(merged[key]))
     number_layers(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)

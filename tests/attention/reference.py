@@ -10,7 +10,7 @@ from favor.attention.directions import Draw, directions
 from favor.landmark import causal as landmark_causal
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
-POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "pos@8", "wderf@16"]
+POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "opposite", "pos@8", "wderf@16"]
 SOFTMAX = [*POSITIVE, "landmark", "landmark@8"]
 FAMILIES = [*SOFTMAX, "trig", "relu", "elu"]
 NUM_FEATURES = 20

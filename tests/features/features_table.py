@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from own_family import OppositePairs
 
 from favor import features
 
@@ -44,6 +45,7 @@ POSITIVE = [
     Family("cderf", features.CDERF),
     Family("cderf-cholesky", lambda **options: features.CDERF(factorization="cholesky", **options)),
     Family("wderf", features.WDERF),
+    Family("opposite", OppositePairs),
     Family("wderf-cholesky", lambda **options: features.WDERF(factorization="cholesky", **options)),
 ]
 

@@ -12,9 +12,10 @@ from architectures import ARCHITECTURES, padding_mask, tokens
 from torch.utils.checkpoint import checkpoint
 
 import favor
-from favor.config import CROSSOVER, LANDMARK_CROSSOVER, WINDOWED
 from favor.integrations.backend import favor_attention_forward, model_options
 from favor.integrations.masks import favor_mask
+from favor.landmark import Landmarks
+from favor.registry import Family
 
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 ignore_fallback = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
@@ -33,8 +34,32 @@ def test_aliases_are_the_same_attention():
     }
     for name, alias in (("favor+", "favor_plus"), ("favor++", "favor_plus_plus"), ("favor#", "favor_sharp")):
         assert torch.equal(outs[name], outs[alias])
-    distinct = [outs[n] for n in ("favor+", "favor++", "favor#", "favor_trig", "favor_relu", "favor_elu")]
+    distinct = [outs[n] for n in ("favor+", "favor++", "favor#", "favor_trig", "favor_relu", "favor_elu", "landmark")]
     assert all(not torch.allclose(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+
+
+def test_landmarks_under_their_older_spelling_are_the_same_attention():
+    outs = [
+        BERT.build(name, num_features=16, exact_below=0, **options)(**tokens(True)).last_hidden_state
+        for name, options in (("landmark", {}), ("favor#", {"features": "landmark"}))
+    ]
+    assert torch.equal(*outs)
+
+
+def test_options_are_those_of_the_family_that_the_backend_runs():
+    """Of favor+, which factors nothing, `factorization` asks nothing; of favor# it does."""
+    favor.configure(BERT.build("favor+"), "favor+", factorization="newton_schulz")
+    model = BERT.build("favor#")
+    before = dict(model.config.favor)
+    for options, message in (
+        ({"factorization": "newton_schulz"}, "factorization of wderf must be one of 'auto', 'eigh', 'cholesky'"),
+        ({"features": "sderf", "factorization": "svd"}, "factorization must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            favor.configure(model, "favor#", **options)
+    with pytest.raises(ValueError, match="landmark attention has no Triton kernel"):
+        favor.configure(model, "landmark", kernel="triton")
+    assert model.config.favor == before
 
 
 def test_sliding_window_layers_stay_exact():
@@ -90,10 +115,10 @@ def test_options_are_merged_validated_and_stored():
         ({"num_features": 0}, ValueError, "num_features must be at least 1"),
         ({"num_features": "256"}, TypeError, "num_features must be an integer"),
         ({"num_features": True}, TypeError, "num_features must be an integer"),
-        ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'cderf', 'sderf', 'saderf', 'aderf'"),
-        ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmarks have no parameters"),
-        ({"features": "landmark", "kernel": "triton"}, ValueError, "landmarks have no Triton kernel"),
-        ({"factorization": "svd"}, ValueError, "factorization of wderf must be one of"),
+        ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'saderf'"),
+        ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmark attention has no parameters"),
+        ({"features": "landmark", "kernel": "triton"}, ValueError, "landmark attention has no Triton kernel"),
+        ({"factorization": "svd"}, ValueError, "factorization must be one of 'auto', 'eigh'"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
         ({"exact_below": -1}, ValueError, "exact_below must be at least 0"),
@@ -109,15 +134,15 @@ def test_bad_options_name_what_was_expected(options, error, message):
 
 
 def test_exact_below_auto_is_the_crossover_of_the_device():
-    bidirectional, causal = CROSSOVER["cpu"]
+    bidirectional, causal = Family.crossover["cpu"]
     config = favor.FavorConfig(num_features=100)
     assert config.exact_threshold("cpu", False) == 100 * bidirectional
     assert config.exact_threshold("cpu", True) == 100 * causal
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
-    assert config.exact_threshold("cpu", True, "landmark") == 100 * LANDMARK_CROSSOVER["cpu"][1]
+    assert config.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover["cpu"][1]
     windowed = favor.FavorConfig(num_features=100, window=128)
-    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * WINDOWED["cpu"]
+    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * Family.windowed["cpu"]
     assert windowed.exact_threshold("cpu", True) == 100 * causal
     exact = BERT.build("sdpa")(**tokens(True)).last_hidden_state
     few = 24 // bidirectional  # the batch has 24 keys
