@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote still loads, and gives what it gave there; tests/checkpoints/make.py has made the folders."""
+"""Checkpoints of version 0.1.0, made by tests/checkpoints/make.py: they load, and give what they gave there."""
 
 from pathlib import Path
 
