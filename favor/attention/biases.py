@@ -154,8 +154,10 @@ class _Apply(torch.autograd.Function):
         # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
-        size = rows.shape[2] // 32 + 64 if in_parts else max(rows.shape[2], 1)
-        bias = joined([form.of(part, dtype) for part in rows.split(size, dim=2)], dim=2)
+        if in_parts:
+            bias = joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)], dim=2)
+        else:
+            bias = form.of(rows, dtype)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
 
     @staticmethod

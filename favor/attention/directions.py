@@ -49,7 +49,7 @@ def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
 
 
 @lru_cache(maxsize=128)
-def cached_directions(draw: Draw) -> Tensor:
+def directions(draw: Draw) -> Tensor:
     """Omega times `root`, `[num_heads, M, d]`, drawn on the CPU and kept on the device."""
     digest = hashlib.sha256(f"{draw.seed},{draw.layer},{draw.redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -59,19 +59,13 @@ def cached_directions(draw: Draw) -> Tensor:
         return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
 
 
-def directions(draw: Draw) -> Tensor:
-    """Omega times `root`, `[num_heads, M, d]`; an operator of its own where a compiler looks."""
-    if isinstance(draw.source, str) and torch.compiler.is_compiling():
-        return _draw(*draw)
-    return cached_directions(draw)
-
-
 def _clone(*numbers: Any) -> Tensor:
     # A compiler may write into what an operator returns, so it gets a copy.
-    return cached_directions(Draw(*numbers)).clone()
+    return directions(Draw(*numbers)).clone()
 
 
-_draw = torch.library.custom_op(
+# The same for a compiler, which can hold a name constant and looks at operators only.
+compiled_directions = torch.library.custom_op(
     "favor::directions",
     _clone,
     mutates_args=(),
@@ -80,7 +74,7 @@ _draw = torch.library.custom_op(
 )
 
 
-@_draw.register_fake
+@compiled_directions.register_fake
 def _(*numbers: Any) -> Tensor:
     draw = Draw(*numbers)
     omega = _omega(draw)
