@@ -201,7 +201,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     def _family(self) -> RandomFeatures:
         alpha = ALPHA[self.kernel]
-        if self.features == "trig":
+        if self.features == TrigRF.name:
             return TrigRF(alpha=alpha, form="phase" if self.n_components % 2 else "sincos")
         return _families()[self.features](alpha=alpha)
 
