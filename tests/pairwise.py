@@ -1,18 +1,19 @@
 """Few cases in which every two values of two parameters still meet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
 
-def pairs(**axes: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+def pairs(**axes: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """Names and cases for `pytest.mark.parametrize(*pairs(...))`: every pair of values of two axes is in some case.
 
     The cases are the same in every run. With two axes or fewer they are the full product.
     """
-    sizes = [len(values) for values in axes.values()]
+    columns = [list(values) for values in axes.values()]
+    sizes = [len(values) for values in columns]
     if len(sizes) < 3:
-        return tuple(axes), list(product(*axes.values()))
+        return tuple(axes), list(product(*columns))
     # A pair is two positions: (axis, value) twice. A dict keeps their order, which a set does not.
     open_pairs = {
         ((i, a), (j, b)): None
@@ -32,5 +33,5 @@ def pairs(**axes: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]
             case[axis] = max(order, key=gains.__getitem__)
         for pair in combinations(sorted(case.items()), 2):
             open_pairs.pop(pair, None)
-        cases.append(tuple(values[case[axis]] for axis, values in enumerate(axes.values())))
+        cases.append(tuple(values[case[axis]] for axis, values in enumerate(columns)))
     return tuple(axes), cases
