@@ -1,8 +1,6 @@
 """The scikit-learn transformer: scikit-learn's own checks, unbiasedness, accuracy, and what surrounds it."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -234,14 +232,6 @@ def test_keys_must_have_the_same_width():
     x, y = sets()
     with pytest.raises(ValueError, match="keys must have 4 features as X has, got 3"):
         SoftmaxKernelSampler().fit(x, keys=y[:, :3])
-
-
-def test_scikit_learn_is_imported_only_when_asked_for():
-    code = (
-        "import sys, favor.features as f; assert 'sklearn' not in sys.modules; "
-        "f.SoftmaxKernelSampler; assert 'sklearn' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_unknown_attributes_of_the_package_are_errors():
