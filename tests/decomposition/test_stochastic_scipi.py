@@ -32,7 +32,7 @@ def em(L, steps):
     """Proportions after steps of EM, which never fall and cannot pass the optimum."""
     proportions = np.full(L.shape[1], 1 / L.shape[1])
     for _ in range(steps):
-        proportions *= (L / (L @ proportions)[:, None]).mean(0)
+        proportions *= (1 / (L @ proportions)) @ L / len(L)
     return proportions
 
 
