@@ -1,6 +1,7 @@
 """Rules for step, epoch and momentum: their inequalities, and that epochs by them do what the theorems say."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,10 +36,13 @@ RULES = {"power": power_rule, "heavy ball": heavy_ball_rule}
 
 
 @pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize("batch", [1, 200, 10**6])
 @pytest.mark.parametrize(("l1", "l2"), [(1.0, 0.7), (1.0, 0.98), (11.7, 10.9), (0.3, 0.0)])
-@pytest.mark.parametrize("sigma2", [0.0, 4.0, 900.0])
-def test_t10_rules_satisfy_their_inequality_with_the_largest_step(kind, batch, l1, l2, sigma2):
+def test_t10_rules_satisfy_their_inequality_with_the_largest_step(kind, l1, l2):
+    for batch, sigma2 in product((1, 200, 10**6), (0.0, 4.0, 900.0)):
+        check_rule(kind, batch, l1, l2, sigma2)
+
+
+def check_rule(kind, batch, l1, l2, sigma2):
     p = RULES[kind](l1, l2, sigma2, batch)
     assert 0 < p.eta <= 1
     assert p.epoch_length == length(kind, p.eta, l1, l2)

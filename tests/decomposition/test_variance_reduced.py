@@ -11,7 +11,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import check_estimator
 from spectra import GAP5, Lazy, deviations, epoch_of, error, printed_epoch, rows_with, tensor, unit
 
 from favor.decomposition import VRHeavyBallPower, VRPower
@@ -30,16 +30,17 @@ def start_of(seed, d):
 
 # scikit-learn says so of a check that it skips.
 @pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
-@parametrize_with_checks(
+@pytest.mark.parametrize(
+    "estimator",
     [
         VRPower(),
         VRHeavyBallPower(),
         VRPower(eta="rule", epoch_length="rule", eigenvalues="estimate", center=True),
         VRHeavyBallPower(eta="rule", epoch_length="rule"),
-    ]
+    ],
 )
-def test_scikit_learn_checks(estimator, check):
-    check(estimator)
+def test_scikit_learn_checks(estimator):
+    check_estimator(estimator, on_skip=None)
 
 
 def test_t9_all_rows_and_full_step_is_power_iteration():

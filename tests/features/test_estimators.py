@@ -3,6 +3,7 @@
 import pytest
 import torch
 from features_table import POSITIVE, D, data, exact_kernel, paper_second_moment
+from pairwise import pairs
 
 from favor import features
 
@@ -16,10 +17,10 @@ def assert_unbiased(estimates: torch.Tensor, truth: torch.Tensor) -> None:
     assert z.abs().max() < 5, f"z = {z.abs().max():.1f}"
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("alpha", [0.0, -0.5, 0.3])
-@pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
-@pytest.mark.parametrize("num_features", [1, 7])
+@pytest.mark.parametrize(
+    *pairs(family=POSITIVE, alpha=(0.0, -0.5, 0.3), sampling=SAMPLINGS, num_features=(1, 7)),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_positive_features_are_unbiased(family, alpha, sampling, num_features):
     x, y = data()
     rf = family(alpha=alpha)
@@ -31,9 +32,7 @@ def test_positive_features_are_unbiased(family, alpha, sampling, num_features):
     assert_unbiased(estimates, exact_kernel(x, y, alpha))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("form", ["sincos", "phase"])
-@pytest.mark.parametrize("alpha", [0.0, -0.5])
+@pytest.mark.parametrize(*pairs(form=("sincos", "phase"), alpha=(0.0, -0.5), sampling=SAMPLINGS))
 def test_trigonometric_features_are_unbiased(form, alpha, sampling):
     x, y = data()
     rf = features.TrigRF(form=form, alpha=alpha)

@@ -1,13 +1,9 @@
 """Performer Conformer: padding, causality, saving, the pipeline, the Transducer's parts."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
 
@@ -27,18 +23,6 @@ BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "fa
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TINY |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
 TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
-
-RELOAD = """
-import sys, favor.models, torch, transformers
-from safetensors.torch import load_file, save_file
-auto, folder = sys.argv[1:]
-model = getattr(transformers, auto).from_pretrained(folder).eval()
-inputs = load_file(folder + "/inputs.safetensors")
-with torch.no_grad():
-    out = model(**inputs)
-save_file({"hidden": out[0].contiguous()}, folder + "/outputs.safetensors")
-print(type(model).__name__, model.config._attn_implementation, model.config.favor["num_features"])
-"""
 
 
 def config(backend: str = "favor#", **changes) -> ConformerConfig:
@@ -132,7 +116,7 @@ def test_activation_checkpointing_counts_statistics_once():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_the_encoder_compiles_without_graph_breaks():
-    model, inputs = build(ConformerForCTC), batch()
+    model, inputs = build(ConformerForCTC, num_hidden_layers=1), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
@@ -161,19 +145,6 @@ def test_the_loss_is_that_of_torch():
         for row, (frames, tokens) in enumerate(zip([20, 13, 1], [4, 2, 1], strict=True))
     )
     torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("auto", "kind"), [("AutoModel", ConformerModel), ("AutoModelForCTC", ConformerForCTC)])
-def test_a_fresh_process_gives_the_same_bits(auto, kind, tmp_path):
-    model, inputs = build(kind), batch()
-    model.save_pretrained(tmp_path)
-    save_file(inputs, tmp_path / "inputs.safetensors")
-    command = [sys.executable, "-c", RELOAD, auto, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [kind.__name__, "favor#", "16"]
-    with torch.no_grad():
-        assert torch.equal(load_file(tmp_path / "outputs.safetensors")["hidden"], model(**inputs)[0])
 
 
 @pytest.mark.skipif(not hasattr(transformers, "AutoModelForRNNT"), reason="transformers has no such Auto class")

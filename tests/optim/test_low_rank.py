@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from naive import algorithm, clamped, low_rank, randn
+from pairwise import pairs
 
 from favor.optim.low_rank import LowRankCurvature, low_rank_bound
 
@@ -116,9 +117,7 @@ def test_solve(rule, rank):
             torch.testing.assert_close(found.solve(r), torch.linalg.solve(found.dense(), r), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+@pytest.mark.parametrize(*pairs(rule=RULES, size=(1, 2, 3, 5), rank=(1, 2, 3, 5)))
 def test_vectors_that_repeat(rule, size, rank):
     """What they leave outside the kept directions is rounding, and must not become a direction of its own."""
     for seed in range(10):

@@ -1,9 +1,12 @@
 """Matrices above the curvature of a mini-batch, against that curvature written out."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 from naive import as_array, curvature, randn
+from pairwise import pairs
 from sklearn.datasets import load_digits
 
 from favor.optim import majorizers
@@ -22,6 +25,7 @@ def batch_curvature(logits, x, weights=None, order="ascending"):
     return np.einsum("j,jab,jc,jd->acbd", w, b, as_array(x), as_array(x), optimize=True).reshape(size, size)
 
 
+@cache
 def digits(rows=200):
     """Scaled pixels with a column of ones `[m, 65]`, and weights of a classifier after some descent `[10, 65]`."""
     images, labels = load_digits(return_X_y=True)
@@ -124,9 +128,7 @@ def test_a_full_batch_step_descends(name, eta):
         value = after
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("damping", [1e-3, 1.0])
+@pytest.mark.parametrize(*pairs(name=EVERY, n=(1, 2, 7), damping=(1e-3, 1.0)))
 def test_solve(name, n, damping):
     for d, spread in [(1, 1.0), (4, 1.0), (4, 20.0)]:
         x, gradient = randn(5, d), randn(n, d, seed=1)
@@ -264,9 +266,7 @@ def test_refuses_too_many_labels(name):
         getattr(majorizers, name)(torch.zeros(1, 2001), torch.zeros(1, 1))
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "conjugate gradients"])
+@pytest.mark.parametrize(*pairs(order=("ascending", "descending", "none"), weighted=(False, True), dense=(True, False)))
 def test_exact(order, weighted, dense, monkeypatch):
     if not dense:
         monkeypatch.setattr("favor.optim.exact.DENSE", 0)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from naive import ORDERS, as_array, backward_error, curvature, long_matvec, order_argument, randn, solve
+from pairwise import pairs
 
 from favor.optim.bound import bound_coefficients
 from favor.optim.solve import bound_solve
@@ -12,9 +13,7 @@ METHODS = ["tridiagonal", "scan"]
 SIZES = [1, 2, 3, 7, 63, 100]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("spread", [0.0, 3.0, 30.0, 1e4])
+@pytest.mark.parametrize(*pairs(method=METHODS, order=ORDERS, spread=(0.0, 3.0, 30.0, 1e4)))
 def test_equals_a_dense_solve(method, order, spread):
     for n in SIZES:
         check_solve(method, order_argument(order, n), spread * randn(n), randn(n, seed=1))
@@ -49,9 +48,7 @@ def test_the_method_is_chosen_by_the_device():
     assert torch.equal(bound_solve(c, 2.0, 0.1, r), bound_solve(c, 2.0, 0.1, r, method="tridiagonal"))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("spread", [1.0, 8.0, 1e4])
-@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize(*pairs(method=METHODS, spread=(1.0, 8.0, 1e4), scale=(1.0, 1e2, 1e4)))
 def test_float32(method, spread, scale):
     """Logits, right side and answer in float32: residual at the level of its rounding, whatever the order."""
     for order in ORDERS:
@@ -95,9 +92,7 @@ def test_hidden_labels_and_ties(method, order):
     np.testing.assert_allclose(u, solve(curvature(logits, order), 5.0, 0.1, r.numpy()), atol=1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("order", ["ascending", "none", "random by row"])
-@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize(*pairs(method=METHODS, order=("ascending", "none", "random by row"), n=(1, 2, 7)))
 def test_leading_dimensions(method, order, n):
     """Logits, right sides, scales (one of them 0) and dampings broadcast, as in elementwise operations."""
     logits = randn(2, 3, n)
@@ -133,9 +128,7 @@ def test_an_empty_batch(method):
     assert bound_solve(c, 1.0, 1.0, torch.zeros(0, 5), method=method).shape == (0, 5)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("decay", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize(*pairs(method=METHODS, order=ORDERS, decay=(0.0, 0.05, 0.3)))
 def test_a_step_of_a_layer(method, order, decay):
     """(Sigma + rho I)^{-1} (r x' + lam W) = (lam / rho) W + (v - (lam / rho) a / s) x' by one solve with n labels."""
     weight, x = randn(5, 4), 2 * randn(4, seed=1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from naive import layer_curvature
+from pairwise import pairs
 from problem import DECAY, EXAMPLES, INPUTS, LABELS, backward, data, gradient, joined, make_head, optimum, start, train
 
 from favor.optim import (
@@ -80,10 +81,15 @@ def test_prox_step_by_dense_matrices(rate, decay):
     torch.testing.assert_close(after, before - move, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
-@pytest.mark.parametrize(("decay", "damping"), [(0.0, 0.2), (DECAY, DECAY), (DECAY, 3.0)])
-@pytest.mark.parametrize("rate", [1.0, 0.4])
-def test_exact_step_by_dense_matrices(rate, decay, damping, order):
+@pytest.mark.parametrize(
+    *pairs(
+        order=("ascending", "descending", "none"),
+        regularisation=((0.0, 0.2), (DECAY, DECAY), (DECAY, 3.0)),
+        rate=(1.0, 0.4),
+    )
+)
+def test_exact_step_by_dense_matrices(order, regularisation, rate):
+    decay, damping = regularisation
     x, y = (part[0] for part in data())
     weight = 3 * start()
     after = weight.clone()

@@ -1,0 +1,37 @@
+"""Few cases in which every two values of two parameters still meet."""
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs(**axes: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Names and cases for `pytest.mark.parametrize(*pairs(...))`: every pair of values of two axes is in some case.
+
+    The cases are the same in every run. With two axes or fewer they are the full product.
+    """
+    columns = [list(values) for values in axes.values()]
+    sizes = [len(values) for values in columns]
+    if len(sizes) < 3:
+        return tuple(axes), list(product(*columns))
+    # A pair is two positions: (axis, value) twice. A dict keeps their order, which a set does not.
+    open_pairs = {
+        ((i, a), (j, b)): None
+        for i, j in combinations(range(len(sizes)), 2)
+        for a, b in product(range(sizes[i]), range(sizes[j]))
+    }
+    cases = []
+    while open_pairs:
+        case = dict(next(iter(open_pairs)))
+        for axis in sorted(set(range(len(sizes))) - set(case), key=lambda axis: -sizes[axis]):
+            # The value that closes most pairs with those chosen so far; of equals, one that moves on from case to case.
+            gains = [
+                sum(tuple(sorted(((axis, value), other))) in open_pairs for other in case.items())
+                for value in range(sizes[axis])
+            ]
+            order = [(len(cases) + shift) % sizes[axis] for shift in range(sizes[axis])]
+            case[axis] = max(order, key=gains.__getitem__)
+        for pair in combinations(sorted(case.items()), 2):
+            open_pairs.pop(pair, None)
+        cases.append(tuple(values[case[axis]] for axis, values in enumerate(columns)))
+    return tuple(axes), cases
