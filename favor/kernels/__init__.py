@@ -3,8 +3,8 @@
 Every kernel takes the same mathematical form (see `linear_attention`), so none knows which random features it runs.
 """
 
-from favor.kernels.api import linear_attention
 from favor.kernels.dispatch import KERNELS, available
+from favor.kernels.ops import linear_attention
 from favor.kernels.stream.decode import DecodeState, decode
 from favor.kernels.stream.extend import StreamState, extend
 

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -13,20 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-# Each has `forward(operands, geometry)` and `backward(grad, operands, geometry, saved, for_directions)`.
-_MODULES = {
-    "torch": {
-        "bidirectional": "favor.kernels.eager.bidirectional",
-        "causal": "favor.kernels.eager.causal",
-        "window": "favor.kernels.eager.window",
-    },
-    "triton": {
-        "bidirectional": "favor.kernels.gpu.bidirectional",
-        "causal": "favor.kernels.gpu.causal.op",
-        "window": "favor.kernels.gpu.window.op",
-    },
-}
-KERNELS = ("auto", *_MODULES)
 _WIDEST = 256
 _WIDEST_FUSED = 128
 # Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
@@ -34,42 +22,121 @@ _SHARED_MEMORY = 163 * 1024
 _logger = logging.getLogger("favor.kernels")
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the table of kernels.
+
+    Attributes:
+        modules: the module of each form. "bidirectional", "causal" and "window" have `forward(operands, geometry)` and
+            `backward(grad, operands, geometry, saved, for_directions)`, "summary" has `summarise`, "decode" `decode`.
+        device: type of the devices on which "auto" takes it; nothing for the kernel that runs where no other does.
+        problem: why it cannot run on such a device, None if it can.
+        unfit: why it does not take such queries and values, None if it does.
+        trains_directions: whether `backward` gives gradients of directions and offset. If not, the torch kernel does,
+            with directions rounded to the type of the tokens, as they were in the forward pass.
+        result: what is special about its results, keywords of `favor.kernels.operands.Result.empty`.
+    """
+
+    modules: dict[str, str]
+    device: str = ""
+    problem: Callable[[str], str | None] = lambda device: None
+    unfit: Callable[[Tensor, Tensor], str | None] = lambda query, value: None
+    trains_directions: bool = True
+    result: dict[str, bool] = field(default_factory=dict)
+
+
+def _unfit(query: Tensor, value: Tensor) -> str | None:
+    if query.dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    width = max(query.shape[-1], value.shape[-1])
+    return f"it takes widths up to {_WIDEST}, got {width}" if width > _WIDEST else None
+
+
+@cache
+def _triton_problem(device: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device != "cuda":
+        return f"the tensors are on {device}, not on a CUDA device"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    shared = min(getattr(one, "shared_memory_per_block_optin", _SHARED_MEMORY) for one in devices)
+    if shared < _SHARED_MEMORY:
+        return (
+            f"the GPU has {shared // 1024} KB of shared memory a program, and the kernels need "
+            f"{_SHARED_MEMORY // 1024} KB, which A100, H100 and later GPUs for data centers have"
+        )
+    return None
+
+
+TABLE = {
+    "torch": Kernel(
+        {
+            "bidirectional": "favor.kernels.eager.bidirectional",
+            "causal": "favor.kernels.eager.causal",
+            "window": "favor.kernels.eager.window",
+            "summary": "favor.kernels.eager.decode",
+            "decode": "favor.kernels.eager.decode",
+        }
+    ),
+    "triton": Kernel(
+        {
+            "bidirectional": "favor.kernels.gpu.bidirectional",
+            "causal": "favor.kernels.gpu.causal.op",
+            "window": "favor.kernels.gpu.window.op",
+            "summary": "favor.kernels.gpu.summary",
+            "decode": "favor.kernels.gpu.decode",
+        },
+        device="cuda",
+        problem=_triton_problem,
+        unfit=_unfit,
+        trains_directions=False,
+        result={"joins_heads": True, "keeps_lse": True, "rounds_summaries": True},
+    ),
+}
+KERNELS = ("auto", *TABLE)
+
+
 def available() -> dict[str, str]:
-    """The kernels, and whether each can run here.
+    """Says of each kernel whether it can run here.
 
     Returns:
         "torch" and "triton", each with "available" or the reason why not, and "auto" with the kernel that
         `kernel="auto"` picks for tensors on the best device of this machine.
     """
-    problem = _triton_problem("cuda")
-    auto = "triton" if problem is None and torch.cuda.is_available() else "torch"
-    return {"torch": "available", "triton": problem or "available", "auto": auto}
+    problems = {name: row.problem(row.device) for name, row in TABLE.items()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    auto = [name for name, row in TABLE.items() if problems[name] is None and row.device == device]
+    return {**{name: problem or "available" for name, problem in problems.items()}, "auto": [*auto, "torch"][0]}
 
 
 def pick(kernel: str, query: Tensor, value: Tensor) -> str:
     """Name of the kernel to run, "torch" or "triton", for tensors like `query` and `value`.
 
     Raises:
-        ValueError: if Triton is asked for and cannot run, saying why, or for an unknown name.
+        ValueError: if a kernel is asked for that cannot run, saying why, or for an unknown name.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
-    if kernel == "torch" or (kernel == "auto" and query.device.type != "cuda"):
-        return "torch"
-    problem = _triton_problem(query.device.type) or _unfit(query, value)
-    if problem is None:
-        return "triton"
-    if kernel == "triton":
-        raise ValueError(f'kernel="triton" cannot run: {problem}. Use kernel="auto" or "torch".')
-    _report(problem)
+    device = query.device.type
+    for name, row in TABLE.items():
+        if kernel == name or (kernel == "auto" and row.device == device):
+            problem = row.problem(device) or row.unfit(query, value)
+            if problem is None:
+                return name
+            if kernel == name:
+                raise ValueError(f'kernel="{name}" cannot run: {problem}. Use kernel="auto" or "torch".')
+            _report(name, problem)
     return "torch"
 
 
 @cache
-def kernel_module(picked: str, is_causal: bool, window: int) -> Any:
-    """The module with `forward` and `backward` of a kernel, imported when it is first used: triton may be missing."""
-    form = "window" if window else "causal" if is_causal else "bidirectional"
-    return importlib.import_module(_MODULES[picked][form])
+def kernel_module(picked: str, form: str) -> Any:
+    """The module of one form of a kernel, imported when it is first used: triton may be missing."""
+    return importlib.import_module(TABLE[picked].modules[form])
 
 
 def triton_module(name: str) -> Any:
@@ -103,38 +170,6 @@ def fuses(rows: Tensor) -> bool:
     return plain(rows) and fits and pick("auto", rows, rows) == "triton"
 
 
-def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as every kernel can read them, with rows in one piece; copied only where they are not."""
-    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
-
-
-def _unfit(query: Tensor, value: Tensor) -> str | None:
-    if query.dtype == torch.float64:
-        return "it computes in float32, and the inputs are float64"
-    width = max(query.shape[-1], value.shape[-1])
-    return f"it takes widths up to {_WIDEST}, got {width}" if width > _WIDEST else None
-
-
 @cache
-def _triton_problem(device: str) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device != "cuda":
-        return f"the tensors are on {device}, not on a CUDA device"
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    shared = min(getattr(one, "shared_memory_per_block_optin", _SHARED_MEMORY) for one in devices)
-    if shared < _SHARED_MEMORY:
-        return (
-            f"the GPU has {shared // 1024} KB of shared memory a program, and the kernels need "
-            f"{_SHARED_MEMORY // 1024} KB, which A100, H100 and later GPUs for data centers have"
-        )
-    return None
-
-
-@cache
-def _report(problem: str) -> None:
-    _logger.warning("favor: using the torch kernel instead of Triton: %s.", problem)
+def _report(kernel: str, problem: str) -> None:
+    _logger.warning("favor: using the torch kernel instead of %s: %s.", kernel.capitalize(), problem)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 Index = tuple[slice, slice, slice]
 
@@ -34,6 +36,38 @@ class Operands(NamedTuple):
     key_bias: Tensor
     query_bias: Tensor | None = None
 
+    @property
+    def groups(self) -> int:
+        """G, query heads per key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def readable(self) -> Operands:
+        """Copies what kernels could not read: tokens whose rows are not in one piece, others if not contiguous."""
+        tokens = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in self[:3])
+        others = (None if tensor is None else tensor.contiguous() for tensor in self[3:])
+        return Operands._make((*tokens, *others))
+
+    def part(self, rows: Index, columns: Index, directions: tuple[slice, slice]) -> Operands:
+        """Views of some queries, some keys, and the directions and offsets of some sequences and key heads."""
+        indices = (rows, columns, columns, directions, directions, directions, columns, rows)
+        pairs = zip(self, indices, strict=True)
+        return Operands._make(None if tensor is None else tensor[index] for tensor, index in pairs)
+
+
+class GeometryOptions(TypedDict, total=False):
+    """Keywords of `favor.kernels.linear_attention` that say which key a query sees, and how."""
+
+    is_causal: bool
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    window: int
+    scale: float
+
+
+_OPTIONS = tuple(GeometryOptions.__annotations__)
+
 
 class Geometry(NamedTuple):
     """Which key a query sees, and how.
@@ -53,6 +87,38 @@ class Geometry(NamedTuple):
     is_causal: bool = False
     window: int = 0
     scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, query_bias: Tensor | None = None, **options: Unpack[GeometryOptions]
+    ) -> Geometry:
+        """Checks the options of a call of `favor.kernels.linear_attention`, and puts in the defaults.
+
+        Raises:
+            TypeError: for an unknown option.
+            ValueError: for a window that does not fit the inputs.
+        """
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(unknown)}; known are {', '.join(_OPTIONS)}.")
+        window, is_causal = options.get("window", 0), options.get("is_causal", False)
+        if (window > 0) != (query_bias is not None) or window < 0:
+            raise ValueError(f"window must be positive with a query_bias and 0 without, got {window}.")
+        length, keys = query.shape[2], key.shape[2]
+        if window and not is_causal and length != keys:
+            raise ValueError(
+                f"a window needs queries and keys of the same tokens, got {length} queries and {keys} keys."
+            )
+        given = (options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
+        cu_q, cu_k = (None if ends is None else ends.to(torch.int32) for ends in given)
+        max_q, max_k = options.get("max_seqlen_q"), options.get("max_seqlen_k")
+        longest = (length if max_q is None else max_q, keys if max_k is None else max_k)
+        return cls(cu_q, cu_k, *longest, is_causal, window, options.get("scale", 1.0))
+
+    @property
+    def form(self) -> str:
+        """Which form of a kernel computes it: "window", "causal" or "bidirectional"."""
+        return "window" if self.window else "causal" if self.is_causal else "bidirectional"
 
     def sequences(self, batch_size: int) -> int:
         """Number of sequences: those that are packed, or the size of the batch."""
@@ -74,6 +140,45 @@ class Result(NamedTuple):
     weight: Tensor
     summary: Tensor
 
+    @classmethod
+    def empty(
+        cls,
+        form: str,
+        operands: Operands,
+        geometry: Geometry,
+        *,
+        joins_heads: bool = False,
+        keeps_lse: bool = False,
+        rounds_summaries: bool = False,
+    ) -> Result:
+        """Uninitialised memory for the result of one form of a kernel, with the summaries that its backward pass needs.
+
+        A window has summaries per block: b is the number of blocks, with room for one partial block per sequence.
+
+        Args:
+            form: "bidirectional", "causal" or "window".
+            operands, geometry: what the kernel is given.
+            joins_heads: the output lies `[B, L, H, dv]` in memory. Otherwise it does only if the queries do, which is
+                how models join heads.
+            keeps_lse: bidirectional attention keeps the normaliser, too.
+            rounds_summaries: those of a window have the type of the values; otherwise, that of the offset.
+        """
+        query, value, offset = operands.query, operands.value, operands.offset
+        (batch, heads, length), width = query.shape[:3], value.shape[3]
+        if query.is_contiguous() and not joins_heads:
+            out = query.new_empty(batch, heads, length, width)
+        else:
+            out = query.new_empty(batch, length, heads, width).transpose(1, 2)
+        lse = offset.new_empty(query.shape[:3] if keeps_lse or form != "bidirectional" else 0)
+        if form == "causal":
+            return cls(out, lse, offset.new_empty(0), offset.new_empty(0))
+        if form == "window":
+            shape = (value.shape[2] // geometry.window + geometry.sequences(1), *value.shape[:2], offset.shape[-1])
+        else:
+            shape = (geometry.sequences(batch), *offset.shape[1:])
+        of_values = value if rounds_summaries and form == "window" else offset
+        return cls(out, lse, offset.new_empty(shape), of_values.new_empty(*shape, width))
+
 
 class Gradients(NamedTuple):
     """Gradients of `Operands`; empty for directions and offset unless asked for, and for a bias that is not given."""
@@ -87,29 +192,41 @@ class Gradients(NamedTuple):
     offset: Tensor
     query_bias: Tensor
 
+    @classmethod
+    def empty(cls, operands: Operands, *, for_directions: bool) -> Gradients:
+        """Memory for a backward pass that writes gradients of tokens and biases, and adds up those of the others."""
+        query, key, value, *directions, key_bias, query_bias = operands
+        nothing = operands.offset.new_empty(0)
+        written = (torch.empty_like(tensor) for tensor in (query, key, value, key_bias))
+        added = (torch.zeros_like(tensor) if for_directions else torch.empty_like(nothing) for tensor in directions)
+        return cls._make((*written, *added, nothing if query_bias is None else torch.empty_like(query_bias)))
+
 
 @dataclass
 class Sequence:
-    """One sequence of a packed batch, or a whole batch that is not packed, or some heads of these; views, not copies.
+    """One sequence of a packed batch, or a whole batch that is not packed, or some heads of these.
 
     Attributes:
-        query, key, value, query_directions, key_directions, offset, key_bias: as in `favor.kernels.linear_attention`.
+        batch: the operands of the whole batch.
+        operands: its own, which are views of these.
         rows, columns: index of its queries and of its keys in the whole batch.
-        landmarks: index of its landmarks among those of all sequences.
+        summaries: index of its summaries among those of all sequences.
         directions: index of its directions, offsets and their gradients among those of all sequences and key heads.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_directions: Tensor
-    key_directions: Tensor
-    offset: Tensor
-    key_bias: Tensor
+    batch: Operands
+    operands: Operands
     rows: Index
     columns: Index
-    landmarks: slice
+    summaries: slice
     directions: tuple[slice, slice]
+
+    @classmethod
+    def of(
+        cls, batch: Operands, rows: Index, columns: Index, summaries: slice, directions: tuple[slice, slice]
+    ) -> Sequence:
+        """The part of a batch that the indices say."""
+        return cls(batch, batch.part(rows, columns, directions), rows, columns, summaries, directions)
 
     def accumulate(self, total: Tensor, update: Tensor) -> None:
         """Adds an update per sequence and key head `[N, ...]` to a total `[n, Hk, ...]` (n = 1: shared by all)."""
@@ -119,33 +236,21 @@ class Sequence:
 
     def parts(self, number: int) -> Iterator[Sequence]:
         """At most so many key heads at a time, counting those of all sequences of a batch."""
-        batch, heads = self.key.shape[:2]
+        (batch, heads), groups = self.operands.key.shape[:2], self.operands.groups
         together, number = max(1, number // heads), min(number, heads)
-        groups = self.query.shape[1] // heads
         for first, head in product(range(0, batch, together), range(0, heads, number)):
             some, own = slice(first, first + together), slice(head, head + number)
             asking = slice(groups * head, groups * (head + number))
-            shared = slice(None) if self.offset.shape[0] == 1 else some
-            yield replace(
-                self,
-                query=self.query[some, asking],
-                key=self.key[some, own],
-                value=self.value[some, own],
-                query_directions=self.query_directions[shared, own],
-                key_directions=self.key_directions[shared, own],
-                offset=self.offset[shared, own],
-                key_bias=self.key_bias[some, own],
-                rows=(some, asking, self.rows[2]),
-                columns=(some, own, self.columns[2]),
-                # A packed sequence, which is a batch of one, is told apart by its place in the whole batch.
-                landmarks=self.landmarks if batch == 1 else some,
-                directions=(self.directions[0] if batch == 1 else shared, own),
-            )
+            # A packed sequence, which is a batch of one, is told apart by its place in the whole batch.
+            summaries, directions = (self.summaries, self.directions[0]) if batch == 1 else (some, some)
+            if self.batch.offset.shape[0] == 1:
+                directions = slice(None)
+            rows, columns = (some, asking, self.rows[2]), (some, own, self.columns[2])
+            yield Sequence.of(self.batch, rows, columns, summaries, (directions, own))
 
 
 def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
     """The sequences of a batch; all of it at once if it is not packed."""
-    query, key, value, query_directions, key_directions, offset, key_bias, _ = operands
     cu_q, cu_k = geometry.cu_q, geometry.cu_k
     everything = slice(None)
     if cu_q is None or cu_k is None:
@@ -155,17 +260,6 @@ def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
         bounds = [(slice(*rows), slice(*columns)) for rows, columns in ends]
     for index, (rows, columns) in enumerate(bounds):
         own = slice(index, index + 1) if cu_q is not None else everything
-        per_sequence = own if query_directions.shape[0] > 1 else everything
-        yield Sequence(
-            query[:, :, rows],
-            key[:, :, columns],
-            value[:, :, columns],
-            query_directions[per_sequence],
-            key_directions[per_sequence],
-            offset[per_sequence],
-            key_bias[:, :, columns],
-            (everything, everything, rows),
-            (everything, everything, columns),
-            own,
-            (per_sequence, everything),
-        )
+        directions = (own if operands.offset.shape[0] > 1 else everything, everything)
+        of_rows, of_columns = (everything, everything, rows), (everything, everything, columns)
+        yield Sequence.of(operands, of_rows, of_columns, own, directions)

@@ -1,4 +1,7 @@
-"""The kernels as operators of PyTorch, `favor::linear_attention` and its backward, opaque to `torch.compile`."""
+"""`linear_attention`, the one call behind which all kernels stand, and the operators of PyTorch that it consists of.
+
+The operators, `favor::linear_attention` and its backward, are opaque to `torch.compile`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from favor.kernels.dispatch import kernel_module, pick, plain
-from favor.kernels.eager import bidirectional, window
-from favor.kernels.operands import Geometry, Gradients, Operands, Result
+from favor.kernels.dispatch import TABLE, kernel_module, pick, plain
+from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
 # What an operator takes has to be flat; the order is that of saved graphs, and cannot change.
 _TENSORS = (
@@ -33,11 +36,11 @@ def _bundled(arguments: tuple[Any, ...]) -> tuple[Operands, Geometry]:
 
 
 def _forward(*arguments: Any) -> Result:
-    """Output, logarithm of the normaliser, and weight and summary of the features; see `Result`."""
+    """Runs the forward pass of the kernel that is picked."""
     operands, geometry = _bundled(arguments[:-1])
     picked = pick(arguments[-1], operands.query, operands.value)
     with torch.cuda.device_of(operands.query):
-        return kernel_module(picked, geometry.is_causal, geometry.window).forward(operands, geometry)
+        return kernel_module(picked, geometry.form).forward(operands, geometry)
 
 
 attention_forward = torch.library.custom_op("favor::linear_attention", _forward, mutates_args=(), schema=_FORWARD)
@@ -46,36 +49,22 @@ attention_forward = torch.library.custom_op("favor::linear_attention", _forward,
 @attention_forward.register_fake
 def _(*arguments: Any) -> Result:
     operands, geometry = _bundled(arguments[:-1])
-    query, value, offset = operands.query, operands.value, operands.offset
-    out, lse = bidirectional.empty_output(query, value), offset.new_empty(query.shape[:3])
-    triton = pick(arguments[-1], query, value) == "triton"
-    if triton:
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    elif not geometry.window and not geometry.is_causal:
-        lse = offset.new_empty(0)
-    if geometry.window:
-        weight, summary = window.empty_landmarks(operands, geometry)
-        return Result(out, lse, weight, summary.to(value.dtype) if triton else summary)
-    if geometry.is_causal:
-        return Result(out, lse, offset.new_empty(0), offset.new_empty(0))
-    shape = (geometry.sequences(query.shape[0]), *offset.shape[1:])
-    return Result(out, lse, offset.new_empty(shape), offset.new_empty(*shape, value.shape[-1]))
+    picked = pick(arguments[-1], operands.query, operands.value)
+    return Result.empty(geometry.form, operands, geometry, **TABLE[picked].result)
 
 
 def _backward(grad: Tensor, *arguments: Any) -> Gradients:
-    """Gradients; empty for directions and offset unless `for_directions`, and for a query bias that is not given."""
+    """Runs the backward pass of the kernel that is picked; see `Gradients`."""
     *arguments_of_forward, for_directions, kernel = arguments
     saved = Result(*arguments_of_forward[9:13])
     operands, geometry = _bundled((*arguments_of_forward[:9], *arguments_of_forward[13:]))
     picked = pick(kernel, operands.query, operands.value)
-    if for_directions and picked == "triton":
-        # The Triton kernels hold the directions fixed; training them is for the torch kernels, on any device. The
-        # directions are rounded as they were in the forward pass.
+    if for_directions and not TABLE[picked].trains_directions:
         rounded = (t.to(operands.query.dtype).to(t.dtype) for t in operands[3:5])
         operands = operands._replace(**dict(zip(("query_directions", "key_directions"), rounded, strict=True)))
         picked = "torch"
     with torch.cuda.device_of(operands.query):
-        module = kernel_module(picked, geometry.is_causal, geometry.window)
+        module = kernel_module(picked, geometry.form)
         return module.backward(grad, operands, geometry, saved, for_directions)
 
 
@@ -87,7 +76,7 @@ attention_backward = torch.library.custom_op(
 @attention_backward.register_fake
 def _(grad: Tensor, *arguments: Any) -> Gradients:
     operands, _ = _bundled((*arguments[:9], *arguments[13:-2]))
-    return bidirectional.empty_gradients(operands, for_directions=arguments[-2])
+    return Gradients.empty(operands, for_directions=arguments[-2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -132,9 +121,57 @@ class _Eager(torch.autograd.Function):
         return _differentiate(ctx, *grads, differentiate=_backward if alone else attention_backward)
 
 
-def attention(operands: Operands, geometry: Geometry, kernel: str) -> Result:
-    """Runs the kernel; by way of the operator only where something looks at operators."""
-    *tensors, query_bias = operands
-    cu_q, cu_k, *options = geometry
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    *,
+    query_bias: Tensor | None = None,
+    kernel: str = "auto",
+    **geometry: Unpack[GeometryOptions],
+) -> Tensor:
+    """Attends with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
+
+    With a window, tokens are cut into blocks of that many, and the weights inside a block are exp(scale query.key)
+    instead; the others are then multiplied by exp(query_bias), which makes the two comparable.
+
+    Logits, maxima and sums are float32 (float64 for float64 inputs); memory is linear in the length and holds no
+    feature. Nothing is added to the normaliser. A query that sees no key gives zeros, with zero gradient.
+
+    Args:
+        query: `[B, H, L, d]`, float64, float32, bfloat16 or float16.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, of the type of `query`; H must be a multiple of Hk.
+        query_directions, key_directions: uq and uk `[n, Hk, M, d]`, with the scale of the logits; float32, or
+            float64 for float64 inputs. n is the number of sequences, or 1 if they share the directions.
+        offset: `[n, Hk, M]`.
+        key_bias: `[B, Hk, S]`; -inf hides a key, whatever key and value hold there.
+        query_bias: `[B, H, L]`, float32 or float64 like the directions; required with a window, and only then.
+        kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
+        is_causal: query i sees keys 0 ... S - L + i; default False.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
+            after another along L and S; then B is 1 and no sequence sees another. None (default) if nothing is packed.
+        max_seqlen_q, max_seqlen_k: the longest of them; L and S, which is only slower, if absent.
+        window: length of the blocks, 0 (default) for none. Queries and keys are then those of the same tokens: as many
+            queries as keys, or at most as many if causal.
+        scale: of the exact logits, for a window; default 1.
+
+    Returns:
+        `[B, H, L, dv]` in the type of `query`. Its memory may be laid out `[B, L, H, dv]`.
+
+    Raises:
+        TypeError: for an unknown option.
+        ValueError: for an unknown kernel, Triton where it cannot run, or a window that does not fit the inputs.
+
+    Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
+    proposal form of `favor.features.parameters`.
+    """
+    cu_q, cu_k, *options = Geometry.of(query, key, query_bias, **geometry)
+    given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
+    *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
-    return Result(*(_Eager.apply(*inputs) if plain(*tensors[:3]) else attention_forward(*inputs)))
+    out: Tensor = (_Eager.apply(*inputs) if plain(*tensors[:3]) else attention_forward(*inputs))[0]
+    return out

@@ -21,18 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from favor.kernels.eager.bidirectional import (
-    LN2,
-    LOG2E,
-    Buffer,
-    Inputs,
-    empty_gradients,
-    empty_output,
-    exp2,
-    summarise,
-    write,
-)
-from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
+from favor.kernels.eager.common import LN2, LOG2E, Buffer, Inputs, exp2, summarise, write
+from favor.kernels.operands import Geometry, Gradients, Operands, Result, sequences
 
 # Products inside a chunk cost its size squared; below, passing the state on does.
 CHUNK_SIZE, _LONG = 64, 4096
@@ -77,8 +67,7 @@ class _State:
     @classmethod
     def before(cls, inputs: Inputs) -> _State:
         """State of the keys that all queries see."""
-        prefix = inputs.key.shape[2] - inputs.query.shape[2]
-        top, total, values = summarise(inputs, prefix)
+        top, total, values = summarise(inputs, inputs.prefix)
         top, total = top.transpose(1, 2), total.transpose(1, 2)
         anchor = (top + inputs.offset).masked_fill(total == 0, -torch.inf)
         return cls(anchor, total, values, anchor)
@@ -97,18 +86,33 @@ class _State:
         self.top = torch.maximum(self.top, chunk.anchor + chunk.top)
 
 
+@dataclass
+class _Rows:
+    """What the backward pass gets for the queries: gradient of the output, output, logarithm of the normaliser."""
+
+    inputs: Inputs
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients `[N, G C, dv]`, their products with the output, and the logarithm in base 2, `[N, G C, 1]`."""
+        grad = self.inputs.queries(self.grad, start, stop)
+        delta = (grad * self.inputs.queries(self.out, start, stop)).sum(2, keepdim=True)
+        return grad, delta, self.inputs.queries(self.lse.unsqueeze(3), start, stop) * LOG2E
+
+
 def forward(operands: Operands, geometry: Geometry, chunk_size: int | None = None) -> Result:
-    """Attention output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible.
+    """Computes the attention output and the logarithm of the normaliser, infinite where nothing is visible.
 
     The last two results are empty: the backward pass computes the states again.
     """
-    out = empty_output(operands.query, operands.value)
-    lse = operands.offset.new_empty(operands.query.shape[:3])
+    result = Result.empty("causal", operands, geometry)
     for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
-        own_out, own_lse = out[sequence.rows], lse[sequence.rows]
+        out, lse = (tensor[sequence.rows] for tensor in result[:2])
         state, size = _State.before(inputs), chunk_size or _size(inputs)
-        project, buffer = inputs.to_query.transpose(1, 2), Buffer(inputs.to_key)
+        project, buffer = inputs.query_directions.transpose(1, 2), Buffer(inputs.key_directions)
         for chunk in _chunks(inputs, state, size):
             values = inputs.keys(inputs.value, *chunk.keys)
             weights = buffer.product(inputs.queries(inputs.query, chunk.start, chunk.stop), project, LOG2E)
@@ -122,30 +126,29 @@ def forward(operands: Operands, geometry: Geometry, chunk_size: int | None = Non
             rows /= total.masked_fill(unseen, 1.0)
             top = total.log_().add_(top, alpha=LN2).masked_fill_(unseen, torch.inf)
             span = (chunk.start, chunk.stop)
-            write(own_out, *span, rows)
-            write(own_lse, *span, top)
+            write(out, *span, rows)
+            write(lse, *span, top)
             state.add(chunk, values)
-    return Result(out, lse, lse.new_empty(0), lse.new_empty(0))
+    return result
 
 
 def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
-    """Gradients of the loss, from that of the output and from what `forward` returned."""
-    grads = empty_gradients(operands, for_directions=for_directions)
+    """Computes gradients of the loss, from that of the output and from what `forward` returned."""
+    grads = Gradients.empty(operands, for_directions=for_directions)
     for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
-        here = (grad[sequence.rows], saved.out[sequence.rows], saved.lse[sequence.rows])
-        anchors = _backward_queries(inputs, *here, sequence, grads)
-        _backward_keys(inputs, *here, anchors, sequence, grads)
+        rows = _Rows(inputs, *(tensor[sequence.rows] for tensor in (grad, saved.out, saved.lse)))
+        _backward_keys(inputs, rows, _backward_queries(inputs, rows, grads), grads)
     return grads
 
 
 def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
-    """Chunks in order; moves the state to the anchor of each before handing it out."""
-    length, prefix = inputs.query.shape[2], inputs.key.shape[2] - inputs.query.shape[2]
-    start, project, buffer = 0, inputs.to_key.transpose(1, 2), Buffer(inputs.to_key)
+    """Chunks in order; the state is moved to the anchor of each before it is handed out."""
+    length, prefix = inputs.query.shape[2], inputs.prefix
+    start, project, buffer = 0, inputs.key_directions.transpose(1, 2), Buffer(inputs.key_directions)
     while start < length:
         stop = min(start + size, length)
-        bias = inputs.bias[:, prefix + start : prefix + stop]
+        bias = inputs.key_bias[:, prefix + start : prefix + stop]
         logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
         anchor = torch.maximum(state.top, logits[:, :1] + bias[:, :1] + inputs.offset)
         if inputs.hidden is not None:
@@ -168,23 +171,21 @@ def _size(inputs: Inputs) -> int:
     return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 3 * CHUNK_SIZE // 2
 
 
-def _backward_queries(
-    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, sequence: Sequence, grads: Gradients
-) -> list[tuple[int, int, Tensor]]:
-    """Gradient of the queries; returns start, end and anchor of each chunk."""
-    anchors, state = [], _State.before(inputs)
-    dq, project = grads.query[sequence.rows], inputs.to_query.transpose(1, 2)
+def _backward_queries(inputs: Inputs, saved: _Rows, grads: Gradients) -> list[tuple[int, int, Tensor]]:
+    """Writes the gradient of the queries; returns start, end and anchor of each chunk."""
+    sequence, anchors, state = inputs.sequence, [], _State.before(inputs)
+    dq, project = grads.query[sequence.rows], inputs.query_directions.transpose(1, 2)
     size = _size(inputs)
-    first, second, third = (Buffer(inputs.to_key) for _ in range(3))
+    first, second, third = (Buffer(inputs.key_directions) for _ in range(3))
     for chunk in _chunks(inputs, state, size):
         start, stop = chunk.start, chunk.stop
         rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
-        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        g, delta, log_total = saved.chunk(start, stop)
         weights = exp2(first.product(rows, project, LOG2E).add_(chunk.anchor).sub_(log_total))
         slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
         slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
         slopes *= weights
-        write(dq, start, stop, third.product(slopes, inputs.to_query))
+        write(dq, start, stop, third.product(slopes, inputs.query_directions))
         if grads.offset.numel():
             sequence.accumulate(grads.query_directions, slopes.transpose(1, 2) @ rows)
             sequence.accumulate(grads.offset, slopes.sum(1))
@@ -193,26 +194,20 @@ def _backward_queries(
     return anchors
 
 
-def _backward_keys(
-    inputs: Inputs,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    anchors: list[tuple[int, int, Tensor]],
-    sequence: Sequence,
-    grads: Gradients,
-) -> None:
-    prefix = inputs.key.shape[2] - inputs.query.shape[2]
-    memory = [Buffer(inputs.to_key) for _ in range(4)]
+def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, Tensor]], grads: Gradients) -> None:
+    """Writes the gradients of keys, values and key biases."""
+    prefix = inputs.prefix
+    memory = [Buffer(inputs.key_directions) for _ in range(4)]
     # What later queries send back: sums of their weights, at the anchor of the chunk, times gradient and times delta.
-    gathered, shares = inputs.to_key.new_zeros(*inputs.to_key.shape[:2], inputs.width), torch.zeros_like(inputs.offset)
-    project, above = inputs.to_query.transpose(1, 2), torch.full_like(shares, torch.inf)
+    gathered = inputs.offset.new_zeros(*inputs.key_directions.shape[:2], inputs.value.shape[-1])
+    shares = torch.zeros_like(inputs.offset)
+    project, above = inputs.query_directions.transpose(1, 2), torch.full_like(shares, torch.inf)
     for start, stop, anchor in reversed(anchors):
         # Anchors rise with time, except over chunks before the first visible key.
         decay, above = exp2((anchor - above).clamp_(max=0.0)), anchor
         gathered.mul_(decay.transpose(1, 2))
         shares.mul_(decay)
-        g, delta, log_total = _of_rows(inputs, grad, out, lse, start, stop)
+        g, delta, log_total = saved.chunk(start, stop)
         queries = inputs.queries(inputs.query, start, stop)
         weights = exp2(memory[0].product(queries, project, LOG2E).add_(anchor).sub_(log_total))
         first, last = prefix + start, prefix + stop
@@ -221,47 +216,33 @@ def _backward_keys(
         dv = memory[3].product(own, gathered).baddbmm_(_lower(weights @ own.transpose(1, 2)).transpose(1, 2), g)
         slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares)
         slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)).transpose(1, 2), weights).mul_(own)
-        _store_keys(inputs, memory[3], first, last, rows, dv, slopes, sequence, grads)
+        _store_keys(inputs, memory[3], (first, last), rows, dv, slopes, grads)
         gathered.baddbmm_(weights.transpose(1, 2), g)
         shares.baddbmm_(delta.transpose(1, 2), weights)
     for start, stop in inputs.blocks(inputs.heads, prefix):
         rows, own = _key_weights(inputs, memory[1], above, start, stop)
         values = inputs.keys(inputs.value, start, stop)
         slopes = memory[2].product(values, gathered.transpose(1, 2)).sub_(shares).mul_(own)
-        _store_keys(inputs, memory[3], start, stop, rows, memory[3].product(own, gathered), slopes, sequence, grads)
-
-
-def _of_rows(
-    inputs: Inputs, grad: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    g = inputs.queries(grad, start, stop)
-    delta = (g * inputs.queries(out, start, stop)).sum(2, keepdim=True)
-    return g, delta, inputs.queries(lse.unsqueeze(3), start, stop) * LOG2E
+        _store_keys(inputs, memory[3], (start, stop), rows, memory[3].product(own, gathered), slopes, grads)
 
 
 def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
     rows = inputs.keys(inputs.key, start, stop)
-    logits = buffer.product(rows, inputs.to_key.transpose(1, 2), LOG2E).add_(inputs.offset - anchor)
-    return rows, exp2(logits.add_(inputs.bias[:, start:stop]))
+    logits = buffer.product(rows, inputs.key_directions.transpose(1, 2), LOG2E).add_(inputs.offset - anchor)
+    return rows, exp2(logits.add_(inputs.key_bias[:, start:stop]))
 
 
 def _store_keys(
-    inputs: Inputs,
-    buffer: Buffer,
-    start: int,
-    stop: int,
-    rows: Tensor,
-    dv: Tensor,
-    slopes: Tensor,
-    sequence: Sequence,
-    grads: Gradients,
+    inputs: Inputs, buffer: Buffer, span: tuple[int, int], rows: Tensor, dv: Tensor, slopes: Tensor, grads: Gradients
 ) -> None:
-    write(grads.value[sequence.columns], start, stop, dv)
-    write(grads.key[sequence.columns], start, stop, buffer.product(slopes, inputs.to_key))
-    write(grads.key_bias[sequence.columns], start, stop, slopes.sum(2))
+    """Writes the gradients of some keys, given those of their values and of their logits."""
+    columns = inputs.sequence.columns
+    write(grads.value[columns], *span, dv)
+    write(grads.key[columns], *span, buffer.product(slopes, inputs.key_directions))
+    write(grads.key_bias[columns], *span, slopes.sum(2))
     if grads.offset.numel():
-        sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
+        inputs.sequence.accumulate(grads.key_directions, slopes.transpose(1, 2) @ rows)
 
 
 def _lower(scores: Tensor) -> Tensor:

@@ -2,19 +2,20 @@
 
 The sequence is cut into blocks of `window` tokens. A query weighs the keys of its own block by exp(scale q.k), and
 those of the other blocks (of earlier ones if causal) by the estimate exp(query_bias) sum_m exp(q.uq_m + k.uk_m +
-offset_m + key_bias), under one normaliser. Each block has its own landmarks, over the keys outside of it: those of the
-parts before and after it together, so that nothing is subtracted. A query then takes one softmax over M landmarks and
+offset_m + key_bias), under one normaliser. Each block has its own summaries, over the keys outside of it: those of the
+parts before and after it together, so that nothing is subtracted. A query then takes one softmax over M summaries and
 its block:
 
     summarise   for every block, log weight and mean value of each feature over the keys outside
     read        softmax over [q.uq_m + log_weight_m, scale q.k_j - query_bias]
 
-On a CPU the forward pass is that of `favor.kernels.eager.window_fused` where it can be.
+On a CPU the two are PyTorch's own fused attention where that takes the sizes: a query attends to the summaries of its
+block and to the keys of its block apart, and the two are then mixed by their normalisers.
 
 In a causal layer with more keys than queries, queries are the last rows; blocks are counted from the first key.
 
-The backward pass mirrors it: what the queries of a block send to its landmarks is gathered per block, and joined for
-the keys of each block over all other blocks, by the same sums. Log weights and means of the landmarks are `[N, b, M]`
+The backward pass mirrors it: what the queries of a block send to its summaries is gathered per block, and joined for
+the keys of each block over all other blocks, by the same sums. Log weights and means of the summaries are `[N, b, M]`
 and `[N, b, M, dv]` here, for b blocks and N = batch x key heads.
 """
 
@@ -23,92 +24,63 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.eager import fused
-from favor.kernels.eager import window_fused as chunked_window_fused
-from favor.kernels.eager.bidirectional import LN2, LOG2E, Buffer, empty_gradients, empty_output, exp2, write
+from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2, fused_attention, fused_takes, write
 from favor.kernels.eager.window_blocks import FUSED_SPAN, SPAN, Blocks, Span
 from favor.kernels.eager.window_states import States
-from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
-
-
-def first_block(geometry: Geometry, index: int) -> int:
-    """Where the blocks of a packed sequence begin among those of all; sequence i leaves room for i partial blocks."""
-    return 0 if geometry.cu_k is None else int(geometry.cu_k[index]) // geometry.window + index
-
-
-def _given(query_bias: Tensor | None) -> Tensor:
-    assert query_bias is not None  # with a window there is one, see `favor.kernels.linear_attention`
-    return query_bias
-
-
-def empty_landmarks(operands: Operands, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Uninitialised log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of the landmarks of every block."""
-    value, offset = operands.value, operands.offset
-    shape = (value.shape[2] // geometry.window + geometry.sequences(1), *value.shape[:2], offset.shape[-1])
-    return offset.new_empty(shape), offset.new_empty(*shape, value.shape[-1])
+from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 
 def forward(operands: Operands, geometry: Geometry) -> Result:
-    """Attention output and what the backward pass needs.
+    """Computes the attention output and what the backward pass needs.
 
     Returns:
         output `[B, H, L, dv]`, logarithm of the normaliser `[B, H, L]`, infinite where nothing is visible, and log
-        weights and summaries of the landmarks of every block, see `empty_landmarks`.
+        weights and summaries of every block, see `Result.empty`.
     """
-    query, offset, query_bias = operands.query, operands.offset, _given(operands.query_bias)
-    out, lse = empty_output(query, operands.value), offset.new_empty(query.shape[:3])
-    landmarks, buffers = empty_landmarks(operands, geometry), (Buffer(offset), Buffer(offset))
-    use_fused = fused.usable(query, operands.value)
-    budget = FUSED_SPAN if use_fused else SPAN
-    for index, sequence in enumerate(sequences(operands, geometry)):
-        for part, blocks in Blocks.parts(sequence, geometry.window, geometry.is_causal, budget):
-            weight, summary = _own(landmarks, first_block(geometry, index), blocks, part)
-            states = chunked_window_fused.states(blocks) if use_fused else _states(blocks, buffers[0])
-            _summarise(blocks, states, weight, summary)
-            for span in _with_queries(blocks):
-                operands_of_span = (weight, summary, geometry.scale, query_bias[part.rows], span)
-                if use_fused:
-                    rows, log = chunked_window_fused.read(blocks, *operands_of_span)
-                else:
-                    rows, log = _read(blocks, buffers, *operands_of_span)
-                blocks.write_queries(out[part.rows], rows, span)
-                blocks.write_queries(lse[part.rows], log.masked_fill_(log == -torch.inf, torch.inf), span)
-    return Result(out, lse, *landmarks)
+    result, buffers = Result.empty("window", operands, geometry), (Buffer(operands.offset), Buffer(operands.offset))
+    use_fused = fused_takes(operands.query, operands.value)
+    for blocks in Blocks.parts(operands, geometry, FUSED_SPAN if use_fused else SPAN):
+        out, lse, weight, summary = _own(result, blocks)
+        _summarise(blocks, _fused_states(blocks) if use_fused else _states(blocks, buffers[0]), weight, summary)
+        for span in _with_queries(blocks):
+            if use_fused:
+                rows, log = _fused_read(blocks, weight, summary, span)
+            else:
+                rows, log = _read(blocks, buffers, weight, summary, span)
+            blocks.write_queries(out, rows, span)
+            blocks.write_queries(lse, log.masked_fill_(log == -torch.inf, torch.inf), span)
+    return result
 
 
 def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
-    """Gradients of the loss, from that of the output and from what `forward` returned."""
-    grads, query_bias = empty_gradients(operands, for_directions=for_directions), _given(operands.query_bias)
+    """Computes gradients of the loss, from that of the output and from what `forward` returned."""
+    grads = Gradients.empty(operands, for_directions=for_directions)
     # Triton kernels, whose forward pass this may go back over, keep summaries in the type of the values.
-    landmarks = (saved.weight, saved.summary.to(operands.offset.dtype))
+    saved = saved._replace(summary=saved.summary.to(operands.offset.dtype))
     buffers = tuple(Buffer(operands.offset) for _ in range(4))
-    for index, sequence in enumerate(sequences(operands, geometry)):
-        for part, blocks in Blocks.parts(sequence, geometry.window, geometry.is_causal, SPAN):
-            own = _own(landmarks, first_block(geometry, index), blocks, part)
-            if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
-                grads.key[part.columns].zero_()
-                grads.value[part.columns].zero_()
-            here = (grad[part.rows], saved.out[part.rows], saved.lse[part.rows], query_bias[part.rows])
-            biases = grads.query_bias[part.rows]
-            sent = _backward_queries(blocks, buffers, *here, biases, *own, geometry.scale, part, grads)
-            _backward_keys(blocks, buffers, sent.outside(before=not geometry.is_causal, after=True), part, grads)
+    for blocks in Blocks.parts(operands, geometry, SPAN):
+        if blocks.prefix:  # keys of blocks before the first query get nothing from a block of their own
+            grads.key[blocks.sequence.columns].zero_()
+            grads.value[blocks.sequence.columns].zero_()
+        sent = _backward_queries(blocks, buffers, grad[blocks.sequence.rows], _own(saved, blocks), grads)
+        _backward_keys(blocks, buffers, sent.outside(before=not geometry.is_causal, after=True), grads)
     return grads
 
 
-def _own(landmarks: tuple[Tensor, Tensor], first: int, blocks: Blocks, part: Sequence) -> tuple[Tensor, Tensor]:
-    """Views of the log weights `[N, b, M]` and means `[N, b, M, dv]` of a part."""
-    index = (slice(first, first + blocks.number), *part.columns[:2])
-    weight, summary = (tensor[index].movedim(0, 2).flatten(0, 1) for tensor in landmarks)
-    return weight, summary
+def _own(result: Result, blocks: Blocks) -> Result:
+    """Views of output and normaliser of a part, and of its log weights `[N, b, M]` and means `[N, b, M, dv]`."""
+    index = (slice(blocks.first, blocks.first + blocks.number), *blocks.sequence.columns[:2])
+    weight, summary = (tensor[index].movedim(0, 2).flatten(0, 1) for tensor in result[2:])
+    return Result(result.out[blocks.sequence.rows], result.lse[blocks.sequence.rows], weight, summary)
 
 
 def _states(blocks: Blocks, buffer: Buffer) -> States:
     """Sums over the keys of every block."""
     inputs = blocks.inputs
-    states, project = States.uninitialised(inputs, blocks.number), inputs.to_key.transpose(1, 2)
+    states, project = States.uninitialised(inputs, blocks.number), inputs.key_directions.transpose(1, 2)
     for span in blocks.spans():
         weights = buffer.product(blocks.keys(inputs.key, span), project, LOG2E)
-        weights = blocks.apart(weights.add_(inputs.bias[:, slice(*span.keys)]), span)
+        weights = blocks.apart(weights.add_(inputs.key_bias[:, slice(*span.keys)]), span)
         top = weights.amax(1, keepdim=True)
         exp2(weights.sub_(top.masked_fill(top == -torch.inf, 0.0)))
         states.write(span.blocks, top=top, total=weights.sum(1))
@@ -118,24 +90,17 @@ def _states(blocks: Blocks, buffer: Buffer) -> States:
 
 def _summarise(blocks: Blocks, states: States, weight: Tensor, summary: Tensor) -> None:
     """Writes log weights, -inf without a key, and means of the keys outside each block."""
-    top, total, values = states.outside(before=True, after=not blocks.is_causal, values=summary)
+    top, total, values = states.outside(before=True, after=not blocks.geometry.is_causal, values=summary)
     values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
     torch.mul(top + total.log2() + blocks.inputs.offset, LN2, out=weight)
 
 
 def _read(
-    blocks: Blocks,
-    buffers: tuple[Buffer, ...],
-    weight: Tensor,
-    summary: Tensor,
-    scale: float,
-    query_bias: Tensor,
-    span: Span,
+    blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, summary: Tensor, span: Span
 ) -> tuple[Tensor, Tensor]:
     """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
-    inputs, rows = blocks.inputs, blocks.queries(blocks.inputs.query, span)
-    keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
-    far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
+    rows, (keys, values) = blocks.queries(blocks.inputs.query, span), blocks.keys_and_values(span)
+    far, near, bias = _logits(blocks, buffers, rows, keys, weight, span)
     top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
     top.masked_fill_(top == -torch.inf, 0.0)
     total = exp2(far.sub_(top)).sum(2, keepdim=True)
@@ -144,85 +109,127 @@ def _read(
     return sums.div_(total.masked_fill(total == 0, 1.0)), total.log_().add_(top, alpha=LN2)
 
 
+def _fused_states(blocks: Blocks) -> States:
+    """Sums over the keys of every block, by the fused kernel."""
+    inputs, found = blocks.inputs, []
+    for span in blocks.spans():
+        keys, values = (_side_by_side(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+        bias = _side_by_side(inputs.key_bias[:, slice(*span.keys)], span).transpose(2, 3) * LN2
+        directions = inputs.key_directions.unsqueeze(1).expand(-1, span.number, -1, -1)
+        means, log_weight = fused_attention(directions, keys, values, bias)
+        top, total = log_weight * LOG2E, torch.ones_like(log_weight)
+        if inputs.hidden is not None:
+            nothing = (bias == -torch.inf).all(3)
+            top, total = top.masked_fill_(nothing, -torch.inf), total.masked_fill_(nothing, 0.0)
+        found.append(States(top, total, means))
+    if not found:
+        return States.uninitialised(inputs, 0)
+    return found[0] if len(found) == 1 else States(*(torch.cat(tensors, 1) for tensors in zip(*found, strict=True)))
+
+
+def _fused_read(blocks: Blocks, weight: Tensor, summary: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    """Output of a span and logarithm of its normaliser, as `_read` gives them, by the fused kernel."""
+    inputs = blocks.inputs
+    rows, bias = (_side_by_side(t, span) for t in (blocks.queries(inputs.query, span), _query_bias(blocks, span)))
+    keys, values = (_side_by_side(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
+    directions = inputs.query_directions.unsqueeze(1).expand(-1, span.number, -1, -1)
+    log_weight = weight[:, slice(*span.blocks)].unsqueeze(2)
+    far, log_far = fused_attention(rows, directions, summary[:, slice(*span.blocks)], log_weight)
+    log_far = log_far.masked_fill(log_weight.amax(3) == -torch.inf, -torch.inf)
+    near, log_near = _near(blocks, span, rows, keys, values)
+    log_near = log_near - bias.squeeze(-1)
+    share = torch.sigmoid(log_near - log_far).nan_to_num_(0.0).unsqueeze(-1)
+    out, log = torch.lerp(far, near, share), torch.logaddexp(log_far, log_near)
+    return out.flatten(0, 1), log.flatten(0, 1).unsqueeze(-1)
+
+
+def _near(blocks: Blocks, span: Span, rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of queries to the keys of their block."""
+    scale, is_causal = blocks.geometry.scale, blocks.geometry.is_causal
+    if is_causal and blocks.inputs.hidden is None and blocks.inputs.groups == 1 and not span.skipped:
+        return fused_attention(rows, keys, values, scale=scale, is_causal=True)
+    unseen = blocks.unseen(span)
+    if unseen is None:
+        return fused_attention(rows, keys, values, scale=scale)
+    unseen = unseen.view(-1, span.number if unseen.shape[0] > 1 else 1, *unseen.shape[1:])
+    bias = torch.zeros_like(unseen, dtype=rows.dtype).masked_fill_(unseen, -torch.inf)
+    near, log_near = fused_attention(rows, keys, values, bias, scale=scale)
+    return near, log_near.masked_fill(unseen.all(3), -torch.inf)
+
+
+def _side_by_side(rows: Tensor, span: Span) -> Tensor:
+    """Rows of a span `[N, ..., w]` as `[N, s, ..., w]`."""
+    return rows.unflatten(1, (span.number, -1))
+
+
 def _with_queries(blocks: Blocks) -> list[Span]:
     return [span for span in blocks.spans() if span.queries[1]]
 
 
-def _of_span(landmarks: Tensor, span: Span) -> Tensor:
-    """Landmarks of the blocks of a span, `[N s, M, dv]`."""
-    return landmarks[:, slice(*span.blocks)].flatten(0, 1)
+def _of_span(summaries: Tensor, span: Span) -> Tensor:
+    """Summaries of the blocks of a span, `[N s, M, dv]`."""
+    return summaries[:, slice(*span.blocks)].flatten(0, 1)
 
 
 def _logits(
-    blocks: Blocks,
-    buffers: tuple[Buffer, ...],
-    rows: Tensor,
-    keys: Tensor,
-    weight: Tensor,
-    scale: float,
-    query_bias: Tensor,
-    span: Span,
+    blocks: Blocks, buffers: tuple[Buffer, ...], rows: Tensor, keys: Tensor, weight: Tensor, span: Span
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the landmarks and, without the query bias, of the own block; and that bias; all in base 2.
+    """Logits of the summaries and, without the query bias, of the own block; and that bias; all in base 2.
 
     Rows are the queries of the span, `[N, rows, d]`, and keys its keys, `[N s, tokens, d]`.
     """
-    far = blocks.apart(buffers[0].product(rows, blocks.inputs.to_query.transpose(1, 2), LOG2E), span)
+    far = blocks.apart(buffers[0].product(rows, blocks.inputs.query_directions.transpose(1, 2), LOG2E), span)
     far.add_(_of_span(weight.unsqueeze(-2), span), alpha=LOG2E)
-    near = buffers[1].product(blocks.apart(rows, span), keys.transpose(1, 2), scale * LOG2E)
+    near = buffers[1].product(blocks.apart(rows, span), keys.transpose(1, 2), blocks.geometry.scale * LOG2E)
     unseen = blocks.unseen(span)
     if unseen is not None:
         near.masked_fill_(unseen, -torch.inf)
-    return far, near, blocks.apart(blocks.queries(query_bias.unsqueeze(-1), span), span) * LOG2E
+    return far, near, blocks.apart(_query_bias(blocks, span), span) * LOG2E
+
+
+def _query_bias(blocks: Blocks, span: Span) -> Tensor:
+    """Bias of the queries of a span, `[N, rows, 1]`."""
+    query_bias = blocks.sequence.operands.query_bias
+    assert query_bias is not None  # with a window there is one, see `Geometry.of`
+    return blocks.queries(query_bias.unsqueeze(-1), span)
 
 
 def _backward_queries(
-    blocks: Blocks,
-    buffers: tuple[Buffer, ...],
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_bias: Tensor,
-    dquery_bias: Tensor,
-    weight: Tensor,
-    summary: Tensor,
-    scale: float,
-    part: Sequence,
-    grads: Gradients,
+    blocks: Blocks, buffers: tuple[Buffer, ...], grad: Tensor, saved: Result, grads: Gradients
 ) -> States:
-    """Gradients of queries and query bias, and those of keys and values inside the blocks.
+    """Writes gradients of queries and query bias, and those of keys and values inside the blocks.
 
     Returns:
-        what the landmarks of each block gather, with the negative of their log weight as top.
+        what the summaries of each block gather, with the negative of their log weight as top.
     """
-    inputs = blocks.inputs
+    inputs, part, scale, weight = blocks.inputs, blocks.sequence, blocks.geometry.scale, saved.weight
     sent = States.uninitialised(inputs, blocks.number)
     torch.mul(weight, -LOG2E, out=sent.top)
     sent.top.masked_fill_(sent.top == torch.inf, -torch.inf)
     spans = _with_queries(blocks)
     unread = spans[0].blocks[0] if spans else blocks.number  # blocks before the first query
     sent.total[:, :unread], sent.values[:, :unread] = 0.0, 0.0
-    dq, dk, dv = grads.query[part.rows], grads.key[part.columns], grads.value[part.columns]
+    dq, dquery_bias = grads.query[part.rows], grads.query_bias[part.rows]
+    dk, dv = grads.key[part.columns], grads.value[part.columns]
     for span in spans:
 
         def load(tensor: Tensor, span: Span = span) -> Tensor:
             return blocks.apart(blocks.queries(tensor, span), span)
 
-        rows = blocks.queries(inputs.query, span)
-        keys, values = (blocks.apart(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
-        far, near, bias = _logits(blocks, buffers, rows, keys, weight, scale, query_bias, span)
-        norm = load(lse.unsqueeze(-1)) * LOG2E
+        rows, (keys, values) = blocks.queries(inputs.query, span), blocks.keys_and_values(span)
+        far, near, bias = _logits(blocks, buffers, rows, keys, weight, span)
+        norm = load(saved.lse.unsqueeze(-1)) * LOG2E
         exp2(far.sub_(norm))
         exp2(near.sub_(norm + bias))
         g = load(grad)
-        delta = (g * load(out)).sum(2, keepdim=True)
+        delta = (g * load(saved.out)).sum(2, keepdim=True)
         sent.write(span.blocks, total=delta.transpose(1, 2) @ far)
         sent.write_values(span.blocks, far.transpose(1, 2), g)
         write(dv, *span.keys, near.transpose(1, 2) @ g)
-        far_slopes = buffers[2].product(g, _of_span(summary, span).transpose(1, 2)).sub_(delta).mul_(far)
+        far_slopes = buffers[2].product(g, _of_span(saved.summary, span).transpose(1, 2)).sub_(delta).mul_(far)
         near_slopes = buffers[3].product(g, values.transpose(1, 2)).sub_(delta).mul_(near)
         far_rows = far_slopes.view(inputs.heads, -1, far.shape[2])
-        own_rows = blocks.apart(far_rows @ inputs.to_query, span).baddbmm_(near_slopes, keys, alpha=scale)
+        own_rows = blocks.apart(far_rows @ inputs.query_directions, span).baddbmm_(near_slopes, keys, alpha=scale)
         blocks.write_queries(dq, own_rows, span)
         write(dk, *span.keys, (near_slopes.transpose(1, 2) @ blocks.apart(rows, span)).mul_(scale))
         blocks.write_queries(dquery_bias, far_slopes.sum(2), span)
@@ -231,21 +238,21 @@ def _backward_queries(
     return sent
 
 
-def _backward_keys(blocks: Blocks, buffers: tuple[Buffer, ...], sent: States, part: Sequence, grads: Gradients) -> None:
+def _backward_keys(blocks: Blocks, buffers: tuple[Buffer, ...], sent: States, grads: Gradients) -> None:
     """Adds the gradients that keys and values get from the queries of other blocks."""
-    inputs, (first, second, *_) = blocks.inputs, buffers
+    inputs, part, (first, second, *_) = blocks.inputs, blocks.sequence, buffers
     dk, dv, dbias = (grad[part.columns] for grad in (grads.key, grads.value, grads.key_bias))
-    project, shift = inputs.to_key.transpose(1, 2), sent.top + inputs.offset
+    project, shift = inputs.key_directions.transpose(1, 2), sent.top + inputs.offset
     for span in blocks.spans():
         keys = blocks.keys(inputs.key, span)
-        weights = first.product(keys, project, LOG2E).add_(inputs.bias[:, slice(*span.keys)])
+        weights = first.product(keys, project, LOG2E).add_(inputs.key_bias[:, slice(*span.keys)])
         own = exp2(blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)))
         gathered = _of_span(sent.values, span)
         _add(dv, span, own @ gathered)
         values = blocks.apart(blocks.keys(inputs.value, span), span)
         slopes = second.product(values, gathered.transpose(1, 2))
         slopes = slopes.sub_(_of_span(sent.total.unsqueeze(-2), span)).mul_(own).view(weights.shape)
-        _add(dk, span, slopes @ inputs.to_key)
+        _add(dk, span, slopes @ inputs.key_directions)
         write(dbias, *span.keys, slopes.sum(2))
         if grads.offset.numel():
             part.accumulate(grads.key_directions, slopes.transpose(1, 2) @ keys)

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from favor.kernels.eager.bidirectional import Inputs
-from favor.kernels.operands import Sequence
+from favor.kernels.eager.common import Inputs
+from favor.kernels.operands import Geometry, Operands, Sequence, sequences
 
-# Numbers in the logits of the blocks that are worked on together. The fused kernel does not hold them, but landmarks of
+# Numbers in the logits of the blocks that are worked on together. The fused kernel does not hold them, but summaries of
 # every block, copies of rows and masks, which are smaller, and it is slower the less it gets at a time.
 SPAN, FUSED_SPAN = 2**20, 2**22
 
@@ -47,44 +47,53 @@ class Blocks:
 
     Attributes:
         inputs: the sequence.
-        size: tokens of a block.
-        is_causal: whether later blocks, and later keys of the same block, are out of sight.
+        geometry: the window is the number of tokens of a block. If it is causal, later blocks and later keys of the
+            same block are out of sight.
+        first: where these blocks begin among those of all sequences.
         budget: numbers in the logits of a span.
     """
 
     inputs: Inputs
-    size: int
-    is_causal: bool
+    geometry: Geometry
+    first: int
     budget: int
 
     @classmethod
-    def parts(cls, sequence: Sequence, size: int, is_causal: bool, budget: int) -> Iterator[tuple[Sequence, Blocks]]:
-        """A sequence, some heads at a time: few enough for one span, whose tokens then lie together in memory.
+    def parts(cls, operands: Operands, geometry: Geometry, budget: int) -> Iterator[Blocks]:
+        """The sequences of a batch, some heads at a time: few enough for one span, whose tokens then lie together.
 
         On a GPU all heads at once.
         """
-        groups, tokens = sequence.query.shape[1] // sequence.key.shape[1], max(sequence.key.shape[2], 1)
-        together = max(1, budget // (groups * tokens * (sequence.offset.shape[-1] + size)))
-        if sequence.key.device.type != "cpu":
-            together = sequence.key.shape[0] * sequence.key.shape[1]
-        for part in sequence.parts(together):
-            yield part, cls(Inputs.of(part), size, is_causal, budget)
+        heads = operands.key.shape[0] * operands.key.shape[1]
+        for index, sequence in enumerate(sequences(operands, geometry)):
+            # Packed sequence i leaves room for i partial blocks.
+            first = 0 if geometry.cu_k is None else int(geometry.cu_k[index]) // geometry.window + index
+            tokens = max(sequence.operands.key.shape[2], 1)
+            numbers = operands.groups * tokens * (operands.offset.shape[-1] + geometry.window)
+            together = max(1, budget // numbers) if operands.key.device.type == "cpu" else heads
+            for part in sequence.parts(together):
+                yield cls(Inputs.of(part), geometry, first, budget)
+
+    @property
+    def sequence(self) -> Sequence:
+        """The part of the batch that is cut into blocks."""
+        return self.inputs.sequence
 
     @property
     def prefix(self) -> int:
         """Keys before the first query."""
-        return self.inputs.key.shape[2] - self.inputs.query.shape[2] if self.is_causal else 0
+        return self.inputs.prefix if self.geometry.is_causal else 0
 
     @property
     def number(self) -> int:
         """Blocks of the sequence."""
-        return -(-self.inputs.key.shape[2] // self.size)
+        return -(-self.inputs.key.shape[2] // self.geometry.window)
 
     def spans(self) -> list[Span]:
-        """The whole sequence, in order."""
-        size, prefix, length = self.size, self.prefix, self.inputs.key.shape[2]
+        """Cuts the whole sequence, in order."""
+        size, prefix, length = self.geometry.window, self.prefix, self.inputs.key.shape[2]
         rows = self.inputs.heads * self.inputs.groups * size
-        step = max(1, self.budget // (rows * (self.inputs.to_key.shape[1] + size)))
+        step = max(1, self.budget // (rows * (self.inputs.key_directions.shape[1] + size)))
         # Where the number of tokens may change: the first query, and the end.
         cuts = sorted({0, prefix // size, -(-prefix // size), length // size, self.number})
         found = []
@@ -106,7 +115,7 @@ class Blocks:
         if self.inputs.groups == 1:
             return self.inputs.queries(tensor, *span.queries)
         rows = self._grouped(tensor[:, :, slice(*span.queries)], span)
-        return rows.to(self.inputs.to_query.dtype).reshape(self.inputs.heads, -1, tensor.shape[-1])
+        return rows.to(self.inputs.offset.dtype).reshape(self.inputs.heads, -1, tensor.shape[-1])
 
     def write_queries(self, target: Tensor, rows: Tensor, span: Span) -> None:
         """Writes rows, as `queries` gives them, into a tensor `[B, H, L, ...]`."""
@@ -123,12 +132,17 @@ class Blocks:
         """Rows of a span `[N, ..., w]` as `[N s, ..., w]`, block by block."""
         return rows.reshape(rows.shape[0] * span.number, -1, rows.shape[-1])
 
+    def keys_and_values(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Keys and values of a span, block by block, `[N s, tokens, w]`; hidden ones are zeros."""
+        keys, values = (self.apart(self.keys(t, span), span) for t in (self.inputs.key, self.inputs.value))
+        return keys, values
+
     def unseen(self, span: Span) -> Tensor | None:
         """True for keys of its own block that a query does not see, `[1 or N s, rows, tokens]`; None if it sees all."""
         hidden, tokens = self.inputs.hidden, (span.keys[1] - span.keys[0]) // span.number
         mask = None if hidden is None else self.apart(hidden[:, slice(*span.keys)], span).transpose(1, 2)
-        if self.is_causal:
-            device = self.inputs.to_query.device
+        if self.geometry.is_causal:
+            device = self.inputs.offset.device
             own = torch.arange(span.skipped, tokens, device=device).repeat(self.inputs.groups)
             later = torch.arange(tokens, device=device) > own.unsqueeze(1)
             mask = later[None] if mask is None else mask | later

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from favor.kernels.eager.bidirectional import Inputs, exp2
+from favor.kernels.eager.common import Inputs, exp2
 
 # Blocks whose tops differ by less, for every feature, are brought to one scale without loss.
 _WIDEST = 72.0
@@ -28,8 +28,8 @@ class States(NamedTuple):
     @classmethod
     def uninitialised(cls, inputs: Inputs, blocks: int) -> States:
         """Memory for the states of so many blocks."""
-        top = inputs.to_key.new_empty(inputs.heads, blocks, inputs.to_key.shape[1])
-        return cls(top, torch.empty_like(top), top.new_empty(*top.shape, inputs.width))
+        top = inputs.offset.new_empty(inputs.heads, blocks, inputs.offset.shape[-1])
+        return cls(top, torch.empty_like(top), top.new_empty(*top.shape, inputs.value.shape[-1]))
 
     def write(self, blocks: tuple[int, int], *, total: Tensor, top: Tensor | None = None) -> None:
         """Writes tops and totals of a range of blocks, `[N s, 1, M]` or `[N s, M]`."""

@@ -1,14 +1,21 @@
 """Decoding one token at a time: the state of causal attention, its size independent of the length so far."""
 
-# No `from __future__ import annotations`: the schema of the operator is read from the annotations.
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import pick, readable
-from favor.kernels.eager.bidirectional import LN2, Inputs, summarise
-from favor.kernels.operands import Geometry, Operands, sequences
+from favor.kernels.dispatch import kernel_module, pick
+from favor.kernels.operands import Operands
+
+# Flat, as what an operator takes has to be; the order is that of saved graphs, and cannot change.
+_DECODE = (
+    "(Tensor query, Tensor key, Tensor value, Tensor query_directions, Tensor key_directions, Tensor offset, "
+    "Tensor key_bias, Tensor(a7!) log_weight, Tensor(a8!) summary, str kernel) -> Tensor"
+)
 
 
 @dataclass
@@ -33,8 +40,8 @@ class DecodeState:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> "DecodeState":
-        """The state before the first token."""
+    ) -> DecodeState:
+        """Makes the state before the first token."""
         shape = (batch_size, key_heads, num_features)
         log_weight = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         return cls(log_weight, torch.zeros(*shape, value_width, dtype=dtype, device=device))
@@ -43,30 +50,20 @@ class DecodeState:
     @torch.no_grad()
     def from_keys(
         cls, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, *, kernel: str = "auto"
-    ) -> "DecodeState":
-        """The state after a prompt, for decoding to go on from.
+    ) -> DecodeState:
+        """Makes the state after a prompt, for decoding to go on from.
 
         Args:
             key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
             key_directions: `[n, Hk, M, d]`, n = 1 or B; key_bias: `[B, Hk, S]`.
             kernel: "auto", "torch" or "triton".
         """
-        if pick(kernel, key, value) == "triton":
-            from favor.kernels.gpu.summary import summarise as summarise_triton
-
-            key, value = readable(key, value)
-            with torch.cuda.device_of(key):
-                summary, log_weight, _ = summarise_triton(
-                    key_directions.contiguous(), key, key_bias.contiguous(), value, None, key.shape[2]
-                )
-            return cls(log_weight, summary)
-        offset = key_directions.new_zeros(key_directions.shape[:3])
-        operands = Operands(key[:, :, :0], key, value, key_directions, key_directions, offset, key_bias)
-        geometry = Geometry(None, None, 0, key.shape[2])
-        top, total, state = summarise(Inputs.of(next(sequences(operands, geometry))), key.shape[2])
-        summary = state / total.masked_fill(total == 0, 1.0)
-        shape = (*key.shape[:2], -1)
-        return cls((LN2 * top + total.log()).reshape(shape), summary.reshape(*shape, value.shape[-1]))
+        module = kernel_module(pick(kernel, key, value), "summary")
+        key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
+        directions, bias = key_directions.contiguous(), key_bias.contiguous()
+        with torch.cuda.device_of(key):
+            summary, log_weight, *_ = module.summarise(directions, key, bias, value, None, key.shape[2])
+        return cls(log_weight, summary)
 
 
 @torch.no_grad()
@@ -82,7 +79,7 @@ def decode(
     *,
     kernel: str = "auto",
 ) -> Tensor:
-    """One step of causal attention: adds a key to the state, in place, and reads it with a query. No gradient.
+    """Does one step of causal attention: adds a key to the state, in place, and reads it with a query. No gradient.
 
     Args:
         query: `[B, H, 1, d]`; key, value: `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`.
@@ -99,69 +96,22 @@ def decode(
     """
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")
-    rows = readable(query, key, value)
-    operands = [tensor.contiguous() for tensor in (query_directions, key_directions, offset, key_bias)]
-    return _decode(*rows, *operands, state.log_weight, state.summary, kernel)
+    *operands, _ = Operands(query, key, value, query_directions, key_directions, offset, key_bias).readable()
+    out: Tensor = _decode(*operands, state.log_weight, state.summary, kernel)
+    return out
 
 
-@torch.library.custom_op("favor::decode", mutates_args=("log_weight", "summary"))
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    log_weight: Tensor,
-    summary: Tensor,
-    kernel: str,
-) -> Tensor:
-    operands = (query, key, value, query_directions, key_directions, offset, key_bias, log_weight, summary)
-    if pick(kernel, query, value) == "triton":
-        from favor.kernels.gpu.decode import decode as decode_triton
+def _step(*arguments: Any) -> Tensor:
+    query, _, value, *_, kernel = arguments
+    module = kernel_module(pick(kernel, query, value), "decode")
+    with torch.cuda.device_of(query):
+        out: Tensor = module.decode(*arguments[:-1])
+    return out
 
-        with torch.cuda.device_of(query):
-            return decode_triton(*operands)
-    return _decode_torch(*operands)
+
+_decode = torch.library.custom_op("favor::decode", _step, mutates_args=("log_weight", "summary"), schema=_DECODE)
 
 
 @_decode.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    log_weight: Tensor,
-    summary: Tensor,
-    kernel: str,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[-1])
-
-
-def _decode_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_directions: Tensor,
-    key_directions: Tensor,
-    offset: Tensor,
-    key_bias: Tensor,
-    log_weight: Tensor,
-    summary: Tensor,
-) -> Tensor:
-    key_heads, dtype = key.shape[1], log_weight.dtype
-    hidden = (key_bias == -torch.inf).unsqueeze(-1)
-    key, value = (tensor.to(dtype).masked_fill(hidden, 0.0) for tensor in (key, value))
-    logits = (key_directions @ key.transpose(2, 3)).squeeze(3) + key_bias  # [B, Hk, M]
-    risen = torch.logaddexp(log_weight, logits)
-    seen = risen != -torch.inf
-    share = torch.where(seen, logits - risen, -torch.inf).exp().unsqueeze(3)
-    summary += share * (value - summary)
-    log_weight.copy_(risen)
-    queries = query.to(dtype).unflatten(1, (key_heads, -1)).squeeze(3)  # [B, Hk, G, d]
-    rows = queries @ query_directions.transpose(2, 3) + torch.where(seen, risen + offset, 0.0).unsqueeze(2)
-    return (rows.softmax(-1) @ summary).flatten(1, 2).unsqueeze(2).to(query.dtype)

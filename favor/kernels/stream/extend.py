@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from favor.kernels.operands import Operands
 from favor.kernels.stream.decode import DecodeState, decode
 from favor.kernels.stream.ragged import Waiting
 
-_SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers a head
+_SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers per head
 
 
 @dataclass
 class StreamState:
-    """What the tokens so far leave behind for those to come; `extend` changes it in place.
+    """State of causal attention: all that earlier tokens leave behind for later ones; `extend` changes it in place.
 
     Attributes:
-        memory: of all tokens, or with blocks (a window, landmarks) of those in complete ones: a dataclass of tensors.
-            None before the first token.
+        memory: of all tokens, or with blocks (a window, or attention by landmarks) of those in complete ones: a
+            dataclass of tensors. None before the first token.
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some of these may be padding, as where sequences of a batch are of different length.
     """
@@ -42,7 +44,7 @@ class StreamState:
     def begin(
         self, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, window: int, kernel: str = "auto"
     ) -> None:
-        """The state after a prompt, whatever was there before.
+        """Makes this the state after a prompt, whatever it was before.
 
         Args:
             key, value, key_directions, key_bias, window: as in `extend`.
@@ -65,6 +67,14 @@ class StreamState:
         self.block = tuple(map(function, self.block))
 
 
+class StreamOptions(TypedDict, total=False):
+    """Keywords of `extend`."""
+
+    window: int
+    scale: float
+    kernel: str
+
+
 @torch.no_grad()
 def extend(
     query: Tensor,
@@ -76,28 +86,53 @@ def extend(
     key_bias: Tensor,
     state: StreamState,
     *,
-    window: int = 0,
-    scale: float = 1.0,
     query_bias: Tensor | None = None,
-    kernel: str = "auto",
+    **options: Unpack[StreamOptions],
 ) -> Tensor:
-    """Causal attention of the next tokens, given the state of all before them. No gradient.
+    """Computes causal attention of the next tokens, given the state of all before them. No gradient.
 
     Args:
         query, key, value: `[B, H, L, d]`, `[B, Hk, L, d]`, `[B, Hk, L, dv]`, any L.
         query_directions, key_directions, offset, key_bias: as in `linear_attention`, n = 1.
         state: `StreamState()` before the first token; changed in place.
-        window, scale, query_bias: as in `linear_attention`; blocks are counted from the first token of all.
-        kernel: of a single token without a window, "auto", "torch" or "triton"; the rest is plain torch.
+        query_bias, window, scale: as in `linear_attention`; blocks are counted from the first token of all.
+        kernel: of a single token without a window, "auto" (default), "torch" or "triton"; the rest is plain torch.
 
     Returns:
         `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
 
     Raises:
+        TypeError: for an unknown option.
         ValueError: if the state was begun with other features, another batch or a longer window.
     """
-    dtype, heads, memory = offset.dtype, key.shape[1], state.memory
-    sizes = (key.shape[0], heads, offset.shape[-1])
+    unknown = [name for name in options if name not in StreamOptions.__annotations__]
+    if unknown:
+        known = ", ".join(StreamOptions.__annotations__)
+        raise TypeError(f"unknown options: {', '.join(unknown)}; known are {known}.")
+    window, scale, length = options.get("window", 0), options.get("scale", 1.0), query.shape[2]
+    operands = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
+    _prepare(state, operands, window)
+    if length == 1 and not window:
+        return decode(*operands[:7], state.memory, kernel=options.get("kernel", "auto"))
+    parts, start = [], 0
+    while start < length:
+        held = state.block[0].shape[2] if state.block else 0
+        stop = min(start + (window or _SPAN) - held, length)
+        now = (slice(None), slice(None), slice(start, stop))
+        parts.append(_piece(state, operands.part(now, now, (slice(None), slice(None))), window, scale))
+        start = stop
+    return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _prepare(state: StreamState, operands: Operands, window: int) -> None:
+    """Checks that a state fits the operands, begins one that is empty, and brings it to their type.
+
+    Raises:
+        ValueError: if the state was begun with other features, another batch or a longer window.
+    """
+    (batch, heads, *_), width = operands.key.shape, operands.value.shape[-1]
+    dtype, memory = operands.offset.dtype, state.memory
+    sizes = (batch, heads, operands.offset.shape[-1])
     if memory is not None and (not isinstance(memory, DecodeState) or memory.log_weight.shape != sizes):
         raise ValueError(
             "the state was begun with other features, another number of them or another batch; begin again with a new "
@@ -111,38 +146,35 @@ def extend(
     if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
         state.change(torch.clone)  # what inference mode made cannot be changed in place outside of it
     if state.memory is None:
-        state.memory = DecodeState.empty(*sizes, value.shape[-1], dtype=dtype, device=key.device)
+        state.memory = DecodeState.empty(*sizes, width, dtype=dtype, device=operands.key.device)
     if state.memory.log_weight.dtype != dtype:
         state.change(lambda tensor: tensor.to(dtype))
-    if query.shape[2] == 1 and not window:
-        directions = (query_directions, key_directions, offset, key_bias)
-        return decode(query, key, value, *directions, state.memory, kernel=kernel)
-    parts, start = [], 0
-    while start < query.shape[2]:
-        held = state.block[0].shape[2] if state.block else 0
-        stop = min(start + (window or _SPAN) - held, query.shape[2])
-        now = (slice(None), slice(None), slice(start, stop))
-        queries = query[now].to(dtype).unflatten(1, (heads, -1))
-        rows = queries @ query_directions.transpose(-1, -2).unsqueeze(2) + offset[:, :, None, None]
-        block = _cleaned(key[now], value[now], key_bias[now], dtype)
-        if held:
-            block = tuple(torch.cat(pair, dim=2) for pair in zip(state.block, block, strict=True))
-        if query_bias is None:
-            logits = block[0] @ key_directions.transpose(-1, -2) + block[2].unsqueeze(-1)
-            near = (rows.unsqueeze(4) + logits[:, :, None, None]).logsumexp(-1)
-        else:
-            near = scale * queries @ block[0].transpose(-1, -2).unsqueeze(2)
-            near = near - query_bias[now].to(dtype).unflatten(1, (heads, -1)).unsqueeze(-1)
-            near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
-        parts.append(_read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype))
-        complete = not window or block[0].shape[2] == window
-        state.block, bias = () if complete else block, block[2]
-        if complete and window and state.is_ragged:
-            bias, state.block = _split(block, window, dtype)
-        if complete:
-            _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias))
-        start = stop
-    return torch.cat(parts, dim=2) if parts else query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _piece(state: StreamState, operands: Operands, window: int, scale: float) -> Tensor:
+    """Output `[B, H, l, dv]` of tokens that end in the same block, or span; takes them into the state."""
+    query, key, value, query_directions, key_directions, offset, key_bias, query_bias = operands
+    dtype, heads = offset.dtype, key.shape[1]
+    queries = query.to(dtype).unflatten(1, (heads, -1))
+    rows = queries @ query_directions.transpose(-1, -2).unsqueeze(2) + offset[:, :, None, None]
+    block = _cleaned(key, value, key_bias, dtype)
+    if state.block:
+        block = tuple(torch.cat(pair, dim=2) for pair in zip(state.block, block, strict=True))
+    if query_bias is None:
+        logits = block[0] @ key_directions.transpose(-1, -2) + block[2].unsqueeze(-1)
+        near = (rows.unsqueeze(4) + logits[:, :, None, None]).logsumexp(-1)
+    else:
+        near = scale * queries @ block[0].transpose(-1, -2).unsqueeze(2)
+        near = near - query_bias.to(dtype).unflatten(1, (heads, -1)).unsqueeze(-1)
+        near = near.masked_fill((block[2] == -torch.inf)[:, :, None, None], -torch.inf)
+    out = _read(rows, near, block, state.memory).flatten(1, 2).to(query.dtype)
+    complete = not window or block[0].shape[2] == window
+    state.block, bias = () if complete else block, block[2]
+    if complete and window and state.is_ragged:
+        bias, state.block = _split(block, window, dtype)
+    if complete:
+        _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias))
+    return out
 
 
 def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ class Waiting:
 
     @classmethod
     def of(cls, real: Tensor, block: int) -> Waiting:
-        """From what is no padding, `[B, T]`, and the length of a block; the first token begins one."""
+        """Finds them from a mask of real tokens, `[B, T]`, and the length of a block; the first token begins one."""
         rank = real.cumsum(1)
         kept = real & (rank > rank[:, -1:] // block * block)
         longest = int(kept.sum(1).max())
@@ -35,7 +35,7 @@ class Waiting:
         return self.kept.gather(1, self.order)
 
     def take(self, tensor: Tensor, dim: int) -> Tensor:
-        """The tokens of a tensor `[B, ..., T, ...]`, whose dimension `dim` is that of the tokens."""
+        """Takes these tokens from a tensor `[B, ..., T, ...]`, whose dimension `dim` is that of the tokens."""
         others = tensor.ndim - dim - 1
         order = self.order.view(len(self.order), *[1] * (dim - 1), -1, *[1] * others)
         return torch.take_along_dim(tensor, order, dim)

@@ -5,9 +5,8 @@ import torch
 from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import linear_attention
-from favor.kernels.eager import causal as chunked_causal
-from favor.kernels.eager import fused
-from favor.kernels.eager.bidirectional import exp2
+from favor.kernels.eager import bidirectional, causal
+from favor.kernels.eager.common import exp2
 
 LENGTHS = [1, 2, 63, 64, 100, 1000, 4097]
 DIMS, FEATURES, GROUPS = [32, 64, 80, 128], [16, 100, 256], [1, 4]
@@ -93,7 +92,7 @@ def test_copies_of_a_few_heads(dtype, monkeypatch):
     inputs[:3] = [t.to(dtype) for t in inputs[:3]]
     inputs[3:] = [t.to(dtype if dtype == torch.float64 else torch.float32) for t in inputs[3:]]
     expected = linear_attention(*inputs)
-    monkeypatch.setattr(fused, "_COPIED", 1)
+    monkeypatch.setattr(bidirectional, "_COPIED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert torch.equal(linear_attention(*inputs), expected)
 
@@ -149,7 +148,7 @@ def test_the_size_of_chunks_does_not_change_gradients(monkeypatch):
     inputs = make_inputs(100, 130, groups=2)
     weight = torch.randn(1, 4, 100, 8, dtype=torch.float64)
     expected = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
-    monkeypatch.setattr(chunked_causal, "CHUNK_SIZE", 16)
+    monkeypatch.setattr(causal, "CHUNK_SIZE", 16)
     for f, e in zip(gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 

@@ -5,7 +5,7 @@ import torch
 from truth import error, gradients, make_inputs, window_attention
 
 from favor.kernels import linear_attention
-from favor.kernels.eager import window as chunked_window
+from favor.kernels.eager import window
 from favor.kernels.ops import attention_backward, attention_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
@@ -165,7 +165,7 @@ def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monke
     options, weight = {"window": 16, "scale": 0.3, "is_causal": is_causal}, draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
     for name in ("SPAN", "FUSED_SPAN"):
-        monkeypatch.setattr(chunked_window, name, 1)
+        monkeypatch.setattr(window, name, 1)
     for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 
