@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,18 +17,19 @@ from favor.attention.packing import Packing
 from favor.config import BACKENDS, FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import layer_of, state_of
+from favor.integrations.cache import CACHE_LAYER, state_of
 from favor.integrations.layer import (
+    WEIGHTS_OF,
+    carrying,
     decodes,
     is_self_attention,
     layer_number,
-    number_layers,
-    number_layers_of_new_models,
     redraw_epoch,
+    stored_choice,
+    stored_parameters,
 )
-from favor.integrations.masks import exact_mask, favor_mask, key_padding
-from favor.integrations.refusals import causal_of, refuse
-from favor.integrations.stored import WEIGHTS_OF, by_head, carrying, stored_choice, stored_parameters, weights_of
+from favor.integrations.masks import causal_of, exact_mask, favor_mask, key_padding, refuse
+from favor.integrations.stored import number_layers, number_layers_of_new_models, weights_of
 from favor.kernels import StreamState
 
 # Names that transformers gives to the lengths of packed sequences.
@@ -85,9 +87,12 @@ def favor_attention_forward(
     causal = causal_of(module, is_causal)
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
     plan, choice = _plan(backend, options, query.device.type, causal), stored_choice(module)
-    state, cached = kwargs.get("favor_state"), layer_of(key)
+    state, cached = kwargs.get("favor_state"), getattr(key, CACHE_LAYER, None)
     length, key_length = query.shape[2], key.shape[2]
-    packing, padding = Packing.of(query, key, causal, *(kwargs.get(name) for name in _LENGTHS)), None
+    lengths = [kwargs.get(name) for name in _LENGTHS]
+    packing = padding = None
+    if lengths[0] is not None or lengths[1] is not None:
+        packing = Packing.of(query, key, causal, *lengths)
     if packing is None:
         # A state has the keys of earlier tokens in it; a mask tells of all.
         known = key_length if cached is None else cached.length
@@ -271,6 +276,44 @@ def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameter
                 "these options again, or call favor.calibrate with the new ones."
             )
     return stored
+
+
+def by_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: Parameters | None,
+    exact_heads: Sequence[int],
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
+) -> Tensor:
+    """Attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        parameters: of all key heads, or None.
+        exact_heads: numbers of key heads.
+        exact, linear: both kinds of attention, for any number of heads.
+    """
+    if not exact_heads:
+        return linear(query, key, value, parameters)
+    number = key.shape[1]
+    linear_heads = [head for head in range(number) if head not in exact_heads]
+    if not linear_heads:
+        return exact(query, key, value)
+
+    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
+
+    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return part(query, heads), part(key, heads), part(value, heads)
+
+    own = None if parameters is None else parameters.heads(linear_heads)
+    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
+    groups = query.shape[1] // number
+    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
+    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
+    return joined[:, :, order].flatten(2, 3)
 
 
 def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
