@@ -33,8 +33,7 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.integrations.adapt.observe import Observation, observe
-from favor.integrations.layer import attention_modules
-from favor.integrations.stored import stored_parameters
+from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.pretrained import load_exact
 from favor.train.text.attention_student import relative_error
 from favor.train.text.samples import samples

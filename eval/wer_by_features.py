@@ -42,8 +42,7 @@ from favor.eval.common.launch import Backend
 from favor.eval.speech import wer_report as report
 from favor.eval.speech.wer_report import EXACT, UNIFORM
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.masks import favor_mask, key_padding
-from favor.integrations.refusals import causal_of, refuse
+from favor.integrations.masks import causal_of, favor_mask, key_padding, refuse
 from favor.train import asr
 from favor.train.common import checkpoint
 from favor.train.speech import arguments as asr_arguments

@@ -34,8 +34,8 @@ from favor import features as families
 from favor.config import feature_family
 from favor.features import Landmarks
 from favor.integrations.adapt.observe import Observation, observe
-from favor.integrations.layer import attention_modules, decodes
-from favor.integrations.stored import store_parameters, stored_choice
+from favor.integrations.layer import attention_modules, decodes, stored_choice
+from favor.integrations.stored import store_parameters
 from favor.train.common.arguments import check_positive, option
 from favor.train.common.checkpoint import write_json
 from favor.train.common.pretrained import load_exact

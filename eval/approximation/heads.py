@@ -14,7 +14,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.stored import stored_choice, stored_parameters
+from favor.integrations.layer import stored_choice, stored_parameters
 from favor.train.text.attention_student import relative_error
 
 MEAN, LOCAL = "mean of V", "window alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -10,25 +11,29 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor import features, registry
+from favor import registry
 from favor.attention import favor_attention
 from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import layer_of, state_of
+from favor.integrations.cache import CACHE_LAYER, state_of
 from favor.integrations.layer import (
+    WEIGHTS_OF,
     decodes,
     is_self_attention,
     layer_number,
-    number_layers,
-    number_layers_of_new_models,
     redraw_epoch,
+    stored_choice,
+    stored_parameters,
 )
-from favor.integrations.masks import exact_mask, favor_mask, key_padding
-from favor.integrations.refusals import causal_of, refuse
-from favor.integrations.stored import WEIGHTS_OF, by_head, stored_choice, stored_parameters, weights_of
+from favor.integrations.masks import causal_of, exact_mask, favor_mask, key_padding, refuse
+from favor.integrations.stored import number_layers, number_layers_of_new_models, weights_of
+from favor.kernels import StreamState
 from favor.registry import AnyFamily
+
+# Names that transformers gives to the lengths of packed sequences.
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register() -> None:
@@ -115,12 +120,13 @@ def favor_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal = causal_of(module, is_causal)
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
-    plan = _plan(backend, options, query.device.type, causal)
+    plan, choice = _plan(backend, options, query.device.type, causal), stored_choice(module)
+    state, cached = kwargs.get("favor_state"), getattr(key, CACHE_LAYER, None)
     length, key_length = query.shape[2], key.shape[2]
-    lengths = [kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
-    packing = Packing.of(query, key, causal, *lengths)
-    padding = None
-    cached = layer_of(key)
+    lengths = [kwargs.get(name) for name in _LENGTHS]
+    packing = padding = None
+    if lengths[0] is not None or lengths[1] is not None:
+        packing = Packing.of(query, key, causal, *lengths)
     if packing is None:
         # A state has the keys of earlier tokens in it; a mask tells of all.
         known = key_length if cached is None else cached.length
@@ -128,47 +134,15 @@ def favor_attention_forward(
         padding = padding if padding is None else padding[:, known - key_length :]
     elif attention_mask is not None and attention_mask.numel():
         raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
-
-    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = [(query, key, value)] if packing is None else packing.split(query, key, value)
-        outs = [_exact(module, q, k, v, padding, dropout, scaling, causal) for q, k, v in parts]
-        return outs[0] if packing is None else torch.cat(outs, dim=1)
-
-    def linear(query: Tensor, key: Tensor, value: Tensor, stored: Parameters | None) -> Tensor:
-        if dropout > 0:
-            value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-        has_window = is_self_attention(module, causal, length, key_length)
-        out = favor_attention(
-            query,
-            key,
-            value,
-            features=plan.family if not plan.options else features.get(plan.family, **dict(plan.options)),
-            num_features=plan.num_features,
-            key_padding_mask=padding,
-            is_causal=causal,
-            scale=scaling,
-            seed=plan.seed,
-            layer=layer,
-            redraw=redraw,
-            orthogonal=plan.orthogonal,
-            use_statistics=not decodes(module),
-            parameters=None if plan.statistics == "corrected" else stored,
-            correction=stored if plan.statistics == "corrected" else None,
-            window=choice.get("window", plan.window) if has_window else 0,
-            state=state,
-            kernel=plan.kernel,
-            **({} if packing is None else packing.for_kernel()),
-        )
-        return out.transpose(1, 2)
-
-    choice, state = stored_choice(module), kwargs.get("favor_state")
     if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
+    call = _Call(module, causal, scaling, dropout, padding, packing)
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
-        return exact(query, key, value), None
+        return _exact(call, query, key, value), None
+
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
@@ -178,6 +152,9 @@ def favor_attention_forward(
     redraw = redraw_epoch(module, plan.redraw_interval)
     if cached is not None:
         state = state_of(cached, query, (backend, plan, dict(choice), redraw))
+    window = choice.get("window", plan.window) if is_self_attention(module, causal, length, key_length) else 0
+    estimate = _Estimate(call, plan, layer, redraw, window, state)
+    exact, linear = partial(_exact, call), partial(_linear, estimate)
     out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 
@@ -242,6 +219,45 @@ class _Plan(NamedTuple):
     kernel: str
 
 
+class _Call(NamedTuple):
+    """What all attention of one call has in common besides queries, keys and values, once it is checked.
+
+    Attributes:
+        module: the attention module.
+        causal: whether queries see earlier keys only.
+        scaling: factor of the logits; None for 1/sqrt(d).
+        dropout: probability that an attention weight is dropped.
+        padding: boolean `[B, S]`, True for real keys; None without padding.
+        packing: where packed sequences begin and end; None for a batch of rows.
+    """
+
+    module: nn.Module
+    causal: bool
+    scaling: float | None
+    dropout: float
+    padding: Tensor | None
+    packing: Packing | None
+
+
+class _Estimate(NamedTuple):
+    """How linear attention estimates a call.
+
+    Attributes:
+        call: what exact attention would go by too.
+        plan: the options of the model.
+        layer, redraw: numbers of the layer and of its draw, which choose the random directions.
+        window: length of exact blocks, 0 for none.
+        state: what earlier tokens left behind; None for a whole sequence.
+    """
+
+    call: _Call
+    plan: _Plan
+    layer: int
+    redraw: int
+    window: int
+    state: StreamState | None
+
+
 @torch.compiler.assume_constant_result
 def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
     return _cached_plan(backend, items, device_type, is_causal)
@@ -251,7 +267,7 @@ def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is
 def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
     config = FavorConfig.from_dict(dict(items))
     name, options = feature_family(backend, config)
-    family = features.REGISTRY[name]
+    family = registry.FAMILIES[name]
     fitted = config.statistics == "calibrated" or family.needs_statistics
     return _Plan(
         name,
@@ -269,7 +285,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
 
 def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameters | None:
     stored, found = stored_parameters(module), (choice.get("family"), choice.get("kind"))
-    if not features.REGISTRY[plan.family].needs_statistics and found != (plan.family, "calibrated"):
+    if not registry.FAMILIES[plan.family].needs_statistics and found != (plan.family, "calibrated"):
         layers = getattr(module.config, "favor_layers", None) or {}
         if not any(own["family"] == plan.family for own in layers.values() if "family" in own):
             return None  # the family needs no parameters, and the model has no weights for it
@@ -292,15 +308,79 @@ def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameter
     return stored
 
 
-def _exact(
-    module: nn.Module,
+def by_head(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    padding: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
+    parameters: Parameters | None,
+    exact_heads: Sequence[int],
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
 ) -> Tensor:
-    mask = exact_mask(padding, query.shape[2], key.shape[2], causal, query)
-    return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]
+    """Attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        parameters: of all key heads, or None.
+        exact_heads: numbers of key heads.
+        exact, linear: both kinds of attention, for any number of heads.
+    """
+    if not exact_heads:
+        return linear(query, key, value, parameters)
+    number = key.shape[1]
+    linear_heads = [head for head in range(number) if head not in exact_heads]
+    if not linear_heads:
+        return exact(query, key, value)
+
+    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
+
+    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return part(query, heads), part(key, heads), part(value, heads)
+
+    own = None if parameters is None else parameters.heads(linear_heads)
+    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
+    groups = query.shape[1] // number
+    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
+    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
+    return joined[:, :, order].flatten(2, 3)
+
+
+def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Computes softmax attention `[B, L, H, dv]`, of packed sequences one by one."""
+    parts = [(query, key, value)] if call.packing is None else call.packing.split(query, key, value)
+    outs = []
+    for q, k, v in parts:
+        mask = exact_mask(call.padding, q.shape[2], k.shape[2], call.causal, q)
+        outs.append(sdpa_attention_forward(call.module, q, k, v, mask, call.dropout, call.scaling, call.causal)[0])
+    return outs[0] if call.packing is None else torch.cat(outs, dim=1)
+
+
+def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:
+    """Estimates attention `[B, L, H, dv]`, with stored parameters of these key heads if there are any."""
+    call, plan = estimate.call, estimate.plan
+    if call.dropout > 0:
+        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), call.dropout)
+    is_correction = plan.statistics == "corrected"
+    out = favor_attention(
+        query,
+        key,
+        value,
+        features=registry.FAMILIES[plan.family](**dict(plan.options)),
+        num_features=plan.num_features,
+        key_padding_mask=call.padding,
+        is_causal=call.causal,
+        scale=call.scaling,
+        seed=plan.seed,
+        layer=estimate.layer,
+        redraw=estimate.redraw,
+        orthogonal=plan.orthogonal,
+        use_statistics=not decodes(call.module),
+        parameters=None if is_correction else parameters,
+        correction=parameters if is_correction else None,
+        window=estimate.window,
+        state=estimate.state,
+        kernel=plan.kernel,
+        **({} if call.packing is None else call.packing.for_kernel()),
+    )
+    return out.transpose(1, 2)

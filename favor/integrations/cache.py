@@ -11,10 +11,10 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from favor.kernels import StreamState
 
-_MARK = "favor_state_layer"
+CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` hands on
 
 
-class StateLayer(CacheLayerMixin):
+class StreamLayer(CacheLayerMixin):
     """What one layer of causal FAVOR attention keeps of its past: M weights and means of values a head, or M groups.
 
     `update` hands the new keys on as they are, marked with this layer, so that the attention function finds the state.
@@ -44,7 +44,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized, self._unread = True, True
         self.length += key_states.shape[-2]
         marked = key_states.view_as(key_states)
-        setattr(marked, _MARK, self)
+        setattr(marked, CACHE_LAYER, self)
         return marked, value_states
 
     def _check(self) -> None:
@@ -151,24 +151,19 @@ class FavorCache(DynamicCache):
     def __init__(self, config: PretrainedConfig | None = None) -> None:
         super().__init__(config=config)
         if config is None:
-            self.layer_class_to_replicate = StateLayer
-        self.layers = [StateLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+            self.layer_class_to_replicate = StreamLayer
+        self.layers = [StreamLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of states, keys and values."""
-        states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StateLayer)]
+        states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StreamLayer)]
         others = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
         return sum(states) + sum(tensor.nbytes for tensor in others if tensor is not None)
 
 
-def layer_of(key: Tensor) -> StateLayer | None:
-    """The layer of a `FavorCache` that keys come from; None if they come from elsewhere."""
-    return getattr(key, _MARK, None)
-
-
-def state_of(layer: StateLayer, query: Tensor, options: Any) -> StreamState:
-    """The state for these queries to go on from; see `StateLayer.read`.
+def state_of(layer: StreamLayer, query: Tensor, options: Any) -> StreamState:
+    """The state for these queries to go on from; see `StreamLayer.read`.
 
     Raises:
         RuntimeError: if gradients are wanted, which a state does not pass on.

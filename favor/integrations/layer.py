@@ -1,65 +1,109 @@
-"""Which layer a module is, and how often it has run: what its random directions depend on besides the seed."""
+"""What favor knows of one attention module: a `LayerState` under one attribute, and the buffers of stored parameters.
+
+The states are made when a model is built (`favor.integrations.stored`); the functions below read them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from favor.integrations.stored import NAME, restore
+from favor.features import Parameters
+from favor.integrations._private import in_backward, version
 
-_LAYER = "favor_layer"
-_CALLS = "favor_calls"
-_DECODES = "favor_decodes"
-_OLDEST = "favor_oldest_draw"
+# Names in checkpoints.
+TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
+WEIGHTS_OF = "weights_of"
 
 
-def number_layers(model: nn.Module) -> None:
-    """Numbers the attention modules of a model by their place in `named_modules()`, and marks those of decoders.
+@dataclass(eq=False)
+class LayerState:
+    """What favor knows of an attention module, as its attribute `favor_layer`.
 
-    Many models do not number their layers, and some give the same number to two of them (self and cross attention),
-    so the modules' own `layer_idx` is not used.
+    A state never changes: `change_state` gives the module a new one. So copies of a module, such as the replicas of
+    `nn.DataParallel`, share no counts. It is not declared frozen, because torch.compile would then guard every field
+    and compile again whenever one of them differs.
+
+    Attributes:
+        number: of the layer in its model; the random directions depend on it.
+        name: of the module below the base model, its key in `config.favor_layers`.
+        decodes: whether the module is the cross attention of a decoder layer.
+        choice: entry of the layer in `config.favor_layers`, see `favor.integrations.stored`; empty if it has none.
+        calls: forward passes in training with redraws, those of recomputed activations left out.
+        oldest_draw: draw of the first such pass since the last recomputation; None if none has been.
+        prepared: the parameters that the buffers hold, as attention takes them; None before they were needed.
     """
-    attention = {
-        name: module
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
-    }
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    for number, (name, module) in enumerate(attention.items()):
-        setattr(module, _LAYER, number)
-        setattr(module, NAME, name.removeprefix(prefix))
-        setattr(module, _DECODES, _stands_in_a_decoder(name, attention))
-    restore(model, attention.values())
+
+    number: int
+    name: str
+    decodes: bool
+    choice: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    oldest_draw: int | None = None
+    prepared: Prepared | None = None
+
+
+@dataclass(eq=False)
+class Prepared:
+    """Parameters made of the buffers of a layer.
+
+    Attributes:
+        made_of: the buffers.
+        versions: whether there are maps, and the version of each buffer then.
+        parameters: what was made of them.
+    """
+
+    made_of: Sequence[Tensor | None]
+    versions: Sequence[int | bool | None]
+    parameters: Parameters
+
+
+def layer_state(module: nn.Module) -> LayerState | None:
+    """State of an attention module; None for other modules, and before `favor` has seen the model."""
+    return getattr(module, "favor_layer", None)
+
+
+def change_state(module: nn.Module, **changes: Any) -> None:
+    """Gives an attention module a state with some fields changed.
+
+    Args:
+        module: the attention module. One without a state gets its first.
+        **changes: fields of `LayerState`; for the first state at least number, name and decodes.
+    """
+    state = layer_state(module)
+    module.favor_layer = LayerState(**changes) if state is None else replace(state, **changes)  # type: ignore[assignment]
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Attention modules of a model by layer number."""
-    return {getattr(module, _LAYER): module for module in model.modules() if hasattr(module, _LAYER)}
+    states = ((layer_state(module), module) for module in model.modules())
+    return {state.number: module for state, module in states if state is not None}
 
 
-def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
-    """Whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
-    path = name.split(".")
-    for depth in reversed(range(len(path))):
-        inside = ".".join([*path[:depth], ""]) if depth else ""
-        others = [
-            module
-            for other, module in attention.items()
-            if other.startswith(inside) and not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.")
-        ]
-        if others:
-            return any(getattr(module, "is_causal", False) for module in others)
-    return False
+def layer_number(module: nn.Module) -> int:
+    """Number of an attention module.
+
+    Raises:
+        ValueError: if the module has none, because its model was built before `favor` was imported.
+    """
+    state = layer_state(module)
+    if state is None:
+        raise ValueError(
+            f"{type(module).__name__} has no layer number, so its random directions are not defined. Import favor "
+            "before building the model, or call favor.configure(model) once."
+        )
+    return state.number
 
 
 def decodes(module: nn.Module) -> bool:
     """Whether the queries of a layer are those of a decoder, so that statistics over them would show the future."""
-    marks = (getattr(module, _DECODES, False), getattr(module, "is_decoder", False))
+    state = layer_state(module)
+    marks = (state is not None and state.decodes, getattr(module, "is_decoder", False))
     return any(marks) or bool(getattr(module.config, "is_decoder", False))
 
 
@@ -70,65 +114,75 @@ def is_self_attention(module: nn.Module, is_causal: bool, length: int, key_lengt
 
 def decodes_or_is_causal(module: nn.Module) -> bool:
     """Whether a module is an attention layer whose queries must not see each other's future."""
-    if not hasattr(module, _LAYER) or not hasattr(module, "config"):
+    if layer_state(module) is None or not hasattr(module, "config"):
         return False
     return decodes(module) or bool(getattr(module, "is_causal", False))
 
 
-def number_layers_of_new_models() -> None:
-    """Has every transformers model number its attention modules at the end of its construction."""
-    if hasattr(PreTrainedModel.post_init, "__wrapped__"):
-        return
-    original: Callable[[Any], None] = PreTrainedModel.post_init
-
-    @wraps(original)
-    def post_init(self: PreTrainedModel) -> None:
-        original(self)
-        number_layers(self)
-
-    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+def stored_choice(module: nn.Module) -> dict[str, Any]:
+    """Entry of a layer in `config.favor_layers`; empty if it has none."""
+    state = layer_state(module)
+    return {} if state is None else state.choice
 
 
-def layer_number(module: nn.Module) -> int:
-    """Number of an attention module.
+def stored_parameters(module: nn.Module) -> Parameters | None:
+    """Parameters of a layer, float32 `[Hk, d, d]`; None if it has none."""
+    buffers = [getattr(module, name, None) for name in (TRANSFORM, FACTOR, SHIFT, WEIGHTS)]
+    if buffers[0] is None:
+        return None
+    maps = stored_choice(module).get("maps", True)
+    if torch.compiler.is_compiling() or any(buffer is not None and buffer.is_inference() for buffer in buffers):
+        return _parameters(buffers, maps)
+    # The inverse costs as much as attention itself on short inputs: kept until a buffer changes.
+    versions = [maps, *(None if buffer is None else version(buffer) for buffer in buffers)]
+    state = layer_state(module)
+    kept = None if state is None else state.prepared
+    if kept is not None and kept.versions == versions and all(map(operator.is_, kept.made_of, buffers)):
+        return kept.parameters
+    with torch.inference_mode(False):
+        parameters = _parameters(buffers, maps)
+    if state is not None:
+        change_state(module, prepared=Prepared(buffers, versions, parameters))
+    return parameters
 
-    Raises:
-        ValueError: if the module has none, because its model was built before `favor` was imported.
-    """
-    number = getattr(module, _LAYER, None)
-    if number is None:
-        raise ValueError(
-            f"{type(module).__name__} has no layer number, so its random directions are not defined. Import favor "
-            "before building the model, or call favor.configure(model) once."
-        )
-    return number
+
+def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
+    transform, factor, shift, weights = (None if buffer is None else buffer.float() for buffer in buffers)
+    assert transform is not None
+    assert factor is not None
+    if not maps:
+        return Parameters(transform, transform, factor, maps=False, log_weights=weights)
+    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:
     """Which draw of the directions a forward pass uses: 0 in evaluation, 1, 2, ... in training with redraws.
+
+    Args:
+        module: a numbered attention module.
+        interval: forward passes between redraws, 0 for none.
 
     Raises:
         ValueError: if a backward pass recomputes activations of forward passes that had different directions.
     """
     if not module.training or interval == 0:
         return 0
-    calls, oldest = getattr(module, _CALLS, 0), getattr(module, _OLDEST, None)
+    state = layer_state(module)
+    assert state is not None
     # Activation checkpointing runs the forward pass again inside the backward pass: it has to see the same directions,
     # which are known if all passes since the last backward pass had the same.
-    if torch._C._current_graph_task_id() != -1:
-        epoch = 1 + (calls - 1) // interval
-        setattr(module, _OLDEST, None)
-        if oldest not in (None, epoch):
+    if in_backward():
+        epoch = 1 + (state.calls - 1) // interval
+        change_state(module, oldest_draw=None)
+        if state.oldest_draw not in (None, epoch):
             raise ValueError(
                 f"redraw_interval={interval} changed the random directions between two forward passes of one backward "
                 "pass, and activation checkpointing cannot tell them apart. Call backward after each forward pass, "
                 "set redraw_interval=0, or switch gradient checkpointing off."
             )
         return epoch
-    epoch = 1 + calls // interval
-    setattr(module, _CALLS, calls + 1)
-    if oldest is None:
-        setattr(module, _OLDEST, epoch)
+    epoch = 1 + state.calls // interval
+    change_state(module, calls=state.calls + 1, oldest_draw=epoch if state.oldest_draw is None else state.oldest_draw)
     return epoch
 
 
@@ -145,12 +199,10 @@ class RedrawCounter:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def _attention(self) -> list[nn.Module]:
-        return [module for module in self.model.modules() if hasattr(module, _LAYER)]
-
     def state_dict(self) -> dict[str, list[int]]:
         """Number of training passes of each attention module, in the order of `model.modules()`."""
-        return {"calls": [getattr(module, _CALLS, 0) for module in self._attention()]}
+        states = map(layer_state, self.model.modules())
+        return {"calls": [state.calls for state in states if state is not None]}
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:
         """Restores what `state_dict` returned.
@@ -158,10 +210,10 @@ class RedrawCounter:
         Raises:
             ValueError: if the model has another number of attention modules.
         """
-        modules = self._attention()
+        modules = [module for module in self.model.modules() if layer_state(module) is not None]
         if len(modules) != len(state["calls"]):
             raise ValueError(
                 f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}: another model."
             )
         for module, count in zip(modules, state["calls"], strict=True):
-            setattr(module, _CALLS, count)
+            change_state(module, calls=count)

@@ -1,4 +1,7 @@
-"""Masks of transformers, reduced to what linear attention can use: which keys are padding."""
+"""What transformers passes besides queries, keys and values: masks, causality, and arguments to refuse.
+
+Of a mask, linear attention can use only which keys are padding.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
 )
 
+from favor.integrations._private import is_packed_mask
 from favor.kernels.dispatch import is_tracing
+
+# Arguments that change the result: with a value, each is refused rather than dropped.
+_REFUSED = {
+    "position_bias": "a position bias for each pair of tokens (T5, relative positions)",
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by indices",
+    "head_mask": "a head mask",
+    "cache": "a paged cache",
+}
 
 
 def favor_mask(
@@ -58,7 +74,7 @@ def favor_mask(
             )
     elif mask_function is not bidirectional_mask_function:
         # A tracer cannot look into it, and transformers there gives every decoder without a mask a packed one.
-        if is_tracing() or _is_packed(mask_function):
+        if is_tracing() or is_packed_mask(mask_function):
             return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=kwargs.get("device"))
         raise ValueError(
             "favor attention supports causal and bidirectional masks with padding; this mask adds a prefix or blocks, "
@@ -123,13 +139,67 @@ def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, i
 
 
 def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
-    """Boolean mask `[B, 1, L, S]` for exact attention, or None where its `is_causal` argument is enough."""
+    """Makes the boolean mask `[B, 1, L, S]` of exact attention, or None where its `is_causal` argument is enough.
+
+    Args:
+        padding: boolean `[B, S]`, True for real keys; None without padding.
+        length, key_length: L and S; the queries are those of the last tokens.
+        is_causal: whether queries see earlier keys only.
+        like: a tensor on the device of the mask.
+    """
     if not is_causal or length == 1:
         return None if padding is None else padding[:, None, None, :].expand(-1, 1, length, -1)
     if padding is None and length == key_length:
         return None
     triangle = torch.ones(length, key_length, dtype=torch.bool, device=like.device).tril(key_length - length)
     return triangle[None, None] if padding is None else triangle & padding[:, None, None, :]
+
+
+def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
+    """Refuses arguments of an attention function that would have to be dropped.
+
+    Args:
+        kwargs: what the model passes besides the arguments the backends know.
+        module: the attention module.
+
+    Raises:
+        ValueError: naming the argument and what to use instead.
+    """
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
+                f'"eager" for {type(module).__name__}.'
+            )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
+        )
+    if kwargs.get("sliding_window") is not None:
+        # Local layers between global ones stay exact, as the model meant them: they are linear in length already.
+        layer_types = getattr(module.config, "layer_types", None) or ()
+        if "full_attention" not in layer_types:
+            raise ValueError(
+                f"{type(module).__name__} has sliding-window attention only, which is already linear in length; favor "
+                "attention replaces global attention. Set config.sliding_window=None for global attention, or keep "
+                'attn_implementation="sdpa".'
+            )
+
+
+def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer is causal: the argument if given, else what the module says.
+
+    Raises:
+        ValueError: if neither says.
+    """
+    if is_causal is not None:
+        return is_causal
+    own = getattr(module, "is_causal", None)
+    if own is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
+        )
+    return bool(own) and getattr(module.config, "is_causal", None) is not False
 
 
 def _visible(mask: Tensor) -> Tensor:
@@ -141,27 +211,6 @@ def _visible(mask: Tensor) -> Tensor:
     if not is_tracing() and not bool(((mask == 0) | hidden).all()):
         raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
     return ~hidden
-
-
-def _is_packed(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask is a causal or bidirectional one, within packed sequences, and nothing else."""
-    parts, kinds = [mask_function], set()
-    while parts:
-        part = parts.pop()
-        kinds.add(part.__qualname__.split(".")[0])
-        for cell in part.__closure__ or ():
-            inner = cell.cell_contents
-            parts += [f for f in (inner if isinstance(inner, tuple) else (inner,)) if callable(f)]
-    return "packed_sequence_mask_function" in kinds and kinds <= _PARTS_OF_PACKED
-
-
-_PARTS_OF_PACKED = {
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-    "and_masks",
-    "causal_mask_function",
-    "bidirectional_mask_function",
-}
 
 
 _UNKNOWN_LENGTHS = (

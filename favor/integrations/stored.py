@@ -1,7 +1,8 @@
-"""What single attention layers keep in a model: calibrated parameters, heads that stay exact, windows of their own.
+"""The attention layers of a model: their numbers, and what the model keeps for each of them.
 
-The layers are listed in `config.favor_layers`, by their names below the base model, so that `from_pretrained` makes the
-buffers before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
+What is kept are calibrated parameters, heads that stay exact, and windows of their own. It is listed in
+`config.favor_layers`, by the names of the layers below the base model, so that `from_pretrained` makes the buffers
+before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
 "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of single features has
 `"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [], "layer": 1}`
 besides, which says what they were learned for; where G = I and there is no shift, `"maps": false` spares attention the
@@ -10,67 +11,73 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from favor.features import Parameters
+from favor.integrations._private import after_construction
+from favor.integrations.layer import (
+    FACTOR,
+    SHIFT,
+    TRANSFORM,
+    WEIGHTS,
+    WEIGHTS_OF,
+    change_state,
+    layer_state,
+    stored_choice,
+)
 
-TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
-NAME = "favor_name"
-WEIGHTS_OF = "weights_of"
-_OWN, _KEPT = "favor_own", "favor_kept"
+
+def number_layers_of_new_models() -> None:
+    """Has every transformers model number its attention modules at the end of its construction."""
+    after_construction(number_layers)
 
 
-def restore(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Gives attention modules what `config.favor_layers` says they have; parameters that are there stay.
+def number_layers(model: nn.Module) -> None:
+    """Gives each attention module of a model its `LayerState`, and the buffers that `config.favor_layers` lists.
+
+    Layers are numbered by their place in `named_modules()`. Many models do not number their layers, and some give the
+    same number to two of them (self and cross attention), so the modules' own `layer_idx` is not used. A module that
+    has a state keeps its counts, and its parameters where the config lists buffers of the same shapes.
 
     Args:
-        model: the model, whose config is read.
-        modules: its attention modules, named.
+        model: any model; the config of a transformers model is read.
     """
-    layers = getattr(getattr(model, "config", None), "favor_layers", None)
-    for module in modules:
-        if layers is None and hasattr(module, _OWN):
-            continue  # a part that knows of its own, in a model that does not
-        own = (layers or {}).get(getattr(module, NAME), {})
-        setattr(module, _OWN, own)
+    attention = {
+        name: module
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
+    }
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    entries = getattr(getattr(model, "config", None), "favor_layers", None)
+    for number, (path, module) in enumerate(attention.items()):
+        name = path.removeprefix(prefix)
+        place = {"number": number, "name": name, "decodes": _stands_in_a_decoder(path, attention)}
+        if entries is None and layer_state(module) is not None:
+            change_state(module, **place)  # a part that knows of its own, in a model that does not
+            continue
+        own = (entries or {}).get(name, {})
+        change_state(module, **place, choice=own)
         if "family" in own:
             _attach(module, own["key_heads"], own["head_dim"], own.get(WEIGHTS_OF, {}).get("num_features"))
 
 
-def stored_parameters(module: nn.Module) -> Parameters | None:
-    """Parameters of a layer, float32 `[Hk, d, d]`; None if it has none."""
-    buffers = [getattr(module, name, None) for name in (TRANSFORM, FACTOR, SHIFT, WEIGHTS)]
-    if buffers[0] is None:
-        return None
-    maps = stored_choice(module).get("maps", True)
-    if torch.compiler.is_compiling() or any(buffer is not None and buffer.is_inference() for buffer in buffers):
-        return _parameters(buffers, maps)
-    # The inverse costs as much as attention itself on short inputs: kept until a buffer changes.
-    versions = [maps, *(None if buffer is None else buffer._version for buffer in buffers)]
-    kept = getattr(module, _KEPT, None)
-    if kept is None or kept[0] != versions or any(own is not seen for own, seen in zip(kept[1], buffers, strict=True)):
-        with torch.inference_mode(False):
-            kept = (versions, buffers, _parameters(buffers, maps))
-        setattr(module, _KEPT, kept)
-    return kept[2]
-
-
-def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
-    transform, factor, shift, weights = (None if buffer is None else buffer.float() for buffer in buffers)
-    assert transform is not None
-    assert factor is not None
-    if not maps:
-        return Parameters(transform, transform, factor, maps=False, log_weights=weights)
-    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
-
-
-def stored_choice(module: nn.Module) -> dict[str, Any]:
-    """Entry of a layer in `config.favor_layers`; empty if it has none."""
-    return getattr(module, _OWN, {})
+def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
+    """Whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
+    path = name.split(".")
+    for depth in reversed(range(len(path))):
+        inside = ".".join([*path[:depth], ""]) if depth else ""
+        others = [
+            module
+            for other, module in attention.items()
+            if other.startswith(inside) and not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.")
+        ]
+        if others:
+            return any(getattr(module, "is_causal", False) for module in others)
+    return False
 
 
 def weights_of(choice: Mapping[str, Any], window: int, options: Any, layer: int) -> dict[str, Any]:
@@ -113,7 +120,8 @@ def store_parameters(
         shape["maps"] = None if fitted.maps or fitted.shift is not None else False
     update_choices(model, shapes)
     for module in model.modules():
-        own = parameters.get(getattr(module, "favor_layer", -1))
+        state = layer_state(module)
+        own = None if state is None else parameters.get(state.number)
         if own is None:
             continue
         key_heads, head_dim = own.factor.shape[:2]
@@ -128,68 +136,33 @@ def store_parameters(
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
-    """Merges entries, by layer number, into the modules and into `config.favor_layers`; None takes one out."""
+    """Merges entries, by layer number, into the modules and into `config.favor_layers`; None takes a value out."""
     for module in model.modules():
-        added = choices.get(getattr(module, "favor_layer", -1))
+        state = layer_state(module)
+        added = None if state is None else choices.get(state.number)
         if added is not None:
             merged = {**stored_choice(module), **added}
-            setattr(module, _OWN, {key: value for key, value in merged.items() if value is not None})
+            change_state(module, choice={key: value for key, value in merged.items() if value is not None})
     _write(model)
 
 
 def clear_choices(model: nn.Module) -> None:
     """Forgets which heads stay exact and which windows layers have of their own; parameters stay."""
     for module in model.modules():
-        if stored_choice(module):
-            own = {key: value for key, value in stored_choice(module).items() if key not in ("exact_heads", "window")}
-            setattr(module, _OWN, own)
+        own = stored_choice(module)
+        if own:
+            change_state(module, choice={key: own[key] for key in own if key not in ("exact_heads", "window")})
     _write(model)
 
 
 def _write(model: nn.Module) -> None:
-    layers = {getattr(module, NAME): stored_choice(module) for module in model.modules() if stored_choice(module)}
+    """Puts the entries of the layers into every config of the model that has or needs a list of them."""
+    states = [layer_state(module) for module in model.modules()]
+    layers = {state.name: state.choice for state in states if state is not None and state.choice}
     configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
     for config in configs.values():
         if layers or hasattr(config, "favor_layers"):
             config.favor_layers = layers
-
-
-def by_head(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters | None,
-    exact_heads: Sequence[int],
-    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
-    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
-) -> Tensor:
-    """Attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
-
-    Args:
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
-        parameters: of all key heads, or None.
-        exact_heads: numbers of key heads.
-        exact, linear: both kinds of attention, for any number of heads.
-    """
-    if not exact_heads:
-        return linear(query, key, value, parameters)
-    number = key.shape[1]
-    linear_heads = [head for head in range(number) if head not in exact_heads]
-    if not linear_heads:
-        return exact(query, key, value)
-
-    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
-
-    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        return part(query, heads), part(key, heads), part(value, heads)
-
-    own = None if parameters is None else parameters.heads(linear_heads)
-    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
-    groups = query.shape[1] // number
-    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
-    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
-    return joined[:, :, order].flatten(2, 3)
 
 
 def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:

@@ -21,7 +21,7 @@ def test_report_holds_times_and_bytes(tmp_path):
 
 
 def test_no_time_where_the_caches_disagree(tmp_path, monkeypatch, capsys):
-    read = favor.integrations.cache.StateLayer.read
+    read = favor.integrations.cache.StreamLayer.read
 
     def forget(self, options):
         state = read(self, options)
@@ -29,7 +29,7 @@ def test_no_time_where_the_caches_disagree(tmp_path, monkeypatch, capsys):
             state.memory.summary.zero_()
         return state
 
-    monkeypatch.setattr(favor.integrations.cache.StateLayer, "read", forget)
+    monkeypatch.setattr(favor.integrations.cache.StreamLayer, "read", forget)
     assert generation.main([*SMALL, "--output_dir", str(tmp_path)]) == 1
     assert "the caches differ by" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

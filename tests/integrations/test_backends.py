@@ -1,5 +1,7 @@
 """What the backends keep right in a model: options, decoding, dropout, redraws, compilation."""
 
+import copy
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import favor
 from favor.integrations.backend import favor_attention_forward, model_options
+from favor.integrations.layer import layer_number, redraw_epoch
 from favor.integrations.masks import favor_mask
 from favor.landmark import Landmarks
 from favor.registry import Family
@@ -302,10 +305,27 @@ def test_recomputed_activations_see_the_same_directions():
 
 def test_layers_have_their_own_directions():
     model = BERT.build("favor+")
-    numbers = [layer.attention.self.favor_layer for layer in model.encoder.layer]
+    numbers = [layer.attention.self.favor_layer.number for layer in model.encoder.layer]
     assert len(set(numbers)) == 2
     head = hf.BertForMaskedLM._from_config(BERT.config(), attn_implementation="favor+")
-    assert [layer.attention.self.favor_layer for layer in head.bert.encoder.layer] == numbers
+    assert [layer.attention.self.favor_layer.number for layer in head.bert.encoder.layer] == numbers
+
+
+def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
+    """Replicas of `nn.DataParallel` take over the attributes of a module as they are."""
+    model = redrawing(1).train()
+    module = model.encoder.layer[0].attention.self
+    assert [name for name in vars(module) if name.startswith("favor")] == ["favor_layer"]
+    model(**tokens(False))
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False).encoder.layer[0].attention.self
+    copies = [copy.deepcopy(module), loaded, module._replicate_for_data_parallel()]
+    for number, other in enumerate(copies):
+        assert layer_number(other) == layer_number(module)
+        assert [redraw_epoch(other, 1) for _ in range(number + 1)] == list(range(2, number + 3))
+    assert redraw_epoch(module, 1) == 2
 
 
 @pytest.mark.slow
@@ -381,7 +401,7 @@ def test_cross_attention_of_decoders_does_not_show_the_future(name, features):
 
 def test_encoders_beside_decoders_keep_their_statistics():
     model = next(a for a in ARCHITECTURES if a.name == "bart").build("favor#")
-    marks = {name: m.favor_decodes for name, m in model.named_modules() if hasattr(m, "favor_decodes")}
+    marks = {name: m.favor_layer.decodes for name, m in model.named_modules() if hasattr(m, "favor_layer")}
     assert not any(mark for name, mark in marks.items() if name.startswith("encoder."))
     assert all(mark for name, mark in marks.items() if name.endswith("encoder_attn"))
 

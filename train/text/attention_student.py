@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from favor import favor_attention
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.stored import stored_choice, stored_parameters
+from favor.integrations.layer import stored_choice, stored_parameters
 
 
 class AttentionStudent(nn.Module):

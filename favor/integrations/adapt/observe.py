@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor.integrations.layer import is_self_attention, layer_number, number_layers
-from favor.integrations.masks import exact_mask, favor_mask, key_padding
-from favor.integrations.refusals import causal_of, refuse
+from favor.integrations.layer import is_self_attention, layer_number
+from favor.integrations.masks import causal_of, exact_mask, favor_mask, key_padding, refuse
+from favor.integrations.stored import number_layers
 
 _NAME = "favor_observe"
 _callbacks: list[Callable[[Observation], None]] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.stored import stored_choice
+from favor.integrations.layer import stored_choice
 
 SEQUENCES = 16  # of a layer, at most
 ROWS = 128  # queries of a sequence, at most

@@ -10,7 +10,9 @@ from transformers import BartConfig, BartForCausalLM, BartForConditionalGenerati
 import favor
 from favor.features import Parameters
 from favor.integrations.adapt.convert import Costs, allocate
-from favor.integrations.stored import by_head, stored_choice, update_choices
+from favor.integrations.backend import by_head
+from favor.integrations.layer import stored_choice
+from favor.integrations.stored import update_choices
 
 
 def test_all_heads_exact_is_softmax_attention():
@@ -108,7 +110,7 @@ def test_layers_are_found_by_name_in_submodels(tmp_path):
         decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16,
     )  # fmt: skip
     model = BartForConditionalGeneration(config)
-    number = model.model.encoder.layers[0].self_attn.favor_layer
+    number = model.model.encoder.layers[0].self_attn.favor_layer.number
     update_choices(model, {number: {"exact_heads": [0]}})
     model.save_pretrained(tmp_path)
     whole = BartForConditionalGeneration.from_pretrained(tmp_path)

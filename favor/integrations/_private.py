@@ -1,0 +1,65 @@
+"""Private parts of torch and transformers that the integrations reach, each behind one function.
+
+Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. With another version, run tests/integrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass, as where activations are recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; not for tensors of inference mode."""
+    return tensor._version
+
+
+def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
+    """Has a function called with every transformers model at the end of its construction, once for each model class.
+
+    Only the first call of a process has an effect.
+    """
+    if hasattr(PreTrainedModel.post_init, "__wrapped__"):
+        return
+    original: Callable[[Any], None] = PreTrainedModel.post_init
+
+    @wraps(original)
+    def post_init(self: PreTrainedModel) -> None:
+        original(self)
+        function(self)
+
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+
+
+def is_packed_mask(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask function of transformers is a causal or bidirectional one within packed sequences, nothing else.
+
+    transformers combines masks as nested functions, and the parts are found in their closures.
+    """
+    parts, kinds = [mask_function], set()
+    while parts:
+        part = parts.pop()
+        kinds.add(part.__qualname__.split(".")[0])
+        for cell in part.__closure__ or ():
+            inner = cell.cell_contents
+            parts += [f for f in (inner if isinstance(inner, tuple) else (inner,)) if callable(f)]
+    return "packed_sequence_mask_function" in kinds and kinds <= _PARTS_OF_PACKED
+
+
+_PARTS_OF_PACKED = {
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "and_masks",
+    "causal_mask_function",
+    "bidirectional_mask_function",
+}
