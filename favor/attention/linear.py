@@ -1,17 +1,26 @@
-"""Attention by positive random features: from queries, keys and a family to the operands of the kernels."""
+"""Attention by positive random features: from queries, keys and a family to the operands of the kernels.
+
+Directions and offsets come from the family. What belongs to a key or a query alone are the biases: quadratic terms,
+shift, padding.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from favor.attention.biases import key_bias, query_bias
 from favor.attention.call import AttentionCall
+from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
+from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
+from favor.kernels.dispatch import fuses, triton_module
 
 
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
@@ -86,3 +95,159 @@ def _moments(
         query_mask = query_mask[:, None].repeat(1, 1, groups)
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
     return features.moments(rows, key, query_mask, None if key_mask is None else key_mask[:, None], scale=scale)
+
+
+def key_bias(
+    features: PositiveFeatures,
+    key: Tensor,
+    params: Parameters,
+    scale: float,
+    hidden: Tensor | None,
+    packing: Packing | None,
+) -> Tensor:
+    """Quadratic term of the keys, `[B, Hk, S]`, -inf where hidden.
+
+    Args:
+        features: the family, for its alpha.
+        key: `[B, Hk, S, d]`.
+        params: parameters of the estimator.
+        scale: of the logits.
+        hidden: boolean `[B, 1, S]`, True for padding; its gradient is zero, whatever it holds.
+        packing: lengths, if parameters differ between packed sequences.
+    """
+    root, dtype = scale**0.5, params.factor.dtype
+    if not params.maps and params.shift is None:
+        return _Form(None, weight=scale * (features.alpha - 0.5))(key, hidden, dtype)
+    biases = []
+    for rows, own in _pairs(key, params, None if packing is None else packing.split_keys):
+        shift = None if own.shift is None else own.shift / root
+        biases.append(_Form(root * own.inverse, shift, weight=scale * features.alpha)(rows, hidden, dtype))
+    return joined(biases, dim=2)
+
+
+def query_bias(
+    query: Tensor, params: Parameters, key_heads: int, num_features: int, scale: float, packing: Packing | None
+) -> Tensor:
+    """What makes the sum over features an estimate of exp(x . y) itself, `[B, H, L]`.
+
+    It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
+    which normalised attention drops as long as every weight is an estimate.
+
+    Args:
+        query: `[B, H, L, d]`.
+        params: parameters of the estimator.
+        key_heads: Hk; H is a multiple of it.
+        num_features: M.
+        scale: of the logits.
+        packing: lengths, if parameters differ between packed sequences.
+    """
+    root, dtype = scale**0.5, params.factor.dtype
+    biases = []
+    for rows, own in _pairs(query, params, None if packing is None else packing.split_queries):
+        # The queries that share a key head are rows of it.
+        shared = rows.unflatten(1, (key_heads, -1)).flatten(2, 3)
+        linear = None if own.shift is None else root * own.shift
+        if own.maps:
+            form = _Form(root * own.transform.transpose(-1, -2), linear=linear)
+        else:
+            form = _Form(None, linear=linear, weight=-scale / 2)
+        value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
+        biases.append(value.view(rows.shape[:3]))
+    return joined(biases, dim=2)
+
+
+def _pairs(
+    rows: Tensor, params: Parameters, split: Callable[[Tensor], Sequence[Tensor]] | None
+) -> list[tuple[Tensor, Parameters]]:
+    """Rows with the parameters that belong to them: all at once, or one packed sequence after another."""
+    if split is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
+        return [(rows, params)]
+    return list(zip(split(rows), params.split(), strict=True))
+
+
+@dataclass
+class _Form:
+    """-|matrix' (r - shift)|^2 / 2 + r . linear + weight |r|^2 for rows r `[B, Hk, S, d]`.
+
+    Attributes:
+        matrix: `[..., d, d]`, shift and linear `[..., d]`, broadcast over batch and heads; None leaves a term out.
+    """
+
+    matrix: Tensor | None
+    shift: Tensor | None = None
+    linear: Tensor | None = None
+    weight: float = 0.0
+
+    def __call__(self, rows: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The form `[B, Hk, S]` in `dtype`, -inf where hidden."""
+        if any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
+            value = self.of(rows if hidden is None else rows.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
+            return value if hidden is None else value.masked_fill(hidden, -torch.inf)
+        return _Apply.apply(rows, self.matrix, self.shift, self.linear, self.weight, hidden, dtype)
+
+    def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The form, in plain operations."""
+        value: Tensor | None = None
+        if self.matrix is not None:
+            moved = rows.to(dtype)
+            moved = moved if self.shift is None else moved - self.shift.unsqueeze(-2)
+            value = _squares(moved @ self.matrix, dtype) / -2
+        if self.linear is not None:
+            tilt = (rows.to(dtype) @ self.linear.unsqueeze(-1)).squeeze(-1)
+            value = tilt if value is None else value + tilt
+        if self.weight or value is None:
+            squares = self.weight * _squares(rows, dtype)
+            value = squares if value is None else value + squares
+        return value
+
+    def slope(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of the rows, given that of the form with one more dimension."""
+        slope = rows * (2 * self.weight * grad).to(rows.dtype) if self.weight else None
+        if self.matrix is not None:
+            moved = rows.to(grad.dtype)
+            moved = moved if self.shift is None else moved - self.shift.unsqueeze(-2)
+            own = (moved @ (self.matrix @ self.matrix.transpose(-1, -2))).mul_(-grad)
+            slope = own if slope is None else own.add_(slope)
+        if self.linear is not None:
+            own = self.linear.unsqueeze(-2) * grad
+            slope = own if slope is None else own.add_(slope)
+        return torch.zeros_like(rows) if slope is None else slope
+
+
+def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass
+
+
+class _Apply(torch.autograd.Function):
+    """A form with fixed coefficients; keeps no temporary and no copy of the rows.
+
+    Hidden rows get -inf and no gradient, whatever they hold.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *arguments: Any) -> Tensor:
+        matrix, shift, linear, weight, hidden, dtype = arguments
+        ctx.save_for_backward(rows, matrix, shift, linear, hidden)
+        ctx.weight = weight
+        if dtype == torch.float32 and fuses(rows):
+            return triton_module("quadratic").form(rows, matrix, shift, linear, weight, hidden)
+        form = _Form(matrix, shift, linear, weight)
+        # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
+        temporary = matrix is not None or linear is not None or rows.dtype != dtype
+        in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        if in_parts:
+            bias = joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)], dim=2)
+        else:
+            bias = form.of(rows, dtype)
+        return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, matrix, shift, linear, hidden = ctx.saved_tensors
+        if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
+            gram = None if matrix is None else matrix @ matrix.transpose(-1, -2)
+            return triton_module("quadratic").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
+        slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
+        if hidden is not None:
+            slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)
+        return slope.to(rows.dtype), *(None,) * 6

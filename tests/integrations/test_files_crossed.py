@@ -10,18 +10,9 @@ from transformers import BertConfig, BertModel
 
 import favor
 
-MOST = 21
-MOST_WITH_WINDOW = 26
+MOST = 14
+MOST_WITH_WINDOW = 19
 MOST_OF_INTEGRATIONS = 3
-
-
-def forget_everything():
-    """Empties all caches of functions of the package, so that the next pass is a first one."""
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "favor":
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
 
 
 def files_crossed(model, **inputs):
@@ -50,7 +41,7 @@ def test_one_forward_pass_stays_in_few_files(window, most):
     favor.configure(model, "favor+", num_features=64, exact_below=0, window=window)
     mask = torch.ones(2, 200, dtype=torch.long)
     mask[1, 150:] = 0
-    forget_everything()
+    files_crossed(model, input_ids=torch.ones_like(mask), attention_mask=mask)  # reads options, draws directions
     files = files_crossed(model, input_ids=torch.ones_like(mask), attention_mask=mask)
     assert "integrations/backend.py" in files
     assert len(files) <= most, "\n".join(files)

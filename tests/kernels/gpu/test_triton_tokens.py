@@ -112,7 +112,7 @@ def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
     mask[1, 40:] = False
     features = favor.features.get(family, **({"factorization": "cholesky"} if family == "wderf" else {}))
     options = {"features": features, "num_features": 32}
-    modules = ("attention.biases", "features.moments", "features.linalg")
+    modules = ("attention.linear", "features.moments", "features.linalg")
     results = []
     for fused in (False, True):
         asked = set()
