@@ -8,6 +8,7 @@ import favor
 from favor import features
 from favor.attention.directions import Draw, directions
 from favor.landmark import causal as landmark_causal
+from favor.landmark import naive
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "opposite", "pos@8", "wderf@16"]
@@ -56,40 +57,32 @@ def grouped(x, y, counts):
     return list(groups.values())
 
 
+def cells_of(groups, number):
+    """The group of each of so many keys; those in none form the last group."""
+    cells = torch.full((number,), len(groups))
+    for index, group in enumerate(groups):
+        cells[group] = index
+    return cells
+
+
 def landmark_logits(x, y, own, real, window):
     """Logits `[L, S]` of queries x `[G, L, d]`: of keys in the query's block as they are, of others by their group."""
     every = x[:, real] if x.shape[1] == len(y) else x
     columns = real.nonzero().flatten()
     groups = [columns[group] for group in grouped(every.flatten(0, 1), y[real], torch.ones(len(columns)))]
-    block = (real.cumsum(0) - 1) // window if window else torch.full((len(y),), -1)
-    logits = x[own] @ y.T
-    for i in range(x.shape[1]):
-        here = block[i] if window else None
-        for group in groups:
-            far = group[block[group] != here] if window else group
-            if len(far):
-                logits[i, far] = x[own, i] @ y[far].mean(0)
-    return logits
+    blocks = [(real.cumsum(0) - 1) // window] * 2 if window else []
+    return naive.bidirectional_logits(x[own], y, cells_of(groups, len(y)), *blocks)
 
 
 def causal_landmark_logits(x, y, own, real, window):
-    """The same for causal attention: groups of what was before the block."""
+    """Logits `[L, S]` of causal attention: groups are those of the keys before the block."""
     past = len(y) - x.shape[1]
-    tokens = torch.arange(past, len(y)) if past else real.nonzero().flatten()
-    groups = [columns[None] for columns in real[:past].nonzero()]
-    logits = x[own] @ y.T
-    for block in tokens.split(window or landmark_causal.BLOCK):
-        for i in block.tolist():
-            for group in groups:
-                logits[i - past, group] = x[own, i - past] @ y[group.flatten()].mean(0)
-        fresh = block[real[block]]
-        groups += [column[None] for column in fresh]
-        if len(groups) > NUM_FEATURES and len(fresh):
-            means = torch.stack([y[group.flatten()].mean(0) for group in groups])
-            counts = torch.tensor([float(group.numel()) for group in groups], dtype=y.dtype)
-            chosen = grouped(x[:, fresh - past].flatten(0, 1), means, counts)
-            groups = [torch.cat([groups[j].flatten() for j in parts]) for parts in chosen]
-    return logits
+
+    def regroup(rows, means, counts):
+        return cells_of(grouped(x[:, rows].flatten(0, 1), means, counts.to(y.dtype)), len(means))
+
+    rows, block = torch.arange(past, len(y)), window or landmark_causal.BLOCK
+    return naive.causal_logits(x[own], y, rows, NUM_FEATURES, block, regroup, first=past, real=real)
 
 
 def weights(rf, x, y, omega, real, is_causal, own, window):

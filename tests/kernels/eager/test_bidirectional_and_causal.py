@@ -29,7 +29,7 @@ def prepare(length, layout, dim, features, groups, is_causal, seed=0, value_dim=
         inputs = make_inputs(sum(rows), sum(keys), seed=seed, **sizes)
         cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
         kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
-        return inputs, kernel | {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}, [rows, keys, keys, keys]
+        return inputs, kernel | {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}, (rows, keys)
     inputs = make_inputs(length, batch=1 + (length < 1000), seed=seed, **sizes)
     if layout == "padded":
         inputs[-1][0, :, : length // 3] = -torch.inf

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from truth import error, gradients, make_inputs, window_attention
+from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import linear_attention
 from favor.kernels.eager import window
@@ -51,7 +51,7 @@ def attend(options, packing=None):
 
 
 def truth(options, lengths, weight, inputs):
-    return gradients(lambda *t: window_attention(*t, lengths=lengths, **options), inputs, weight)
+    return gradients(lambda *t: attention(*t, lengths=lengths, **options), inputs, weight)
 
 
 def draw_weight(inputs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from truth import attention, make_inputs, window_attention
+from truth import attention, make_inputs
 
 import favor
 from favor.kernels import StreamState, extend
@@ -40,7 +40,7 @@ def test_pieces_with_a_window_equal_the_whole(pieces, window):
     inputs = make_inputs(40, groups=2, batch=2, features=20)
     query_bias = torch.randn(2, 4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     options = {"window": window, "scale": 0.4}
-    expected = window_attention(*inputs, query_bias, is_causal=True, **options)
+    expected = attention(*inputs, query_bias, is_causal=True, **options)
     found = in_pieces(inputs, PIECES[pieces], StreamState(), query_bias, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 

@@ -1,0 +1,148 @@
+"""Attention by landmarks from its definition, over all pairs of tokens: the truth for tests and benchmarks.
+
+A landmark is a group of n keys with the mean c. Every key of the group has the weight of the mean:
+
+    w_ij = exp(scale q_i.k_j)     for keys j in the block of query i, if there are blocks
+    w_ij = exp(scale q_i.c_ij)    for other keys, c_ij the mean of the keys in the group of j outside the block of i
+
+    out_i = sum_j w_ij v_j / sum_j w_ij,    0 if the query sees no key,
+
+so a group counts n times. Causal attention always has blocks; a group then holds keys of earlier blocks. At first each
+of these is a group of its own. At the end of a block its keys join them, and where there are then more groups than
+landmarks, groups are joined to larger ones. Memory and time are quadratic in the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from favor.landmark.causal import BLOCK
+from favor.landmark.grouping import Landmarks
+
+# From positions of queries, means of groups `[n, d]` and their counts `[n]` to the new group of each, `[n]`.
+Regroup = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def naive_landmark_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int,
+    *,
+    is_causal: bool = False,
+    window: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Computes `favor.favor_attention` with `features="landmark"` from its definition, for tokens without padding.
+
+    Args:
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`, of one type; float64 gives the truth.
+        num_landmarks: M.
+        is_causal: query i sees keys 0 ... S - L + i.
+        window: length of the blocks; 0 for none, or if causal for those of `favor.landmark.causal.BLOCK` tokens.
+        scale: of the logits, 1/sqrt(d) by default.
+
+    Returns:
+        `[B, H, L, dv]`.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    groups, past = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+    for place in torch.cartesian_prod(torch.arange(key.shape[0]), torch.arange(key.shape[1])).tolist():
+        heads = (place[0], slice(place[1] * groups, (place[1] + 1) * groups))
+        x, y = query[heads], key[tuple(place)]
+
+        def regroup(rows: Tensor, means: Tensor, counts: Tensor, x: Tensor = x) -> Tensor:
+            own = x[:, rows].flatten(0, 1)
+            return Landmarks().cells(own, means, num_landmarks, scale=scale, counts=counts.to(means.dtype))
+
+        if is_causal:
+            rows, block = torch.arange(past, key.shape[2]).repeat(groups), window or BLOCK
+            logits = causal_logits(scale * x.flatten(0, 1), y, rows, num_landmarks, block, regroup, first=past)
+            logits = logits.masked_fill(torch.arange(key.shape[2]) > rows[:, None], -torch.inf)
+        else:
+            cells = Landmarks().cells(x.flatten(0, 1), y, num_landmarks, scale=scale)
+            block_of = torch.arange(key.shape[2]) // window if window else None
+            of_rows = None if block_of is None else block_of.repeat(groups)
+            logits = bidirectional_logits(scale * x.flatten(0, 1), y, cells, of_rows, block_of)
+        out[heads] = (logits.softmax(-1) @ value[tuple(place)]).unflatten(0, (groups, -1))
+    return out
+
+
+def bidirectional_logits(
+    query: Tensor, key: Tensor, cells: Tensor, of_rows: Tensor | None = None, of_keys: Tensor | None = None
+) -> Tensor:
+    """Logits `[R, S]`, in which a key outside of the block of the query counts as the mean of its group.
+
+    Args:
+        query, key: `[R, d]` and `[S, d]`, of one head; queries times the scale.
+        cells: the group of each key, `[S]`.
+        of_rows, of_keys: the block of each query and key, `[R]` and `[S]`; None if there are none.
+    """
+    if of_rows is None or of_keys is None:
+        return (query @ _means(key, cells).T)[:, cells]
+    exact = query @ key.T
+    logits = torch.empty_like(exact)
+    for block in of_rows.unique():
+        here, near = of_rows == block, of_keys == block
+        logits[here] = torch.where(near, exact[here], (query[here] @ _means(key, cells, ~near).T)[:, cells])
+    return logits
+
+
+def causal_logits(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    number: int,
+    block: int,
+    regroup: Regroup,
+    *,
+    first: int = 0,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Logits `[R, S]`, in which a key of an earlier block counts as the mean of its group; later keys are not hidden.
+
+    Args:
+        query, key: `[R, d]` and `[S, d]`, of one head; queries times the scale.
+        rows: the places of the queries among the keys, `[R]`.
+        number: of landmarks.
+        block: length of the blocks, which begin at key `first`.
+        regroup: joins groups, for queries given by their place after `first`.
+        first: keys before it are groups of their own from the start.
+        real: False for padding, `[S]`, whose keys are in no group. If `first` is 0, blocks are counted without it.
+    """
+    real = torch.ones(len(key), dtype=torch.bool, device=key.device) if real is None else real
+    tokens = real.nonzero().flatten()
+    cells = torch.full((len(key),), -1, device=key.device)  # of keys in groups
+
+    def join(fresh: Tensor) -> None:
+        cells[fresh] = cells.max() + 1 + torch.arange(len(fresh), device=key.device)
+
+    if first:
+        join(tokens[tokens < first])
+        tokens = torch.arange(first, len(key), device=key.device)
+    logits = query @ key.T
+    for own in tokens.split(block):
+        here = torch.isin(rows, own).nonzero().flatten()
+        earlier = (cells >= 0).nonzero().flatten()
+        means = _means(key[earlier], cells[earlier])
+        if len(here) and len(earlier):
+            far = (query[here] @ means.T)[:, cells[earlier]]
+            logits = logits.index_put((here[:, None], earlier), far)
+        fresh = own[real[own]]
+        join(fresh)
+        if len(means) + len(fresh) > number and len(fresh):
+            means, grouped = torch.cat([means, key[fresh]]), cells >= 0
+            cells[grouped] = regroup(fresh - first, means.detach(), torch.bincount(cells[grouped]))[cells[grouped]]
+    return logits
+
+
+def _means(rows: Tensor, cells: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Mean of the rows of each cell, `[n, d]`; only of those to keep."""
+    keep = torch.ones_like(cells, dtype=torch.bool) if keep is None else keep
+    number = int(cells.max()) + 1 if len(cells) else 0
+    counts = torch.bincount(cells[keep], minlength=number).clamp(min=1).to(rows.dtype)
+    return rows.new_zeros(number, rows.shape[1]).index_add(0, cells[keep], rows[keep]) / counts[:, None]
