@@ -10,16 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from favor._parts import needs
 from favor.features.base import PositiveFeatures, RandomFeatures, Side
 from favor.features.centred import CDERF
 from favor.features.parameters import Parameters
 from favor.features.positive import ADERF, GERF, SADERF, SDERF, PosRF
 from favor.features.trigonometric import TrigRF
+
+needs("sklearn", "sklearn", "scipy")
+
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin  # noqa: E402  after the check
+from sklearn.utils import check_array, check_random_state  # noqa: E402
+from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E402
 
 FAMILIES: dict[str, type[RandomFeatures]] = {
     family.name: family for family in (TrigRF, PosRF, GERF, SADERF, ADERF, SDERF, CDERF)
