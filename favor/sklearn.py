@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from favor._parts import needs
 from favor.features import Parameters, PositiveFeatures, RandomFeatures, TrigRF
 from favor.features.base import Side
 from favor.registry import FAMILIES
+
+needs("sklearn", "sklearn", "scipy")
+
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin  # noqa: E402  after the check
+from sklearn.utils import check_array, check_random_state  # noqa: E402
+from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E402
 
 ALPHA = {"softmax": 0.0, "gaussian": -0.5}
 # Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.

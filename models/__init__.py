@@ -1,5 +1,9 @@
 """Model zoo: importing this package registers its models with transformers' Auto classes."""
 
-from favor.models import bert, conformer
+from favor._parts import check_root
+
+check_root(__name__, __file__)
+
+from favor.models import bert, conformer  # noqa: E402  after the check
 
 __all__ = ["bert", "conformer"]

@@ -1,10 +1,22 @@
-"""Programs as users start them: in processes of their own, with `accelerate launch`."""
+"""Programs in processes of their own: with `accelerate launch` as users start them, or forked from a warm process.
 
+Importing torch, transformers and datasets takes longer than most of what the tests run. `fork` starts each program in a
+new process all the same, with its own memory, streams and signals, but from a server that has imported them once;
+`run` starts Python anew, for tests of the launch itself.
+"""
+
+import io
+import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
@@ -12,26 +24,99 @@ LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
 # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
 TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
 
+PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
 
 def run(*command: object) -> str:
+    """Runs a command to its end and returns what it printed; it must end with 0."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def kill_after(step: int, folder: Path, *command: object) -> None:
+def fork(module: str, *words: object, processes: int = 1) -> str:
+    """Runs `python -m module words` in a forked process, or in several that train together; returns what was printed.
+
+    All processes must end with 0.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
+        started = start(module, words, logs)
+        for process in started:
+            process.join()
+        printed = "".join(log.read_text(errors="replace") for log in logs)
+        assert all(process.exitcode == 0 for process in started), printed[-3000:]
+    return printed
+
+
+def start(module: str, words: Sequence[object], logs: Sequence[Path]) -> list[multiprocessing.Process]:
+    """Starts one forked process for each log, with the environment that `accelerate launch` gives to several."""
+    port = free_port()
+    started = []
+    for rank, log in enumerate(logs):
+        environment = {}
+        if len(logs) > 1:
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(logs), "LOCAL_WORLD_SIZE": len(logs)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        arguments = (module, [str(word) for word in words], log, environment)
+        started.append(_context.Process(target=_program, args=arguments))
+        started[-1].start()
+    return started
+
+
+def _program(module: str, words: list[str], log: Path, environment: dict[str, object]) -> None:
+    """The life of a forked process: a session, streams and arguments of its own, then the program."""
+    os.setsid()
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w"), line_buffering=True) for number in (1, 2))
+    sys.argv = [module, *words]
+    with warnings.catch_warnings():
+        # The module is already imported here, which is the point.
+        warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Forked:
+    """Takes the place of `subprocess` in `favor.eval.common.launch`: trainings are forked instead of launched."""
+
+    STDOUT = subprocess.STDOUT
+
+    @staticmethod
+    def run(command: Sequence[str], stdout: io.TextIOBase, **_: object) -> subprocess.CompletedProcess:
+        """Runs the module that `accelerate launch` was asked to run."""
+        module = len(command) - 1 - command[::-1].index("favor.train.glue")
+        log = Path(stdout.name)
+        (process,) = start(command[module], command[module + 1 :], [log])
+        process.join()
+        return subprocess.CompletedProcess(command, process.exitcode)
+
+
+def kill_after(step: int, folder: Path, module: str, *words: object) -> None:
     """Starts a program and kills it, as no program can prevent, when it has written the checkpoint of a step."""
-    words = [str(word) for word in command]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while last_step(folder) < step:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with tempfile.TemporaryDirectory() as logs:
+        (process,) = start(module, words, [Path(logs) / "log.txt"])
+        deadline = time.monotonic() + 120
+        while last_step(folder) < step:
+            assert process.exitcode is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     assert not (folder / "all_results.json").exists()
 
 
 def last_step(folder: Path) -> int:
+    """The step of the newest checkpoint in a folder, 0 if there is none."""
     return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)

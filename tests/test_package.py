@@ -4,9 +4,11 @@ import ast
 import doctest
 import importlib
 import pkgutil
+import runpy
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import favor
 import favor.eval
@@ -62,14 +64,21 @@ def test_transformers_stays_in_the_integrations():
             assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
 
 
-def test_every_folder_with_code_is_shipped():
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {"favor": "favor", "models": "favor.models", "train": "favor.train", "eval": "favor.eval"}
-    expected = set()
-    for folder, package in folders.items():
-        for init in (ROOT / folder).rglob("__init__.py"):
-            expected.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
-    assert set(setup["packages"]) == expected
+def test_every_folder_with_code_is_shipped_and_results_are_not(monkeypatch):
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **values: given.update(values))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    shipped = set()
+    for package in given["packages"]:
+        part = max((name for name in given["package_dir"] if f"{package}.".startswith(f"{name}.")), key=len)
+        folder = ROOT / given["package_dir"][part] / Path(*package.removeprefix(part).strip(".").split("."))
+        assert (folder / "__init__.py").is_file(), package
+        shipped |= set(folder.glob("*.py"))
+    assert shipped == {path for part in MAY_IMPORT for path in (ROOT / part).rglob("*.py")}
+    assert not any("results" in package for package in given["packages"])
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert data == {"package-data": {"favor": ["py.typed"]}}
 
 
 def test_version_has_one_place():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from favor._parts import needs
+
 # Imported when asked for: the estimators need scikit-learn, which takes a second to import.
 _HOMES = {
     "KLNMF": "kl_nmf",
@@ -19,11 +21,16 @@ _HOMES = {
     "scale_invariant_power": "power",
 }
 
+# These do without scikit-learn and SciPy.
+_PLAIN = ("mixture", "power")
+
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if _HOMES[name] not in _PLAIN:
+            needs("sklearn", "sklearn", "scipy")
         return getattr(import_module(f"favor.decomposition.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from favor.decomposition.inputs import check_flag, check_integer, check_number
@@ -251,7 +250,7 @@ def _matrix_of(given: Any) -> Tensor:
         given = _real(given, name)
         given = given if given.dtype == torch.float32 else given.double()
         return given if given.layout == torch.strided else given.to_sparse_coo().coalesce()
-    if not sparse.issparse(given):
+    if not hasattr(given, "tocoo"):  # what SciPy's sparse matrices have
         return _real(given, name)
     if given.ndim != 2:
         raise ValueError(f"{name} must be [n, K] if sparse, got {given.shape}.")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from favor._parts import needs
 from favor.optim.bound import BoundCoefficients, common_shape
 from favor.optim.scan import Elements, affine_scan, prefix_scan
 
@@ -67,6 +68,7 @@ def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
         s: > 0, a number or `[..., 1]`; lam likewise.
         r: right side `[..., n]` in the order of the coefficients.
     """
+    needs("sklearn", "scipy")
     import numpy as np
     from scipy.linalg import lapack
 

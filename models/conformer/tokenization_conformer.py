@@ -8,13 +8,17 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 from transformers.tokenization_utils_base import generate_merges
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from favor._parts import needs
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 SPECIAL = ("<pad>", "</s>", "<unk>")
 MODEL_TYPES = ("unigram", "bpe", "char")
@@ -117,6 +121,9 @@ def train_tokenizer(
     # sentencepiece would quietly return fewer.
     if model_type == "char" and vocab_size > characters + len(SPECIAL):
         raise _too_large(vocab_size, characters + len(SPECIAL), lines, model_type)
+    needs("speech", "sentencepiece")
+    import sentencepiece
+
     serialized = _train(lines, model_type, vocab_size)
     pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized)
     tokenizer = _from_pieces(pieces, model_type)
@@ -128,6 +135,8 @@ def train_tokenizer(
 
 def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
     """The serialized sentencepiece model."""
+    import sentencepiece
+
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import favor
+from favor._parts import needs
 from favor.train.common import checkpoint
 from favor.train.common.arguments import RunArguments
 from favor.train.common.batches import mix
@@ -48,6 +49,8 @@ class Run:
 
 def make_accelerator(arguments: RunArguments, folder: Path, kwargs_handlers: list[Any] | None = None) -> Accelerator:
     """The accelerator of one training, as `accelerate launch` and the arguments set it up."""
+    if arguments.report_to == "tensorboard":
+        needs("train", "tensorboard")
     return Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=arguments.gradient_accumulation_steps),
         mixed_precision=arguments.mixed_precision,

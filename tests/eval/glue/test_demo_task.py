@@ -5,11 +5,13 @@ import json
 from collections import Counter
 
 import pytest
+from launching import Forked
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 from favor.eval import demo
+from favor.eval.common import launch
 from favor.eval.common.pretrained import minilm_path, sha256_of
 from favor.eval.glue import demo_task
 from favor.train.text.glue_data import load_glue
@@ -111,7 +113,12 @@ def test_damaged_weights_are_refused():
 
 
 @pytest.mark.slow
-def test_the_demo_runs(tmp_path, capsys):
+def test_the_demo_runs(tmp_path, capsys, monkeypatch):
+    # Few rows, and trainings that do not import everything again; their command is tested with the tables of GLUE.
+    monkeypatch.setattr(launch, "subprocess", Forked)
+    monkeypatch.setattr(demo_task, "DEV_ROWS", 16)
+    monkeypatch.setattr(demo, "COSINE_ROWS", 4)
+    monkeypatch.setattr(demo, "BATCH_SIZE", 4)
     assert demo.main(["--output_dir", str(tmp_path), "--max_train_steps", "1", "--num_features", "16"]) == 0
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "demo.json").read_text())

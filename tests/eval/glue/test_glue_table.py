@@ -2,11 +2,15 @@
 
 import json
 import statistics
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from launching import Forked
 from PIL import Image
 
+from favor.eval.common import launch
 from favor.eval.common.launch import Backend
 from favor.eval.glue import __main__ as glue
 from favor.eval.glue import table
@@ -163,7 +167,8 @@ def test_task_options_win_over_common_ones():
 
 
 @pytest.mark.slow
-def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys):
+def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "subprocess", Forked)
     common = ["--tasks", "sst2", "--backends", "sdpa", "favor#:saderf:8", "--seeds", "3", "--name", "table"]
     train = [
         *common, "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder),
@@ -214,7 +219,12 @@ def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_reported_and_leaves_a_dash(bert_folder, glue_folder, tmp_path, capsys):
+def test_a_failed_run_is_reported_and_leaves_a_dash(bert_folder, glue_folder, tmp_path, capsys, monkeypatch):
+    def start(command, **streams):
+        # The run that fails is really launched: it gets as far as the program, and its exit code comes back.
+        return (subprocess if "cola" in command else Forked).run(command, **streams)
+
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(run=start, STDOUT=subprocess.STDOUT))
     arguments = [
         "--tasks", "sst2", "cola", "--backends", "sdpa", "--output_dir", str(tmp_path),
         "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder), "--max_train_steps", "1",

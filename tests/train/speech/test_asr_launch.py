@@ -1,11 +1,10 @@
 """The speech training program in processes of its own: killed, and on two processes."""
 
 import json
-import sys
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, kill_after, run
+from launching import fork, kill_after
 from safetensors.torch import load_file
 from speech import write_corpus
 
@@ -21,25 +20,23 @@ def words(corpus, output, **values):
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 8, "dev": 2})
-    program = [sys.executable, "-m", "favor.train.asr"]
-    settings = {"max_train_steps": 40, "checkpointing_steps": 4}
-    run(*program, *words(corpus, tmp_path / "whole", **settings))
-    again = [*program, *words(corpus, tmp_path / "killed", **settings)]
-    kill_after(8, tmp_path / "killed", *again)
-    assert "continuing from checkpoint-" in run(*again, "--resume")
+    program = "favor.train.asr"
+    settings = {"max_train_steps": 20, "checkpointing_steps": 4}
+    fork(program, *words(corpus, tmp_path / "whole", **settings))
+    again = words(corpus, tmp_path / "killed", **settings)
+    kill_after(4, tmp_path / "killed", program, *again)
+    assert "continuing from checkpoint-" in fork(program, *again, "--resume")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_two_processes_share_the_batches(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 9, "dev": 5})
-    launch = [*LAUNCH, *TWO, "-m", "favor.train.asr", *words(corpus, tmp_path / "two", num_train_epochs=2)]
-    printed = run(*launch)
+    printed = fork("favor.train.asr", *words(corpus, tmp_path / "two", num_train_epochs=2), processes=2)
     assert printed.count("utterances to train on") == 1
     results = json.loads((tmp_path / "two" / "all_results.json").read_text())
     assert results["num_processes"] == 2
-    alone = run(sys.executable, "-m", "favor.train.asr", *words(corpus, tmp_path / "one", num_train_epochs=2))
-    assert alone
+    fork("favor.train.asr", *words(corpus, tmp_path / "one", num_train_epochs=2))
     whole = json.loads((tmp_path / "one" / "all_results.json").read_text())
     # Half the steps, rounded up; every utterance of the evaluation once.
     assert results["steps"] == 2 * -(-whole["steps"] // 4)

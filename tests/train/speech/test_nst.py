@@ -12,7 +12,7 @@ import pytest
 import soundfile
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from launching import LAUNCH, TWO, run
+from launching import fork
 from safetensors.torch import load_file
 
 from favor.models.conformer.configuration_conformer import PRESETS
@@ -338,7 +338,7 @@ def test_from_nothing(corpus, preset, tmp_path):
 def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
     student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3, "max_batch_seconds": 8}
     noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
-    printed = run(*LAUNCH, *TWO, "-m", "favor.train.nst", *words(corpus, tmp_path, **student | noise))
+    printed = fork("favor.train.nst", *words(corpus, tmp_path, **student | noise), processes=2)
     results = json.loads((tmp_path / "nst.json").read_text())
     assert results["num_processes"] == 2
     assert printed.count("labelled") == 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, run
+from launching import fork
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import favor
@@ -146,7 +146,7 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
 def test_two_processes_learn_both_stages(bert_folder, text, tmp_path):
     """The pooler has no part in the loss, which distributed training must be told."""
     words = arguments(bert_folder, text, tmp_path, "--attention_steps", "3", "--model_steps", "3")
-    run(*LAUNCH, *TWO, "-m", "favor.train.distill", *words)
+    fork("favor.train.distill", *words, processes=2)
     results = json.loads((tmp_path / "distillation.json").read_text())
     assert (len(results["attention_loss"]), len(results["model_loss"])) == (3, 3)
     assert AutoModel.from_pretrained(tmp_path).config.favor["statistics"] == "corrected"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, kill_after, run
+from launching import LAUNCH, TWO, fork, kill_after, run
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -64,16 +64,16 @@ def test_kill_and_resume_gives_the_same_bits(task, bert_folder, glue_folder, tmp
         "redraw_interval": 7,
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 3,
-        "max_train_steps": 300,
+        "max_train_steps": 120,
         "checkpointing_steps": 10,
     }
-    program = [sys.executable, "-m", "favor.train.glue"]
-    run(*program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
+    program = "favor.train.glue"
+    fork(program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
 
     killed = tmp_path / "killed"
     words = arguments(bert_folder, glue_folder, killed, **run_settings)
-    kill_after(30, killed, *program, *words)
-    printed = run(*program, *words, "--resume")
+    kill_after(20, killed, program, *words)
+    printed = fork(program, *words, "--resume")
     assert "continuing from checkpoint-" in printed
 
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
@@ -88,8 +88,8 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     # 13 samples in batches of 2 x 2: the last round has one sample for two processes.
     words = arguments(bert_folder, glue_folder, tmp_path / "two", task_name="stsb", per_device_eval_batch_size=2)
     words += ["--num_train_epochs", "2", "--checkpointing_steps", "3", "--per_device_train_batch_size", "3"]
-    launch = (*LAUNCH, *TWO, "-m", "favor.train.glue", *words, "--learning_rate", "1e-2")
-    printed = run(*launch)
+    rate = ("--learning_rate", "1e-2")
+    printed = run(*LAUNCH, *TWO, "-m", "favor.train.glue", *words, *rate)
     assert printed.count("majority baseline") == 1
     results = json.loads((tmp_path / "two" / "all_results.json").read_text())
     assert results["num_processes"] == 2
@@ -110,7 +110,7 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     shutil.rmtree(tmp_path / "two" / "checkpoint-12")
     for name in ("all_results.json", "model.safetensors"):
         (tmp_path / "two" / name).unlink()
-    assert "continuing from checkpoint-9" in run(*launch, "--resume")
+    assert "continuing from checkpoint-9" in fork("favor.train.glue", *words, *rate, "--resume", processes=2)
     after = load_file(tmp_path / "two" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "two" / "all_results.json").read_text())["metrics"] == results["metrics"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, run
+from launching import fork
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -120,8 +120,8 @@ def test_two_processes_are_one_with_twice_the_batch(still_folder, glue_folder, t
     settings = {"model_name_or_path": still_folder, "task_name": "sst2", "data_dir": glue_folder, "max_train_steps": 6}
     settings |= {"learning_rate": 1e-4, **BOUND}
     common = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    for count, batch, processes in ((1, 4, ("--num_processes", 1)), (2, 2, TWO)):
+    for count, batch in ((1, 4), (2, 2)):
         words = ["--output_dir", tmp_path / str(count), "--per_device_train_batch_size", batch, "--pad_to_max_length"]
-        run(*LAUNCH, *processes, "-m", "favor.train.glue", *common, *words)
+        fork("favor.train.glue", *common, *words, processes=count)
         assert json.loads((tmp_path / str(count) / "all_results.json").read_text())["num_processes"] == count
     close(tmp_path / "1", tmp_path / "2", atol=1e-5)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, run
+from launching import fork
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
@@ -185,9 +185,9 @@ def test_two_processes_are_one_with_twice_the_batch(still_folder, text, tmp_path
     settings = {"model_name_or_path": still_folder, "train_file": text, "max_length": 32, "max_train_steps": 6, **BOUND}
     common = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     losses = []
-    for count, batch, processes in ((1, 4, ("--num_processes", 1)), (2, 2, TWO)):
+    for count, batch in ((1, 4), (2, 2)):
         words = ["--output_dir", tmp_path / str(count), "--per_device_train_batch_size", batch, "--untie_head"]
-        run(*LAUNCH, *processes, "-m", "favor.train.mlm", *common, *words)
+        fork("favor.train.mlm", *common, *words, processes=count)
         results = json.loads((tmp_path / str(count) / "all_results.json").read_text())
         assert results["num_processes"] == count
         losses.append(results["metrics"]["loss"])
@@ -196,7 +196,7 @@ def test_two_processes_are_one_with_twice_the_batch(still_folder, text, tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=0.005)
     # An untied folder has a bias without a part in the loss, which DDP must not wait for.
     words = ["--train_file", text, "--max_length", 32, "--max_train_steps", 3, "--output_dir", tmp_path / "on"]
-    run(*LAUNCH, *TWO, "-m", "favor.train.mlm", "--model_name_or_path", tmp_path / "2", *words)
+    fork("favor.train.mlm", "--model_name_or_path", tmp_path / "2", *words, processes=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""What a small installation can do: the core alone, errors that name the extra, one checkout at a time."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "evaluate", "accelerate", "sentencepiece", "soundfile", "jiwer"]
+EXTRA_PACKAGES += ["tensorboard", "scipy"]
+WITHOUT = """
+import importlib, json, sys
+import torch, transformers, transformers.masking_utils, transformers.cache_utils
+from transformers import DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+found, packages = {}, json.loads(sys.argv[1])
+before = set(sys.modules)
+import favor
+found["imported"] = sorted({name.split(".")[0] for name in set(sys.modules) - before} & set(packages))
+import favor.models
+from favor.models.conformer import train_tokenizer
+
+def attempt(action):
+    try:
+        action()
+    except ImportError as error:
+        return str(error)
+
+for missing, module in json.loads(sys.argv[2]):
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == missing}
+    sys.modules[missing] = None
+    name, _, attribute = module.partition(":")
+    action = lambda: getattr(importlib.import_module(name), attribute or "__name__")
+    found[f"{module} {missing}"] = attempt(action if module else lambda: train_tokenizer(["A B"]))
+    del sys.modules[missing]
+    sys.modules.update(kept)
+print(json.dumps(found))
+"""
+# A package, what to import without it, and the extra that brings it. Without a module: training of word pieces.
+NEEDED = [
+    ("accelerate", "favor.train.glue", "train"),
+    ("datasets", "favor.train.mlm", "train"),
+    ("evaluate", "favor.train.distill", "train"),
+    ("jiwer", "favor.train.asr", "speech"),
+    ("soundfile", "favor.train.nst", "speech"),
+    ("matplotlib", "favor.eval.speed.__main__", "eval"),
+    ("sklearn", "favor.eval.variance", "eval"),
+    ("soundfile", "favor.eval.asr", "speech"),
+    ("jiwer", "favor.eval.long_form", "speech"),
+    ("sklearn", "favor.sklearn", "sklearn"),
+    ("scipy", "favor.decomposition:KLNMF", "sklearn"),
+    ("sentencepiece", "", "speech"),
+]
+
+
+@pytest.fixture(scope="module")
+def without():
+    """What one fresh process found: packages that `import favor` brought along, and one error for each row above."""
+    rows = json.dumps([row[:2] for row in NEEDED])
+    return json.loads(run("-c", WITHOUT, json.dumps(EXTRA_PACKAGES), rows))
+
+
+def run(*words: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_core_imports_no_package_of_an_extra(without):
+    # transformers itself imports scipy and accelerate where they are installed, before `import favor`.
+    assert without["imported"] == []
+
+
+def test_the_core_does_without_packages_of_extras():
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_PACKAGES})); "
+    text = "import favor, torch, favor.models; x = torch.ones(1, 1, 3, 4); print(favor.favor_attention(x, x, x).shape)"
+    text = text.replace("favor_attention(x, x, x)", "favor_attention(x, x, x, features='pos')")
+    assert run("-c", blocked + text) == "torch.Size([1, 1, 3, 4])\n"
+
+
+@pytest.mark.parametrize(("missing", "module", "extra"), NEEDED)
+def test_a_missing_package_is_named_with_its_extra(without, missing, module, extra):
+    package = "scikit-learn" if missing == "sklearn" else missing
+    message = without[f"{module} {missing}"]
+    assert f"{package} is not installed" in message
+    assert f'pip install "favor[{extra}]"' in message
+
+
+@pytest.mark.parametrize("part", ["models", "train", "eval"])
+def test_parts_of_two_checkouts_do_not_mix(part, tmp_path):
+    """Layouts made of the files that check, without the rest: a checkout, a wheel, and two checkouts on one path."""
+
+    def copy(home: Path, folder: Path) -> None:
+        for source, target in (
+            ("favor/_parts.py", home / "_parts.py"),
+            (f"{part}/__init__.py", folder / "__init__.py"),
+        ):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, target)
+        (home / "__init__.py").touch()
+        for zoo in ("bert", "conformer"):
+            (folder / f"{zoo}.py").touch()
+
+    copy(tmp_path / "one" / "favor", tmp_path / "one" / part)
+    copy(tmp_path / "other" / "favor", tmp_path / "other" / part)
+    copy(tmp_path / "wheel" / "favor", tmp_path / "wheel" / "favor" / part)
+    text = """
+import sys
+home, parts = sys.argv[1:3]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+sys.path.insert(0, home)
+import favor
+favor.__path__ = [*favor.__path__, parts]
+try:
+    import favor.PART
+except ImportError as error:
+    print(error)
+""".replace("PART", part)
+    one, other, wheel = (tmp_path / name for name in ("one", "other", "wheel"))
+    assert run("-c", text, one, one) == ""
+    assert run("-c", text, wheel, wheel / "favor") == ""
+    message = run("-c", text, one, other)
+    assert str(one / "favor") in message
+    assert str(other / part) in message
+    assert "two checkouts" in message
