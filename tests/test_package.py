@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+from own_family import registered
 
 import favor
 import favor.eval
@@ -94,7 +95,8 @@ def test_examples_in_docstrings_run():
             if info.name.endswith("__main__"):
                 continue
             module = importlib.import_module(info.name)
-            result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+            with registered():  # an example registers a family
+                result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
             assert result.failed == 0, info.name
             tried += result.attempted
     assert tried > 0
