@@ -5,35 +5,100 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from truth import gradients, make_inputs
+from truth import attention, gradients, make_inputs
 
 import favor
 from favor.kernels import dispatch, linear_attention
 from favor.kernels.gpu import common as triton_common
+from favor.kernels.operands import Gradients, Operands
 from favor.kernels.ops import attention_backward, attention_forward
 
-LENGTHS = torch.tensor([0, 4, 9], dtype=torch.int32)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+# One row per kernel, which then goes through every form, dense and packed, forward and backward.
+KERNELS = [pytest.param("torch"), pytest.param("triton", marks=interpreted)]
+FORMS = ["bidirectional", "causal", "window", "causal window"]
+both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+WINDOW = 3
+LENGTHS = torch.tensor([0, 4, 8], dtype=torch.int32)  # eight tokens, no block of which is left without a summary
+
+
+# Operators are registered and traced alike for every kernel; the layout of results is compared in all forms below.
+RULES = [
+    ("torch", "bidirectional", False),
+    ("torch", "bidirectional", True),
+    ("torch", "causal", False),
+    ("torch", "window", True),
+    ("torch", "causal window", False),
+    pytest.param("triton", "bidirectional", False, marks=interpreted),
+]
+
+
+def arguments(form, packed, dtype=torch.float32):
+    """Tensors, cumulative lengths with the query bias, and options, in the order of the operators."""
+    inputs = [t.float() for t in make_inputs(8, groups=2, heads=1)]
+    inputs[:3] = [t.to(dtype) for t in inputs[:3]]
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(1, 2, 8, generator=generator) if "window" in form else None
+    cumulative = (LENGTHS, LENGTHS) if packed else (None, None)
+    return inputs, cumulative, (bias, 8, 8, "causal" in form, WINDOW if "window" in form else 0, 0.3)
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("kernel", "directions"),
-    [("torch", False), ("torch", True), pytest.param("triton", False, marks=interpreted)],
-)
-def test_operators_keep_the_rules_of_pytorch(is_causal, packed, kernel, directions):
-    inputs = [t.float() for t in make_inputs(9, groups=2)]
-    lengths = (LENGTHS, LENGTHS, 5, 5) if packed else (None, None, 9, 9)
-    forward = (*lengths[:2], None, *lengths[2:], is_causal, 0, 1.0, kernel)
-    saved = attention_forward(*inputs, *forward)
-    options = (None, *lengths[2:], is_causal, 0, 1.0, directions, kernel)
-    torch.library.opcheck(attention_backward, (torch.randn_like(saved[0]), *inputs, *lengths[:2], *saved, *options))
+@pytest.mark.parametrize(("kernel", "form", "packed"), RULES)
+def test_operators_keep_the_rules_of_pytorch(kernel, form, packed):
+    directions = dispatch.TABLE[kernel].trains_directions and not packed
+    inputs, cumulative, options = arguments(form, packed)
+    saved = attention_forward(*inputs, *cumulative, *options, kernel)
+    grads = (torch.randn_like(saved[0]), *inputs, *cumulative, *saved, *options, directions, kernel)
+    torch.library.opcheck(attention_backward, grads)
     for index, tensor in enumerate(inputs):
         tensor.requires_grad_(directions or not 3 <= index < 6)
-    torch.library.opcheck(attention_forward, (*inputs, *forward))
+    if options[0] is not None:
+        options[0].requires_grad_()
+    torch.library.opcheck(attention_forward, (*inputs, *cumulative, *options, kernel))
+
+
+def run_and_foretell(operator, *given):
+    """The results of an operator, which must be laid out as its fake says."""
+    found = operator(*given)
+    with FakeTensorMode() as mode:
+        foretold = operator(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+    for real, fake in zip(found, foretold, strict=True):
+        assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
+        assert not real.numel() or real.stride() == fake.stride()
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results_in_half_precision_are_laid_out_as_their_fakes_say(kernel):
+    inputs, cumulative, options = arguments("window", True, torch.bfloat16)
+    run_and_foretell(attention_forward, *inputs, *cumulative, *options, kernel)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_follows_the_definition(kernel, form, packed):
+    """Output and all gradients; those of the directions too, which a kernel may leave to the torch kernel."""
+    inputs, cumulative, options = arguments(form, packed)
+    weight = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+    operands = [t.double() for t in (*inputs, options[0]) if t is not None]
+    lengths = ([4, 4], [4, 4]) if packed else None
+    chosen = {"is_causal": options[3], "window": options[4], "scale": options[5], "lengths": lengths}
+    out, *expected = gradients(lambda *t: attention(*t, **chosen), operands, weight)
+    expected = dict(zip(Operands._fields, expected, strict=False))
+    saved = run_and_foretell(attention_forward, *inputs, *cumulative, *options, kernel)
+    torch.testing.assert_close(saved[0].double(), out, rtol=1e-4, atol=1e-5)
+    for directions in (False, True):
+        backward = (weight, *inputs, *cumulative, *saved, *options, directions, kernel)
+        found = Gradients(*run_and_foretell(attention_backward, *backward))._asdict()
+        found = {name: grad for name, grad in found.items() if grad.numel()}
+        left_out = set() if directions else {"query_directions", "key_directions", "offset"}
+        assert set(found) == set(expected) - left_out
+        for name, ours in found.items():
+            torch.testing.assert_close(ours.double(), expected[name], rtol=1e-4, atol=1e-5)
 
 
 class Watching(TorchDispatchMode):
@@ -48,7 +113,7 @@ class Watching(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@both
 def test_the_way_around_the_operators_gives_the_same(is_causal):
     inputs = [t.float() for t in make_inputs(9, groups=2)]
     weight = torch.randn(1, 4, 9, 8)
@@ -80,7 +145,7 @@ def test_attention_maps_over_a_new_dimension():
 
 
 @interpreted
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@both
 def test_gradients_in_half_precision_do_not_depend_on_whose_are_asked_for(is_causal):
     inputs = [t.float() for t in make_inputs(60, groups=2)]
     tokens = [3 * t.bfloat16() for t in inputs[:2]] + [inputs[2].bfloat16()]
@@ -93,43 +158,6 @@ def test_gradients_in_half_precision_do_not_depend_on_whose_are_asked_for(is_cau
         found.append(torch.autograd.grad(out, leaves, weight))
     for fixed, trained in zip(*found, strict=True):
         assert (fixed - trained).float().norm() <= 8e-3 * fixed.float().norm()
-
-
-@interpreted
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])
-def test_both_kernels_run_behind_the_same_call(is_causal, lengths):
-    inputs = [t.float() for t in make_inputs(9, groups=2)]
-    weight = torch.randn(1, 4, 9, 8)
-    runs = {
-        kernel: gradients(
-            lambda *t, kernel=kernel: linear_attention(
-                *t[:3], *(u.detach() for u in t[3:6]), t[6],
-                is_causal=is_causal, cu_seqlens_q=lengths, cu_seqlens_k=lengths, kernel=kernel,
-            ),
-            inputs,
-            weight,
-        )
-        for kernel in ("torch", "triton")
-    }  # fmt: skip
-    for ours, theirs in zip(runs["torch"], runs["triton"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-def test_triton_leaves_gradients_of_directions_to_the_torch_kernel():
-    inputs = [t.float() for t in make_inputs(9, groups=2)]
-    for is_causal in (False, True):
-        runs = [
-            gradients(
-                lambda *t, kernel=kernel: linear_attention(*t, is_causal=is_causal, kernel=kernel),  # noqa: B023
-                inputs,
-                torch.ones(1, 4, 9, 8),
-            )
-            for kernel in ("torch", "triton")
-        ]
-        for ours, theirs in zip(*runs, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @interpreted
