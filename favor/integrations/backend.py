@@ -127,13 +127,13 @@ def favor_attention_forward(
     packing = padding = None
     if lengths[0] is not None or lengths[1] is not None:
         packing = Packing.of(query, key, causal, *lengths)
-    if packing is None:
+        if attention_mask is not None and attention_mask.numel():
+            raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
+    else:
         # A state has the keys of earlier tokens in it; a mask tells of all.
         known = key_length if cached is None else cached.length
         padding = key_padding(attention_mask, query.shape[0], length, known, causal)
         padding = padding if padding is None else padding[:, known - key_length :]
-    elif attention_mask is not None and attention_mask.numel():
-        raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
     if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
