@@ -3,6 +3,7 @@
 import pytest
 import torch
 from elsewhere import Elsewhere, another_device, move
+from heap import few_objects  # noqa: F401
 from pairwise import pairs
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -53,8 +53,8 @@ def test_unbiased(features, kernel, two_sets):
     """The mean over many draws is the kernel, with one set as with two; no entry is off by 5 standard errors."""
     x, y = sets()
     draws = []
-    for seed in range(400):
-        sampler = SoftmaxKernelSampler(features, 6, kernel=kernel, scale=0.7, random_state=seed)
+    for seed in range(110):
+        sampler = SoftmaxKernelSampler(features, 22, kernel=kernel, scale=0.7, random_state=seed)
         sampler.fit(x, keys=y if two_sets else None)
         z = sampler.transform(x)
         draws.append(z @ (sampler.transform_keys(y) if two_sets else z).T)

@@ -251,6 +251,14 @@ def test_moments_of_half_precision_are_float32():
     assert moments.second_x.dtype == torch.float32
 
 
+def test_moments_of_sets_together_are_those_of_all_samples():
+    x, y = data(11, 11)
+    sets = [Moments.from_samples(x[None, rows], y[None, rows]) for rows in (slice(8), slice(8, 11))]
+    pooled = Moments.pooled(Moments.cat(sets), torch.tensor([8, 3]))
+    for found, expected in zip(pooled.tensors(), Moments.from_samples(x, y).tensors(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("family", POSITIVE, ids=lambda family: family.name)
 def test_what_is_said_of_the_factor_is_true(family):
     """Attention takes the determinant and the directions from it."""
@@ -260,7 +268,14 @@ def test_what_is_said_of_the_factor_is_true(family):
         torch.testing.assert_close(params.log_det_sigma, expected, rtol=1e-5, atol=1e-5)
         assert params.form != "triangular" or torch.equal(params.factor, params.factor.tril())
         assert params.form != "identity" or torch.equal(params.factor, torch.eye(4).to(params.factor))
-    correction = Parameters(EYE, EYE, EYE + 0.1 * torch.ones(4, 4, dtype=torch.float64))
-    corrected = family().fit(x, y).corrected(correction)
+    generator = torch.Generator().manual_seed(0)
+    C, L = EYE + torch.randn(2, 4, 4, dtype=torch.float64, generator=generator) / 10
+    correction = Parameters(C, torch.linalg.inv(C), L, shift=torch.ones(4, dtype=torch.float64))
+    params = family().fit(x, y)
+    corrected = params.corrected(correction)
+    torch.testing.assert_close(corrected.transform, params.transform @ C)
+    torch.testing.assert_close(corrected.inverse, torch.linalg.inv(params.transform @ C))
+    torch.testing.assert_close(corrected.factor, L @ params.factor)
+    torch.testing.assert_close(corrected.shift, 1 + (0 * x[0] if params.shift is None else params.shift))
     expected = torch.linalg.slogdet(corrected.factor @ corrected.factor.T).logabsdet
     torch.testing.assert_close(corrected.log_det_sigma, expected)

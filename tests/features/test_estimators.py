@@ -78,6 +78,15 @@ def test_second_moment_is_equation_15(family):
 
 
 @pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
+def test_rho_is_the_mean_of_the_log_relative_second_moment(family):
+    x, y = data()
+    rf = family()
+    params = rf.fit(x, y)
+    expected = rf.log_relative_second_moment(x, y, params).mean()
+    torch.testing.assert_close(params.rho(features.Moments.from_samples(x, y)), expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("family", POSITIVE, ids=lambda f: f.name)
 @pytest.mark.parametrize("alpha", [0.0, -0.5])
 def test_sampled_variance_is_equation_15(family, alpha):
     x, y = data(2, 2, scale=0.2)

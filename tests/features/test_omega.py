@@ -12,10 +12,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("num_features", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("head_dim", [1, 4])
-def test_any_number_and_dimension(num_features, head_dim):
-    assert draw_omega(num_features, head_dim).shape == (num_features, head_dim)
+def test_any_number_and_dimension(head_dim):
+    for num_features in (1, 3, 4, 5, 8, 11):
+        assert draw_omega(num_features, head_dim).shape == (num_features, head_dim)
 
 
 def test_blocks_are_orthogonal():

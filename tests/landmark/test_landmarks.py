@@ -92,6 +92,13 @@ def test_a_key_belongs_to_the_landmark_that_changes_its_logits_least():
     assert torch.equal(alone[0], torch.cdist(key[0], landmarks).argmin(1))
 
 
+def test_a_landmark_belongs_to_itself_where_distances_are_rounding():
+    query, key = torch.randn(2, 1, 50, 8, generator=torch.Generator().manual_seed(0))
+    for given in (None, query):
+        cells = features.Landmarks().cells(given, key + 1e5, 50)
+        assert torch.equal(cells[0], torch.arange(50))
+
+
 def test_gradients_are_those_of_the_means():
     """Finite differences, where no key changes its landmark."""
     tensors = [t[:, :, :24].detach().clone().requires_grad_() for t in clustered(24, 24, 0.1)]
