@@ -25,6 +25,8 @@ LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
 TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
 
 PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
+# Of the standard library's server there is one for a process: whoever starts it, `favor.eval.long_form` uses it too.
+PRELOADED.append("favor.eval.speech.long_form_cell")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
 

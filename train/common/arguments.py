@@ -17,8 +17,8 @@ FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "
 
 
 def option(default: Any, text: str) -> Any:
-    """A dataclass field with a help text."""
-    return field(default=default, metadata={"help": text})
+    """Makes a dataclass field with a help text, in which a percent sign is only that."""
+    return field(default=default, metadata={"help": text.replace("%", "%%")})
 
 
 def check_positive(arguments: Any, *names: str) -> None:

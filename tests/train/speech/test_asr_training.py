@@ -23,6 +23,12 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Ten utterances of one word each."""
+    return write_corpus(tmp_path_factory.mktemp("short"), {"train": 10, "dev": 1}, words=(1, 2))
+
+
 @pytest.fixture
 def train(corpus, tmp_path):
     """Calls the program with the tiny preset; a `name=value` argument each."""
@@ -50,14 +56,14 @@ def train(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_utterances_are_learned_by_heart(train, corpus, tmp_path):
-    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 20, "eval_splits": "train"}
-    results = train(max_train_steps=160, **options)
+def test_ten_utterances_are_learned_by_heart(train, short, tmp_path):
+    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 20, "eval_splits": "train", "data_dir": short}
+    results = train(max_train_steps=120, **options)
     assert results["metrics"]["train_wer"] < 5
     assert results["utterances"] == {"train": 10}
     # What was saved says the same to a user of transformers.
     model, processor = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCTC, AutoProcessor))
-    chapter = corpus / "LibriSpeech" / "train" / "1" / "7"
+    chapter = short / "LibriSpeech" / "train" / "1" / "7"
     lines = (chapter / "1-7.trans.txt").read_text().splitlines()
     name, text = lines[0].split(" ", 1)
     audio, rate = soundfile.read(chapter / f"{name}.flac", dtype="float32")
@@ -67,10 +73,16 @@ def test_ten_utterances_are_learned_by_heart(train, corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
-def test_a_transducer_learns(train, ctc_weight):
-    options = {**PLAIN, "architecture": "transducer", "ctc_weight": ctc_weight, "eval_splits": "train"}
+def test_a_transducer_learns(train, short, ctc_weight):
+    options = {
+        **PLAIN,
+        "data_dir": short,
+        "architecture": "transducer",
+        "ctc_weight": ctc_weight,
+        "eval_splits": "train",
+    }
     first = train("first", max_train_steps=2, **options)
-    last = train("last", max_train_steps=60, eval_epochs=20, prediction_network="stateless", **options)
+    last = train("last", max_train_steps=40, eval_epochs=20, prediction_network="stateless", **options)
     assert last["train_loss"] < 0.6 * first["train_loss"]
 
 
@@ -84,14 +96,14 @@ def test_a_transducer_learns(train, ctc_weight):
     ids=["average", "accumulation", "redraws"],
 )
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch, options):
-    settings = {"max_train_steps": 9, "checkpointing_steps": 2, "eval_epochs": 2, **options}
+    settings = {"max_train_steps": 7, "checkpointing_steps": 2, "eval_epochs": 2, **options}
     whole = train("whole", **settings)
 
     saved = checkpoint.save_checkpoint
 
     def stop_after(accelerator, folder, step):
         saved(accelerator, folder, step)
-        if step == 6:
+        if step == 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)

@@ -188,11 +188,20 @@ class StoppedError(Exception):
     """Stands for the end of the process."""
 
 
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Folder and results of the runs to compare with, by flags; each is trained once."""
+    return {}
+
+
 @pytest.mark.parametrize("stop", [2, 3, 5, 6, 9, 10, 13])
-def test_resume_repeats_the_uninterrupted_run(stop, train, tmp_path, monkeypatch):
+def test_resume_repeats_the_uninterrupted_run(stop, train, uninterrupted, tmp_path, monkeypatch):
     # 40 samples in batches of 3, 3 batches a step: 5 steps an epoch, the last one of two batches.
     flags = ("group_by_length",) if stop % 2 else ()
-    whole = train("stsb", "whole", flags=flags, **RESUMABLE)
+    if flags not in uninterrupted:
+        folder = tmp_path / "whole"
+        uninterrupted[flags] = folder, train("stsb", folder, flags=flags, **RESUMABLE)
+    folder, whole = uninterrupted[flags]
     with monkeypatch.context() as patch:
         original = checkpoint.Progress.__setattr__
 
@@ -208,7 +217,7 @@ def test_resume_repeats_the_uninterrupted_run(stop, train, tmp_path, monkeypatch
             train("stsb", "halved", flags=flags, **RESUMABLE)
     assert not (tmp_path / "halved" / "all_results.json").exists()
     resumed = train("stsb", "halved", flags=("resume", *flags), **RESUMABLE)
-    assert same_weights(tmp_path / "whole", tmp_path / "halved")
+    assert same_weights(folder, tmp_path / "halved")
     assert resumed["per_seed"][0]["history"] == whole["per_seed"][0]["history"]
     assert resumed["train_loss"] == whole["train_loss"]
     assert [entry["step"] for entry in whole["per_seed"][0]["history"]] == [5, 10, 13]
