@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass, as where activations are recomputed."""
+    """Tells whether this thread is inside a backward pass, which is where activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; not for tensors of inference mode."""
+    """Counts the writes in place to a tensor. Tensors made in inference mode have no such count, and torch raises."""
     return tensor._version
 
 
 def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
-    """Has a function called with every transformers model at the end of its construction, once for each model class.
+    """Has a function called with every transformers model at the end of its construction.
 
-    Only the first call of a process has an effect.
+    Only the first call in a process has an effect.
     """
     if hasattr(PreTrainedModel.post_init, "__wrapped__"):
         return
@@ -42,7 +42,7 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
 
 
 def is_packed_mask(mask_function: Callable[..., Any]) -> bool:
-    """Whether a mask function of transformers is a causal or bidirectional one within packed sequences, nothing else.
+    """Tells whether a mask function of transformers is causal or bidirectional within packed sequences, and no more.
 
     transformers combines masks as nested functions, and the parts are found in their closures.
     """

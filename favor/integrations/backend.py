@@ -200,12 +200,12 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
 
 
 def model_options(config: Any) -> FavorConfig:
-    """The validated options in `config.favor`; defaults where there are none."""
+    """Validates the options in the `favor` entry of a config of transformers; without an entry, gives the defaults."""
     return FavorConfig.from_dict(getattr(config, "favor", None))
 
 
 class _Plan(NamedTuple):
-    """What a layer does, in plain values that a compiler can hold constant."""
+    """The options of a layer as plain values, which a compiler can hold constant."""
 
     family: str
     options: tuple[tuple[str, Any], ...]
@@ -220,7 +220,7 @@ class _Plan(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What all attention of one call has in common besides queries, keys and values, once it is checked.
+    """The checked arguments of one call that exact and linear attention share, without queries, keys and values.
 
     Attributes:
         module: the attention module.
@@ -240,10 +240,10 @@ class _Call(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    """How linear attention estimates a call.
+    """How linear attention estimates one call.
 
     Attributes:
-        call: what exact attention would go by too.
+        call: the arguments that exact attention takes too.
         plan: the options of the model.
         layer, redraw: numbers of the layer and of its draw, which choose the random directions.
         window: length of exact blocks, 0 for none.

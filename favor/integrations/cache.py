@@ -15,7 +15,7 @@ CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` 
 
 
 class StreamLayer(CacheLayerMixin):
-    """What one layer of causal FAVOR attention keeps of its past: M weights and means of values a head, or M groups.
+    """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or M groups of keys.
 
     `update` hands the new keys on as they are, marked with this layer, so that the attention function finds the state.
 
@@ -35,7 +35,7 @@ class StreamLayer(CacheLayerMixin):
         """Nothing to do: the state knows its sizes when it has seen a token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values `[B, Hk, L, d]`, which the attention function adds to the state.
+        """Hands on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
 
         Raises:
             RuntimeError: if the last ones were not added.
@@ -58,7 +58,7 @@ class StreamLayer(CacheLayerMixin):
             )
 
     def read(self, options: Any) -> StreamState:
-        """The state, for attention to go on from and to change.
+        """Gives the state to attention, which goes on from it and changes it.
 
         Args:
             options: all that the state depends on; the same for all tokens.
@@ -81,11 +81,11 @@ class StreamLayer(CacheLayerMixin):
         return self.state
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Gives the number of tokens seen."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask is about: all, so that padding is found where it is.
+        """Gives length and offset of the keys that a mask is about: all keys, so that padding is found in its place.
 
         Raises:
             RuntimeError: as in `update`; a mask is made before the layers run.
@@ -94,7 +94,7 @@ class StreamLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """There is no longest sequence, which is -1."""
+        """Gives -1: sequences have no greatest length."""
         return -1
 
     def reset(self) -> None:
@@ -119,15 +119,15 @@ class StreamLayer(CacheLayerMixin):
         """Nothing to do: the state is small."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows of the batch in another order, for beam search."""
+        """Puts the rows of the batch in another order, for beam search."""
         self.state.change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row of the batch several times."""
+        """Repeats every row of the batch."""
         self.state.change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows of the batch."""
+        """Keeps some rows of the batch."""
         self.state.change(lambda tensor: tensor[indices])
 
 
@@ -163,10 +163,16 @@ class FavorCache(DynamicCache):
 
 
 def state_of(layer: StreamLayer, query: Tensor, options: Any) -> StreamState:
-    """The state for these queries to go on from; see `StreamLayer.read`.
+    """Gives the state that the queries of a call go on from.
+
+    Args:
+        layer: where the keys come from.
+        query: `[B, H, L, d]`.
+        options: all that the state depends on; the same for all tokens.
 
     Raises:
-        RuntimeError: if gradients are wanted, which a state does not pass on.
+        RuntimeError: if gradients are wanted, which a state does not pass on, or the new tokens were read before.
+        ValueError: if the options are not those of the first tokens.
     """
     if torch.is_grad_enabled() and query.requires_grad:
         raise RuntimeError(

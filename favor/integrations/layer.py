@@ -1,4 +1,4 @@
-"""What favor knows of one attention module: a `LayerState` under one attribute, and the buffers of stored parameters.
+"""One attention module: its `LayerState`, under one attribute, and the parameters that its buffers hold.
 
 The states are made when a model is built (`favor.integrations.stored`); the functions below read them.
 """
@@ -23,7 +23,7 @@ WEIGHTS_OF = "weights_of"
 
 @dataclass(eq=False)
 class LayerState:
-    """What favor knows of an attention module, as its attribute `favor_layer`.
+    """All that favor knows of an attention module; it is the attribute `favor_layer` of the module.
 
     A state never changes: `change_state` gives the module a new one. So copies of a module, such as the replicas of
     `nn.DataParallel`, share no counts. It is not declared frozen, because torch.compile would then guard every field
@@ -64,7 +64,7 @@ class Prepared:
 
 
 def layer_state(module: nn.Module) -> LayerState | None:
-    """State of an attention module; None for other modules, and before `favor` has seen the model."""
+    """Gives the state of an attention module; None for other modules, and before `favor` has seen the model."""
     return getattr(module, "favor_layer", None)
 
 
@@ -80,13 +80,13 @@ def change_state(module: nn.Module, **changes: Any) -> None:
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Attention modules of a model by layer number."""
+    """Lists the attention modules of a model by layer number."""
     states = ((layer_state(module), module) for module in model.modules())
     return {state.number: module for state, module in states if state is not None}
 
 
 def layer_number(module: nn.Module) -> int:
-    """Number of an attention module.
+    """Gives the number of an attention module in its model.
 
     Raises:
         ValueError: if the module has none, because its model was built before `favor` was imported.
@@ -101,32 +101,38 @@ def layer_number(module: nn.Module) -> int:
 
 
 def decodes(module: nn.Module) -> bool:
-    """Whether the queries of a layer are those of a decoder, so that statistics over them would show the future."""
+    """Tells whether the queries are those of a decoder, so that statistics over them would show the future."""
     state = layer_state(module)
     marks = (state is not None and state.decodes, getattr(module, "is_decoder", False))
     return any(marks) or bool(getattr(module.config, "is_decoder", False))
 
 
 def is_self_attention(module: nn.Module, is_causal: bool, length: int, key_length: int) -> bool:
-    """Whether the queries and keys of a call belong to the same tokens, so that a window has a meaning."""
+    """Tells whether the queries and keys of a call belong to the same tokens, so that a window has a meaning.
+
+    Args:
+        module: the attention module.
+        is_causal: whether queries see earlier keys only.
+        length, key_length: numbers of queries and keys.
+    """
     return is_causal or (length == key_length and not decodes(module))
 
 
 def decodes_or_is_causal(module: nn.Module) -> bool:
-    """Whether a module is an attention layer whose queries must not see each other's future."""
+    """Tells whether a module is an attention layer whose queries must not see each other's future."""
     if layer_state(module) is None or not hasattr(module, "config"):
         return False
     return decodes(module) or bool(getattr(module, "is_causal", False))
 
 
 def stored_choice(module: nn.Module) -> dict[str, Any]:
-    """Entry of a layer in `config.favor_layers`; empty if it has none."""
+    """Gives the entry of a layer in `config.favor_layers`; empty if the layer has none."""
     state = layer_state(module)
     return {} if state is None else state.choice
 
 
 def stored_parameters(module: nn.Module) -> Parameters | None:
-    """Parameters of a layer, float32 `[Hk, d, d]`; None if it has none."""
+    """Gives the parameters that a layer stores, float32 `[Hk, d, d]`; None if it stores none."""
     buffers = [getattr(module, name, None) for name in (TRANSFORM, FACTOR, SHIFT, WEIGHTS)]
     if buffers[0] is None:
         return None
@@ -156,7 +162,7 @@ def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:
-    """Which draw of the directions a forward pass uses: 0 in evaluation, 1, 2, ... in training with redraws.
+    """Counts a forward pass and gives its draw of the directions: 0 in evaluation, 1, 2, ... in training with redraws.
 
     Args:
         module: a numbered attention module.
@@ -187,7 +193,7 @@ def redraw_epoch(module: nn.Module, interval: int) -> int:
 
 
 class RedrawCounter:
-    """How often each layer of a model has run in training, for checkpoints.
+    """Saves and restores how often each layer of a model has run in training.
 
     Only training with `redraw_interval` > 0 needs it: `accelerator.register_for_checkpointing(RedrawCounter(model))`
     makes a resumed run draw the directions that the uninterrupted run would have drawn.
@@ -200,7 +206,7 @@ class RedrawCounter:
         self.model = model
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Number of training passes of each attention module, in the order of `model.modules()`."""
+        """Gives the training passes of each attention module, in the order of `model.modules()`."""
         states = map(layer_state, self.model.modules())
         return {"calls": [state.calls for state in states if state is not None]}
 

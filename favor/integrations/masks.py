@@ -91,7 +91,7 @@ def favor_mask(
 
 
 def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, is_causal: bool) -> Tensor | None:
-    """The padding behind an attention mask, boolean `[B, S]`, True for real keys; None without a mask.
+    """Reads the padding from an attention mask: boolean `[B, S]`, True for real keys; None without a mask.
 
     Masks from `favor_mask` are read in O(B S). Masks made elsewhere are accepted if they are padding, with or without
     the causal triangle of a causal layer, and say so in every entry.
@@ -187,10 +187,14 @@ def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
 
 
 def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether a layer is causal: the argument if given, else what the module says.
+    """Tells whether a layer is causal: by the argument if given, else by the module.
+
+    Args:
+        module: the attention module.
+        is_causal: argument of the attention function.
 
     Raises:
-        ValueError: if neither says.
+        ValueError: if neither the argument nor the module says so.
     """
     if is_causal is not None:
         return is_causal

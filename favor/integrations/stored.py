@@ -66,7 +66,7 @@ def number_layers(model: nn.Module) -> None:
 
 
 def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
-    """Whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
+    """Tells whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
     path = name.split(".")
     for depth in reversed(range(len(path))):
         inside = ".".join([*path[:depth], ""]) if depth else ""
@@ -81,7 +81,7 @@ def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
 
 
 def weights_of(choice: Mapping[str, Any], window: int, options: Any, layer: int) -> dict[str, Any]:
-    """What weights of single features are for: their directions, and the part of attention that is exact.
+    """Lists what weights of features were learned for: their directions, and the part of attention that is exact.
 
     Args:
         choice: entry of the layer, see `stored_choice`.
@@ -166,7 +166,7 @@ def _write(model: nn.Module) -> None:
 
 
 def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:
-    """Buffers of the parameters of FAVOR+, which need no data, unless buffers of that shape are there."""
+    """Makes buffers with the parameters of FAVOR+, which need no data, unless the module has buffers of that shape."""
     present = getattr(module, WEIGHTS, None)
     if num_features is None:
         if present is not None:
