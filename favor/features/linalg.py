@@ -65,7 +65,7 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
     Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
     """
     if matrix.dtype == torch.float32 and matrix.shape[-1] <= 64 and not torch.is_grad_enabled() and fuses(matrix):
-        return triton_module("roots").newton_schulz(matrix, iterations)
+        return triton_module("tokens").newton_schulz(matrix, iterations)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     size = matrix.abs().sum(-1).amax(-1)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
     root, inverse = matrix / size, eye

@@ -126,7 +126,7 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
         if weights is None and mask is not None:
             weights = mask.to(compute)
         shares = None if weights is None else weights.expand(samples.shape[:-1])
-        return triton_module("moments").moments(samples, shares)
+        return triton_module("tokens").moments(samples, shares)
     if mask is not None:
         samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
     if weights is None:

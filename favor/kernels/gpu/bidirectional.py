@@ -1,35 +1,44 @@
-"""Bidirectional and cross attention in Triton: two softmax attentions through M landmarks, the features.
+"""Bidirectional and cross attention in Triton: two softmax attentions, with the features between them.
 
-The keys are summarised in landmarks (`favor.kernels.gpu.summary`), and every query reads a mean of the landmarks:
+The keys are summed up per feature (`favor.kernels.gpu.summary`), and every query reads a mean of the summaries:
 
-    l_i = logsumexp_m (q_i.uq_m + mu_m),   out_i = sum_m exp(q_i.uq_m + mu_m - l_i) s_m
+    l_i = logsumexp_m (q_i.uq_m + log_weight_m),   out_i = sum_m exp(q_i.uq_m + log_weight_m - l_i) s_m
 
-with mu the logarithm of the weight of a landmark and s its summary. Both run like softmax attention, a block of
-tokens by a block of features at a time, so no feature is ever stored.
+with s the means of the summaries. Both run like softmax attention, a block of tokens by a block of features at a time,
+so no feature is ever stored. The gradients of the tokens come from a second pass over the summaries.
+
+Products with the gradients are taken in the type of the inputs. float16 has a narrow range, so there every row is first
+divided by its magnitude, and multiplied by it at the end; `RANGE` switches this on.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.bidirectional_backward import key_gradients, query_gradients
 from favor.kernels.gpu.common import (
     LN2,
     LOG2E,
     Blocks,
+    Problem,
     bounds,
     ceil_divide,
     contract,
+    finite,
     load_rows,
+    load_tile,
     mix,
-    padded_width,
-    store_rows,
+    shared_stride,
+    store_tile,
+    strides,
     tuned,
+    width_constants,
 )
-from favor.kernels.gpu.summary import Landmarks, collect, empty_landmarks, join
+from favor.kernels.gpu.summary import Summaries, collect, empty_summaries, join
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 _BLOCKS = {
@@ -38,56 +47,48 @@ _BLOCKS = {
     512: (Blocks(64, 32, 8, 2), Blocks(64, 32, 4, 2)),
     1024: (Blocks(16, 16, 4, 2), Blocks(32, 16, 4, 2)),
 }
+_BACKWARD_BLOCKS = {
+    128: (Blocks(64, 32, 4, 2), Blocks(64, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(128, 64, 8, 2)),
+    256: (Blocks(128, 32, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2)),
+    512: (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 1)),
+    1024: (Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
+}
+
+
+@triton.jit
+def _locate_tile(cumulative, length, max_length, heads, TOKENS: tl.constexpr):
+    """Head, sequence, batch row and first row of the tile of this program, and which of its rows there are `[TOKENS]`.
+
+    There are none if the sequence ends before the tile.
+    """
+    blocks = tl.cdiv(max_length, TOKENS)
+    program = tl.program_id(0)
+    block = program % blocks * TOKENS
+    head = (program // blocks).to(tl.int64) % heads
+    sequence = (program // blocks).to(tl.int64) // heads
+    batch, start, length = bounds(cumulative, sequence, length)
+    return head, sequence, batch, start + block, length - block
 
 
 @triton.jit(do_not_specialize=["length", "total_length"])
 def _read(
-    query,
-    directions,
-    log_weight,
-    summary,
-    cumulative,
-    out,
-    lse,
-    length,
-    total_length,
-    max_length,
-    heads,
-    group,
-    features,
-    directions_sequence,
-    query_batch,
-    query_head,
-    query_row,
-    out_batch,
-    out_head,
-    out_row,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    token_blocks = tl.cdiv(max_length, TOKENS)
-    program = tl.program_id(0)
-    block = program % token_blocks * TOKENS
-    head = (program // token_blocks).to(tl.int64) % heads
-    sequence = (program // token_blocks).to(tl.int64) // heads
-    batch, start, length = bounds(cumulative, sequence, length)
-    if block >= length:
+    query, directions, log_weight, summary, cumulative, out, lse,
+    length, total_length, max_length, heads, group, features,
+    directions_sequence, query_batch, query_head, query_row, out_batch, out_head, out_row,
+    width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    head, sequence, batch, start, left = _locate_tile(cumulative, length, max_length, heads, TOKENS)
+    if left <= 0:
         return
-
     row = tl.arange(0, TOKENS)
-    inside = block + row < length
-    start += block
-    query += batch * query_batch + head * query_head + start * query_row
-    q = load_rows(query, query_row, inside, width, TOKENS, WIDTH)
-    landmark_head = head // group * features
-    directions += sequence * directions_sequence + landmark_head * width
-    landmark_head += sequence * (heads // group * features)
-    log_weight += landmark_head
-    summary += landmark_head * value_width
+    inside = row < left
+    q = load_tile(query, batch, head, start, query_batch, query_head, query_row, inside, width, WIDTH)
+    first_feature = head // group * features
+    directions += sequence * directions_sequence + first_feature * width
+    first_feature += sequence * (heads // group * features)
+    log_weight += first_feature
+    summary += first_feature * value_width
 
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
@@ -107,10 +108,118 @@ def _read(
         top = risen
 
     acc = acc / total[:, None]
-    out += batch * out_batch + head * out_head + start * out_row
-    store_rows(out, out_row, acc, inside, value_width, TOKENS, VALUE_WIDTH)
+    store_tile(out, batch, head, start, out_batch, out_head, out_row, acc, inside, value_width, VALUE_WIDTH)
     lse += (batch * heads + head) * total_length + start
     tl.store(lse + row, (top + tl.log2(total)) * LN2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["length", "total_length"])
+def _query_gradients(
+    grad, query, directions, log_weight, summary, out, lse, cumulative, dq, delta,
+    length, total_length, max_length, heads, group, features,
+    directions_sequence, grad_batch, grad_head, grad_row, query_batch, query_head, query_row,
+    out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
+    width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANGE: tl.constexpr,
+):  # fmt: skip
+    head, sequence, batch, start, left = _locate_tile(cumulative, length, max_length, heads, TOKENS)
+    if left <= 0:
+        return
+    row = tl.arange(0, TOKENS)
+    inside = row < left
+    q = load_tile(query, batch, head, start, query_batch, query_head, query_row, inside, width, WIDTH)
+    g = load_tile(grad, batch, head, start, grad_batch, grad_head, grad_row, inside, value_width, VALUE_WIDTH)
+    o = load_tile(out, batch, head, start, out_batch, out_head, out_row, inside, value_width, VALUE_WIDTH)
+    place = (batch * heads + head) * total_length + start
+    pull = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(delta + place + row, pull, mask=inside)
+    if RANGE:
+        power = tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(g.to(tl.float32)), 1), 1e-30)))
+        g = (g.to(tl.float32) * tl.exp2(-power)[:, None]).to(g.dtype)
+        pull *= tl.exp2(-power)
+    norm = tl.load(lse + place + row, mask=inside, other=float("inf")) * LOG2E
+
+    first_feature = head // group * features
+    directions += sequence * directions_sequence + first_feature * width
+    first_feature += sequence * (heads // group * features)
+    log_weight += first_feature
+    summary += first_feature * value_width
+    acc = tl.zeros([TOKENS, WIDTH], tl.float32)
+    for first in range(0, features, FEATURES):
+        feature = first + tl.arange(0, FEATURES)
+        real = feature < features
+        shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
+        u = load_rows(directions + first * width, width, real, width, FEATURES, WIDTH)
+        s = load_rows(summary + first * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
+        weights = tl.exp2(contract(q, u) * LOG2E + shift[None, :] - norm[:, None])
+        acc = mix(weights * (contract(g, s) - pull[:, None]), u, acc)
+
+    if RANGE:
+        acc *= tl.exp2(power)[:, None]
+    store_tile(dq, batch, head, start, dq_batch, dq_head, dq_row, acc, inside, width, WIDTH)
+
+
+@triton.jit(do_not_specialize=["length", "total_length"])
+def _key_gradients(
+    key, value, directions, bias, log_weight, gathered, share, cumulative, dk, dv, dbias,
+    length, total_length, max_length, heads, features,
+    directions_sequence, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, RANGE: tl.constexpr,
+):  # fmt: skip
+    head, sequence, batch, start, left = _locate_tile(cumulative, length, max_length, heads, TOKENS)
+    if left <= 0:
+        return
+    row = tl.arange(0, TOKENS)
+    inside = row < left
+    place = (batch * heads + head) * total_length + start
+    own = tl.load(bias + place + row, mask=inside, other=float("-inf")) * LOG2E
+    visible = own > float("-inf")
+    k = load_tile(key, batch, head, start, key_batch, key_head, key_row, visible, width, WIDTH)
+    v = load_tile(value, batch, head, start, value_batch, value_head, value_row, visible, value_width, VALUE_WIDTH)
+
+    directions += sequence * directions_sequence + head * features * width
+    first_feature = (sequence * heads + head) * features
+    log_weight += first_feature
+    share += first_feature
+    gathered += first_feature * value_width
+    top = tl.full([TOKENS], float("-inf"), tl.float32)
+    bias_sum = tl.zeros([TOKENS], tl.float32)
+    key_acc = tl.zeros([TOKENS, WIDTH], tl.float32)
+    value_acc = tl.zeros([TOKENS, VALUE_WIDTH], tl.float32)
+    for first in range(0, features, FEATURES):
+        feature = first + tl.arange(0, FEATURES)
+        real = feature < features
+        shift = tl.load(log_weight + feature, mask=real, other=float("-inf")) * LOG2E
+        e = tl.load(share + feature, mask=real, other=0.0)
+        u = load_rows(directions + first * width, width, real, width, FEATURES, WIDTH)
+        r = load_rows(gathered + first * value_width, value_width, real, value_width, FEATURES, VALUE_WIDTH)
+        logits = contract(k, u) * LOG2E + shift[None, :]
+        if RANGE:
+            risen = tl.maximum(top, tl.max(logits, 1))
+            base = finite(risen)
+            weights = tl.exp2(logits - base[:, None])
+            decay = tl.exp2(top - base)
+            bias_sum *= decay
+            key_acc *= decay[:, None]
+            value_acc *= decay[:, None]
+            top = risen
+        else:
+            weights = tl.exp2(logits + own[:, None])
+        slopes = weights * (contract(v, r) - e[None, :])
+        bias_sum += tl.sum(slopes, 1)
+        value_acc = mix(weights, r, value_acc)
+        key_acc = mix(slopes, u, key_acc)
+
+    if RANGE:
+        scale = tl.exp2(top + own)
+        bias_sum *= scale
+        key_acc *= scale[:, None]
+        value_acc *= scale[:, None]
+    tl.store(dbias + place + row, bias_sum, mask=inside)
+    store_tile(dk, batch, head, start, dk_batch, dk_head, dk_row, key_acc, inside, width, WIDTH)
+    store_tile(dv, batch, head, start, dv_batch, dv_head, dv_row, value_acc, inside, value_width, VALUE_WIDTH)
 
 
 def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -> Result:
@@ -123,54 +232,22 @@ def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`; logarithm of the
-        weight of each landmark `[N, Hk, M]` and its summary `[N, Hk, M, dv]`, zeros where no key is visible.
+        weight of each summary `[N, Hk, M]` and its mean `[N, Hk, M, dv]`, zeros where no key is visible.
     """
-    value, cu_k, max_k = operands.value, geometry.cu_k, geometry.max_k
-    parts = collect(operands.key_directions, operands.key, operands.key_bias, value, cu_k, max_k, splits=splits)
-    found = empty_landmarks(parts)
+    query, key, value, directions, key_directions, offset, key_bias, _ = operands
+    parts = collect(key_directions, key, key_bias, value, geometry.cu_k, geometry.max_k, splits=splits)
+    found = empty_summaries(parts)
     if value.dtype != torch.float32:
-        found = found._replace(compact=torch.empty_like(found.summary, dtype=value.dtype))
-    join(parts, found, operands.offset, fill=True)
-    directions = operands.query_directions.to(operands.query.dtype)
-    out, lse = _read_landmarks(operands.query, directions, found, geometry.cu_q, geometry.max_q)
-    return Result(out, lse, found.log_weight, found.summary)
-
-
-def _read_landmarks(
-    query: Tensor, directions: Tensor, found: Landmarks, cumulative: Tensor | None, max_length: int
-) -> tuple[Tensor, Tensor]:
-    batch, heads, total_length, width = query.shape
-    sequences, landmark_heads, features, value_width = found.summary.shape
-    out = query.new_empty(batch, total_length, heads, value_width).transpose(1, 2)
-    lse = found.summary.new_empty(batch, heads, total_length)
-    longest = total_length if cumulative is None else max_length
-    count = sequences * heads
-    if not count * longest:
-        return out, lse
-    kernel = tuned(_read, _BLOCKS, query, out)
-    kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
-        query,
-        directions,
-        found.log_weight,
-        found.summary if found.compact is None else found.compact,
-        cumulative,
-        out,
-        lse,
-        total_length,
-        total_length,
-        longest,
-        heads,
-        heads // landmark_heads,
-        features,
-        0 if directions.shape[0] == 1 else directions.stride(0),
-        *query.stride()[:3],
-        *out.stride()[:3],
-        width=width,
-        value_width=value_width,
-        WIDTH=padded_width(width),
-        VALUE_WIDTH=padded_width(value_width),
-    )
-    return out, lse
+        found = found._replace(compact=torch.empty_like(found.mean, dtype=value.dtype))
+    join(parts, found, offset, fill=True)
+    batch, heads, length = query.shape[:3]
+    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    lse = offset.new_empty(batch, heads, length)
+    means = found.mean if found.compact is None else found.compact
+    directions = directions.to(query.dtype)
+    tensors = (query, directions, found.log_weight, means, geometry.cu_q, out, lse)
+    _launch(_read, _BLOCKS, Problem(operands, geometry), True, tensors, (query, out))
+    return Result(out, lse, found.log_weight, found.mean)
 
 
 def backward(
@@ -186,19 +263,67 @@ def backward(
     Those of the directions are for the torch kernel: `for_directions` must be False.
 
     With p_im the weights of the read and delta_i = g_i.out_i, the gradient of a query logit is
-    p_im (g_i.s_m - delta_i). The landmarks gather g and delta from the queries like a summary: r_m and e_m, with weight
-    rho_m. With t_jm = exp(k_j.uk_m + bias_j + offset_m + rho_m), the gradient of v_j is sum_m t_jm r_m and that of a
-    key logit is t_jm (v_j.r_m - e_m).
+    p_im (g_i.s_m - delta_i). The summaries gather g and delta from the queries as they gather values from the keys: r_m
+    and e_m, with weight rho_m. With t_jm = exp(k_j.uk_m + bias_j + offset_m + rho_m), the gradient of v_j is
+    sum_m t_jm r_m and that of a key logit is t_jm (v_j.r_m - e_m).
     """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    query, key, value, query_directions, key_directions, offset, key_bias, _ = operands
-    cu_q, max_q, dtype = geometry.cu_q, geometry.max_q, query.dtype
-    out, lse, mu, summary = saved
-    compact = summary if dtype == torch.float32 else summary.to(dtype)
-    dq, delta = query_gradients(grad, query, query_directions.to(dtype), mu, compact, out, lse, cu_q, max_q)
-    parts = collect(query_directions, query, lse.neg(), grad, cu_q, max_q, delta, splits)
-    gathered = empty_landmarks(parts)._replace(summary=None, compact=torch.empty_like(summary, dtype=dtype))
+    problem = Problem(operands, geometry)
+    query, _, _, directions, _, offset, _, _ = operands
+    dq, delta = _query_gradients_of(problem, grad, saved)
+    parts = collect(directions, query, saved.lse.neg(), grad, geometry.cu_q, geometry.max_q, delta, splits)
+    gathered = empty_summaries(parts)._replace(mean=None, compact=torch.empty_like(saved.summary, dtype=query.dtype))
     join(parts, gathered, offset, rescale=True)
-    of_keys = key_gradients(key, value, key_directions.to(dtype), key_bias, gathered, geometry.cu_k, geometry.max_k)
-    return Gradients(dq, *of_keys, *(offset.new_empty(0) for _ in range(4)))
+    return Gradients(dq, *_key_gradients_of(problem, gathered), *(offset.new_empty(0) for _ in range(4)))
+
+
+def _query_gradients_of(problem: Problem, grad: Tensor, saved: Result) -> tuple[Tensor, Tensor]:
+    """Gradient of the queries, and delta `[B, H, L]`, the product of output and gradient."""
+    query, directions = problem.operands.query, problem.operands.query_directions.to(problem.operands.query.dtype)
+    out, lse, log_weight, summary = saved
+    dq, delta = torch.empty_like(query), torch.empty_like(lse)
+    means = summary.to(query.dtype)
+    tensors = (grad, query, directions, log_weight, means, out, lse, problem.geometry.cu_q, dq, delta)
+    constants = {"RANGE": query.dtype == torch.float16}
+    _launch(_query_gradients, _BACKWARD_BLOCKS, problem, True, tensors, (grad, query, out, dq), **constants)
+    return dq, delta
+
+
+def _key_gradients_of(problem: Problem, gathered: Summaries) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and bias; `gathered` holds offset + rho, r (compact) and e (extra)."""
+    _, key, value, _, directions, _, bias, _ = problem.operands
+    dk, dv, dbias = torch.empty_like(key), torch.empty_like(value), torch.empty_like(bias)
+    summaries = (gathered.log_weight, gathered.compact, gathered.extra)
+    tensors = (key, value, directions.to(key.dtype), bias, *summaries, problem.geometry.cu_k, dk, dv, dbias)
+    constants = {"RANGE": key.dtype == torch.float16}
+    _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, tensors, (key, value, dk, dv), **constants)
+    return dk, dv, dbias
+
+
+def _launch(
+    kernel: Any,
+    choices: dict[int, tuple[Blocks, ...]],
+    problem: Problem,
+    of_queries: bool,
+    tensors: tuple[Any, ...],
+    strided: tuple[Tensor, ...],
+    **constants: bool,
+) -> None:
+    """Launches `kernel` for all tiles of the queries, or of the keys, with `tensors` and the strides of `strided`."""
+    query, key, value, directions, *_ = problem.operands
+    tokens, longest = (query, problem.max_q) if of_queries else (key, problem.max_k)
+    heads, length, width = tokens.shape[1:]
+    key_heads, features = directions.shape[1:3]
+    groups = (heads // key_heads,) if of_queries else ()
+    count = problem.sequences * heads
+    if not count * longest:
+        return
+    kernel = tuned(kernel, choices, (width, value.shape[-1]), tokens)
+    kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
+        *tensors,
+        *(length, length, longest, heads, *groups, features),
+        *(shared_stride(directions), *strides(*strided)),
+        **width_constants(width, value.shape[-1]),
+        **constants,
+    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from favor.kernels.operands import Geometry, Operands
 
 # Exponents are kept in base 2, which is what the hardware computes.
 LOG2E = tl.constexpr(1.0 / math.log(2.0))
@@ -37,9 +40,61 @@ def contract(left, right):
 
 
 @triton.jit
+def narrow(factor, like):
+    """A factor of `wide` in the type in which it is multiplied for inputs of the type of `like`."""
+    half: tl.constexpr = like.dtype == tl.bfloat16
+    return factor.to(tl.bfloat16 if half else tl.float32)
+
+
+@triton.jit
+def wide(left, right, acc, like):
+    """`acc` + left x right for factors that float16 cannot hold: far above 1, or far below and still of weight."""
+    if like.dtype == tl.bfloat16:
+        return tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc=acc)
+    elif like.dtype == tl.float16:  # not a second `if`: Triton compiles what follows a return
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), acc=acc, input_precision="tf32")
+    else:
+        return tl.dot(left, right, acc=acc, input_precision="tf32x3")
+
+
+@triton.jit
 def finite(top):
     """A maximum to subtract: 0 where nothing was seen, so that -inf minus it is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def absorb(logits, top, total):
+    """One step of a softmax over columns that come in blocks; all logarithms are in base 2.
+
+    Args:
+        logits: `[R, C]`, those of the next columns.
+        top, total: `[R]`, the largest logit so far, and the sum of all weights so far relative to it.
+
+    Returns:
+        the new `top` and `total`, the weights `[R, C]` of the next columns relative to the new `top`, and the factor
+        `[R]` by which all that was weighted relative to the old one is to be multiplied.
+    """
+    risen = tl.maximum(top, tl.max(logits, axis=1))
+    base = finite(risen)
+    weights = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(top - base)
+    return risen, total * decay + tl.sum(weights, axis=1), weights, decay
+
+
+@triton.jit
+def empty_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a softmax starts: maximum `[ROWS]`, sum of the weights, of shares, and of values `[ROWS, WIDTH]`."""
+    zeros = tl.zeros([ROWS], tl.float32)
+    return tl.full([ROWS], float("-inf"), tl.float32), zeros, zeros, tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
+def settled(top, total):
+    """Logarithm of a sum from its maximum and the rest, and the reciprocal of the rest; -inf and 0 for an empty sum."""
+    empty = total == 0.0
+    rest = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), top + tl.log2(rest)), tl.where(empty, 0.0, 1.0 / rest)
 
 
 @triton.jit
@@ -70,6 +125,30 @@ def store_rows(base, stride, rows, seen, width: tl.constexpr, ROWS: tl.constexpr
     tl.store(pointers, rows.to(base.dtype.element_ty), mask=seen[:, None] & (columns < width)[None, :])
 
 
+@triton.jit
+def corner(base, batch, head, row, stride_batch, stride_head, stride_row):
+    """Address of a row of one head; all three are int64."""
+    return base + batch * stride_batch + head * stride_head + row * stride_row
+
+
+@triton.jit
+def load_tile(
+    base, batch, head, row, stride_batch, stride_head, stride_row, seen, width: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """`[R, WIDTH]` rows of one head from `row` on; zeros, and nothing read, where not `seen` `[R]`."""
+    there = corner(base, batch, head, row, stride_batch, stride_head, stride_row)
+    return load_rows(there, stride_row, seen, width, seen.shape[0], WIDTH)
+
+
+@triton.jit
+def store_tile(
+    base, batch, head, row, stride_batch, stride_head, stride_row, rows, seen, width: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Writes `rows` `[R, WIDTH]` of one head from `row` on, the counterpart of `load_tile`."""
+    there = corner(base, batch, head, row, stride_batch, stride_head, stride_row)
+    store_rows(there, stride_row, rows, seen, width, seen.shape[0], WIDTH)
+
+
 # Triton's own helpers for these two take microseconds on the host, and every launch asks for several.
 def ceil_divide(length: int, size: int) -> int:
     """Pieces of at most `size` that `length` is cut into."""
@@ -86,10 +165,32 @@ def padded_width(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-class Blocks(NamedTuple):
-    """One way to run a kernel: tokens and features in a block, warps and stages of the software pipeline."""
+def width_constants(width: int, value_width: int) -> dict[str, int]:
+    """The constants of a kernel that say how wide its rows are, in memory and in registers."""
+    padded = {"WIDTH": padded_width(width), "VALUE_WIDTH": padded_width(value_width)}
+    return {"width": width, "value_width": value_width, **padded}
 
-    tokens: int
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides of the batch, the heads and the rows of each tensor, one tensor after the other."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def shared_stride(directions: Tensor) -> int:
+    """Step from the directions of one sequence to those of the next; 0 if all sequences share them."""
+    return 0 if directions.shape[0] == 1 else directions.stride(0)
+
+
+class Blocks(NamedTuple):
+    """One way to run a kernel.
+
+    Attributes:
+        tokens: tokens in a block; None where the launch decides on them.
+        features: features in a block.
+        warps, stages: those of the software pipeline.
+    """
+
+    tokens: int | None
     features: int
     warps: int
     stages: int
@@ -128,14 +229,14 @@ class Tuned:
 
     Args:
         kernel: what `triton.jit` returns.
-        choices: named tuples of the configurations, `features`, `warps`, `stages` and perhaps `tokens`.
+        choices: the configurations.
         key: names of the arguments for each of whose values the choice is made anew, as for each type.
     """
 
-    def __init__(self, kernel: Any, choices: tuple[Any, ...], key: tuple[str, ...]) -> None:
+    def __init__(self, kernel: Any, choices: tuple[Blocks, ...], key: tuple[str, ...]) -> None:
         configs = []
         for one in choices:
-            blocks = {name.upper(): value for name, value in one._asdict().items() if name in ("tokens", "features")}
+            blocks = {"FEATURES": one.features} | ({} if one.tokens is None else {"TOKENS": one.tokens})
             configs.append(triton.Config(blocks, num_warps=one.warps, num_stages=one.stages))
         self.kernel = kernel
         self.tuner = triton.autotune(configs, key=list(key), cache_results=True)(kernel)
@@ -159,17 +260,111 @@ class Tuned:
 autotuned = functools.cache(Tuned)
 
 
-def tuned(kernel: Any, choices: dict[int, tuple[Blocks, ...]], *tensors: Tensor) -> Any:
-    """`kernel`, choosing its blocks at the first launch for each type and width.
+def tuned(
+    kernel: Any,
+    choices: dict[int, tuple[Blocks, ...]],
+    widths: tuple[int, int],
+    *tokens: Tensor,
+    tf32: bool | None = None,
+    key: tuple[str, ...] = ("WIDTH", "VALUE_WIDTH"),
+    longest: int | None = None,
+) -> Any:
+    """`kernel`, choosing its blocks at the first launch for each type and each value of the arguments in `key`.
 
-    `choices` lists them by the bytes of the widest row, padded, of `tensors`: wide rows leave room for few of them.
+    Args:
+        choices: lists them by the bytes of the widest row, padded: wide rows leave room for few of them.
+        widths: of queries and keys, and of values.
+        tokens: tensors whose rows the kernel works through.
+        tf32: whether it multiplies in tf32; by default, for float32.
+        key: names of arguments of the kernel.
+        longest: no tile of tokens needs to be longer; None for no bound.
     """
-    widths, itemsize = [padded_width(tensor.shape[-1]) for tensor in tensors], tensors[0].element_size()
-    fitting = choices[min(limit for limit in choices if limit >= max(widths) * itemsize)]
-    key = ("WIDTH", "VALUE_WIDTH")
+    itemsize, padded = tokens[0].element_size(), [padded_width(width) for width in widths]
+    fitting = choices[min(limit for limit in choices if limit >= max(padded) * itemsize)]
     if interpreted():
-        return autotuned(kernel, (Blocks(32, 32, 4, 1),), key)
-    return autotuned(kernel, within_memory(worth_timing(fitting, *tensors), itemsize == 4, *widths), key)
+        fitting = (Blocks(None if fitting[0].tokens is None else 32, 32, 4, 1),)
+    else:
+        narrowest = padded if longest is None else [*padded, padded_width(longest)]
+        fitting = within_memory(worth_timing(fitting, *tokens), itemsize == 4 if tf32 is None else tf32, *narrowest)
+    if longest is not None:
+        tile = padded_width(longest)
+        fitting = tuple(one._replace(tokens=min(one.tokens or tile, tile)) for one in fitting)
+    return autotuned(kernel, tuple(dict.fromkeys(fitting)), key)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the attention: what it takes, and what every kernel of it is told.
+
+    Attributes:
+        operands, geometry: as the host functions take them.
+    """
+
+    operands: Operands
+    geometry: Geometry
+
+    # For products of float32, the blocks of every kernel; they are sums of three, and need their registers.
+    precise: ClassVar[dict[int, tuple[Blocks, ...]]]
+    key: ClassVar[tuple[str, ...]]
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return self.geometry.sequences(self.operands.query.shape[0])
+
+    @property
+    def max_q(self) -> int:
+        """Queries of the longest sequence."""
+        return self.operands.query.shape[2] if self.geometry.cu_q is None else self.geometry.max_q
+
+    @property
+    def max_k(self) -> int:
+        """Keys of the longest sequence."""
+        return self.operands.key.shape[2] if self.geometry.cu_k is None else self.geometry.max_k
+
+    @property
+    def longest_tile(self) -> int | None:
+        """Tokens that a tile may have; None for no bound."""
+        return None
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs, in the order in which kernels take them; directions in the type of the tokens."""
+        query, key, value, query_directions, key_directions, offset, key_bias, _ = self.operands
+        directions = (x.to(query.dtype) for x in (query_directions, key_directions))
+        return (query, key, value, *directions, offset, key_bias)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of batch, heads and rows of query, key and value."""
+        return strides(*self.operands[:3])
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants for which kernels are compiled."""
+        key_heads, features, width = self.operands.query_directions.shape[-3:]
+        return {
+            "M": features,
+            "HK": key_heads,
+            "GROUP": self.operands.query.shape[1] // key_heads,
+            "OWN": int(self.operands.offset.shape[0] > 1),
+            **width_constants(width, self.operands.value.shape[-1]),
+        }
+
+    def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
+        """`kernel`, choosing its blocks at the first launch; `choices` are those for half precision, see `tuned`."""
+        query, key, value = self.operands[:3]
+        return tuned(
+            kernel,
+            self.precise if query.element_size() == 4 else choices,
+            (query.shape[-1], value.shape[-1]),
+            query,
+            key,
+            # float16 is multiplied in tf32, too, where its range is too narrow.
+            tf32=query.dtype != torch.bfloat16,
+            key=self.key,
+            longest=self.longest_tile,
+        )
 
 
 def processors(device: torch.device) -> int:

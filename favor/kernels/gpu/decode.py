@@ -1,9 +1,9 @@
-"""One step of causal attention with a recurrent state: the landmarks take up one key, and one query reads them.
+"""One step of causal attention with a recurrent state: the summaries take up one key, and one query reads them.
 
     log_weight' = logaddexp(log_weight, lk),   summary' = summary + (v - summary) exp(lk - log_weight')
     out = sum_m softmax_m(lq + log_weight' + offset) summary'
 
-A program owns some of the landmarks of a key head and serves all its query heads, so that the state is read and written
+A program owns some of the summaries of a key head and serves all its query heads, so that the state is read and written
 once. What the programs of a head read is put together like the parts of a summary.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from favor.kernels.gpu.common import (
     LOG2E,
+    absorb,
     ceil_divide,
     contract,
     finite,
@@ -22,9 +23,11 @@ from favor.kernels.gpu.common import (
     mix,
     padded_width,
     processors,
+    shared_stride,
     store_rows,
+    width_constants,
 )
-from favor.kernels.gpu.summary import Landmarks, join
+from favor.kernels.gpu.summary import Summaries, join
 
 
 @triton.jit
@@ -43,38 +46,12 @@ def _take_up(log_weight, summary, logits, value):
 
 @triton.jit
 def _step(
-    query,
-    key,
-    value,
-    query_directions,
-    key_directions,
-    offset,
-    bias,
-    log_weight,
-    summary,
-    out,
-    out_weight,
-    key_heads,
-    group,
-    first_row,
-    features,
-    per_program,
-    splits,
-    directions_sequence,
-    query_batch,
-    query_head,
-    key_batch,
-    key_head,
-    value_batch,
-    value_head,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    FEATURES: tl.constexpr,
-    UPDATE: tl.constexpr,
-):
+    query, key, value, query_directions, key_directions, offset, bias, log_weight, summary, out, out_weight,
+    key_heads, group, first_row, features, per_program, splits,
+    directions_sequence, query_batch, query_head, key_batch, key_head, value_batch, value_head,
+    width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, FEATURES: tl.constexpr, UPDATE: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     split = (program % splits).to(tl.int32)
     owner = program // splits
@@ -120,13 +97,8 @@ def _step(
         uq = load_rows(query_directions + first * width, width, real, width, FEATURES, WIDTH)
         shift = tl.where(real, new + tl.load(offset + feature, mask=real, other=0.0), float("-inf"))
         logits = (contract(q, uq) + shift[None, :]) * LOG2E
-        risen = tl.maximum(top, tl.max(logits, 1))
-        base = finite(risen)
-        weights = tl.exp2(logits - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
+        top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, s, acc * decay[:, None])
-        top = risen
 
     empty = total == 0.0
     norm = tl.where(empty, 1.0, total)
@@ -157,7 +129,7 @@ def decode(
         key_bias: `[B, Hk, 1]` contiguous float32; -inf hides the key and leaves the state as it is.
         log_weight, summary: the state, `[B, Hk, M]` and `[B, Hk, M, dv]`, contiguous float32. At the start log_weight
             is -inf, and the summary is ignored.
-        splits: over how many programs to spread the landmarks of a head; by default, until the device is full.
+        splits: over how many programs to spread the summaries of a head; by default, until the device is full.
 
     Returns:
         `[B, H, 1, dv]`; zeros where no key was visible yet.
@@ -181,36 +153,27 @@ def decode(
     # The first launch updates the state, the others only read it.
     for first_row in range(0, group, most):
         _step[(owners * splits,)](
-            query,
-            key,
-            value,
-            query_directions,
-            key_directions,
-            offset,
-            key_bias,
-            log_weight,
-            summary,
-            rows,
-            weights,
-            key_heads,
-            group,
-            first_row,
-            features,
-            per_program,
-            splits,
-            0 if offset.shape[0] == 1 else offset.stride(0),
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            width=width,
-            value_width=value_width,
-            WIDTH=padded_width(width),
-            VALUE_WIDTH=padded_width(value_width),
+            *(
+                query,
+                key,
+                value,
+                query_directions,
+                key_directions,
+                offset,
+                key_bias,
+                log_weight,
+                summary,
+                rows,
+                weights,
+            ),
+            *(key_heads, group, first_row, features, per_program, splits),
+            *(shared_stride(offset), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
+            **width_constants(width, value_width),
             GROUP=padded_width(min(group, most)),
             FEATURES=block,
             UPDATE=first_row == 0,
             num_warps=4,
             num_stages=2 if max(width, value_width) <= 128 else 1,
         )
-    join(Landmarks(rows, weights), Landmarks(None, None, None, out))
+    join(Summaries(rows, weights), Summaries(None, None, None, out))
     return out

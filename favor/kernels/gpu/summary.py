@@ -1,15 +1,16 @@
-"""Landmarks: for every feature, the logarithm of the summed weights of tokens and the weighted mean of their values.
+"""Summaries: for every feature, the logarithm of the summed weights of tokens and the weighted mean of their values.
 
-    log_weight_m = logsumexp_j (x_j.u_m + bias_j),   summary_m = sum_j exp(x_j.u_m + bias_j - log_weight_m) y_j
+    log_weight_m = logsumexp_j (x_j.u_m + bias_j),   mean_m = sum_j exp(x_j.u_m + bias_j - log_weight_m) y_j
 
-This is softmax attention with the directions u as queries. Programs share out the tokens, and the token heads of one
-landmark head; a second kernel puts their parts together.
+This is softmax attention with the directions u as queries. Programs share out the tokens, and the token heads that
+share their summaries; a second kernel puts their parts together.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,17 +19,22 @@ from favor.kernels.gpu.common import (
     LN2,
     LOG2E,
     Blocks,
+    absorb,
     bounds,
     ceil_divide,
     contract,
+    empty_sums,
     finite,
     load_rows,
     mix,
     padded_width,
     power_of_two,
+    shared_stride,
     split_count,
     store_rows,
+    strides,
     tuned,
+    width_constants,
 )
 
 _BLOCKS = {
@@ -39,17 +45,17 @@ _BLOCKS = {
 }
 
 
-class Landmarks(NamedTuple):
-    """Landmarks, or parts of them that are still to be joined (then with one more dimension, before M).
+class Summaries(NamedTuple):
+    """Summaries, or parts of them that are still to be joined (then with one more dimension, before M).
 
     Attributes:
-        summary: `[N, Hk, M, dv]` float32.
+        mean: `[N, Hk, M, dv]` float32.
         log_weight: `[N, Hk, M]` float32.
         extra: `[N, Hk, M]` float32, or None.
-        compact: the summary in the type of the values, or None.
+        compact: the mean in the type of the values, or None.
     """
 
-    summary: Any
+    mean: Any
     log_weight: Any
     extra: Any = None
     compact: Any = None
@@ -57,35 +63,12 @@ class Landmarks(NamedTuple):
 
 @triton.jit(do_not_specialize=["length", "total_length", "splits"])
 def _part(
-    directions,
-    tokens,
-    bias,
-    values,
-    extra,
-    cumulative,
-    state,
-    log_weight,
-    extra_state,
-    length,
-    total_length,
-    heads,
-    group,
-    features,
-    splits,
-    directions_sequence,
-    tokens_batch,
-    tokens_head,
-    tokens_row,
-    values_batch,
-    values_head,
-    values_row,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    directions, tokens, bias, values, extra, cumulative, state, log_weight, extra_state,
+    length, total_length, heads, group, features, splits,
+    directions_sequence, tokens_batch, tokens_head, tokens_row, values_batch, values_head, values_row,
+    width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     feature_blocks = tl.cdiv(features, FEATURES)
     program = tl.program_id(0)
     first_feature = program % feature_blocks * FEATURES
@@ -109,10 +92,7 @@ def _part(
     if extra is not None:
         extra += (batch * heads + head) * total_length + start
 
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    total = tl.zeros([FEATURES], tl.float32)
-    extra_sum = tl.zeros([FEATURES], tl.float32)
-    acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    top, total, extra_sum, acc = empty_sums(FEATURES, VALUE_WIDTH)
     for begin in range(first, last, TOKENS):
         place = begin + tl.arange(0, TOKENS)
         shift = tl.load(bias + place, mask=place < last, other=float("-inf")) * LOG2E
@@ -122,16 +102,11 @@ def _part(
         x = load_rows(tokens + offset * tokens_row, tokens_row, visible, width, TOKENS, WIDTH)
         y = load_rows(values + offset * values_row, values_row, visible, value_width, TOKENS, VALUE_WIDTH)
         logits = contract(u, x) * LOG2E + shift[None, :]
-        risen = tl.maximum(top, tl.max(logits, 1))
-        base = finite(risen)
-        weights = tl.exp2(logits - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
+        top, total, weights, decay = absorb(logits, top, total)
         if extra is not None:
             share = tl.load(extra + place, mask=place < last, other=0.0)
             extra_sum = extra_sum * decay + tl.sum(weights * share[None, :], 1)
         acc = mix(weights, y, acc * decay[:, None])
-        top = risen
 
     empty = total == 0.0
     norm = tl.where(empty, 1.0, total)
@@ -145,25 +120,11 @@ def _part(
 
 @triton.jit(do_not_specialize=["parts"])
 def _join(
-    state,
-    log_weight,
-    extra_state,
-    offset,
-    summary,
-    compact,
-    out_weight,
-    out_extra,
-    parts,
-    features,
-    heads,
+    state, log_weight, extra_state, offset, summary, compact, out_weight, out_extra, parts, features, heads,
     offset_sequence,
-    value_width: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    FILL: tl.constexpr,
-    RESCALE: tl.constexpr,
-):
+    value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, FEATURES: tl.constexpr,
+    FILL: tl.constexpr, RESCALE: tl.constexpr,
+):  # fmt: skip
     feature_blocks = tl.cdiv(features, FEATURES)
     program = tl.program_id(0)
     head = (program // feature_blocks).to(tl.int64)
@@ -172,10 +133,7 @@ def _join(
     real = feature < features
     wide = real[:, None] & (column < value_width)[None, :]
 
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    total = tl.zeros([FEATURES], tl.float32)
-    extra = tl.zeros([FEATURES], tl.float32)
-    acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    top, total, extra, acc = empty_sums(FEATURES, VALUE_WIDTH)
     for begin in range(0, parts, PARTS):
         part = begin + tl.arange(0, PARTS)
         place = (head * parts + part)[:, None] * features + feature[None, :]
@@ -222,36 +180,29 @@ def _join(
         tl.store(compact + cells, acc.to(compact.dtype.element_ty), mask=wide)
 
 
-def join(parts: Landmarks, into: Landmarks, offset: Tensor | None = None, fill: bool = False, rescale: bool = False):
+def join(parts: Summaries, into: Summaries, offset: Tensor | None = None, fill: bool = False, rescale: bool = False):
     """Joins weighted means over their third dimension.
 
     Args:
-        parts: summary `[N, H, P, M, dv]`; log_weight, in base 2, and extra `[N, H, P, M]`.
+        parts: mean `[N, H, P, M, dv]`; log_weight, in base 2, and extra `[N, H, P, M]`.
         into: where to write; what is None is left out.
         offset: `[n, H, M]`, added to the joint log_weight, which is in base e.
         fill: write the weight 0, not -inf, where nothing was seen.
         rescale: move the magnitude of every mean, and of its extra, into its weight, as a power of two. The means may
             then be rounded to half precision without underflow.
     """
-    sequences, heads, count, features, width = parts.summary.shape
+    sequences, heads, count, features, width = parts.mean.shape
     block = min(power_of_two(count), 16)
     rows = 32 // block
     grid = (sequences * heads * ceil_divide(features, rows),)
     if not grid[0]:
         return
     _join[grid](
-        parts.summary,
-        parts.log_weight,
-        parts.extra,
+        *parts[:3],
         offset,
-        into.summary,
-        into.compact,
-        into.log_weight,
-        into.extra,
-        count,
-        features,
-        heads,
-        0 if offset is None or offset.shape[0] == 1 else offset.stride(0),
+        *(into.mean, into.compact, into.log_weight, into.extra),
+        *(count, features, heads),
+        0 if offset is None else shared_stride(offset),
         value_width=width,
         VALUE_WIDTH=padded_width(width),
         PARTS=block,
@@ -270,16 +221,27 @@ def collect(
     max_length: int,
     extra: Tensor | None = None,
     splits: int | None = None,
-) -> Landmarks:
-    """The parts that `join` puts together; arguments as for `summarise`."""
+) -> Summaries:
+    """The parts that `join` puts together.
+
+    Args:
+        directions: `[n, Hk, M, d]` float32, contiguous; n is the number of sequences N, or 1.
+        tokens: `[B, Ht, T, d]`, Ht a multiple of Hk: consecutive heads share their summaries.
+        bias: `[B, Ht, T]` float32, contiguous; -inf hides a token, whatever it and its value hold.
+        values: `[B, Ht, T, dv]` in the type of `tokens`.
+        cumulative: cumulative lengths `[N + 1]` of packed sequences, or None.
+        max_length: the longest of them.
+        extra: `[B, Ht, T]` float32, one more column of values, averaged in float32; or None.
+        splits: into how many pieces to cut the tokens; by default, as many as fill the device.
+    """
     batch, heads, total_length, width = tokens.shape
     sequences = batch if cumulative is None else cumulative.shape[0] - 1
-    landmark_heads, features = directions.shape[1:3]
+    key_heads, features = directions.shape[1:3]
     value_width = values.shape[-1]
     if splits is None:
         splits = split_count(sequences * heads * ceil_divide(features, 128), max_length, tokens.device)
-    shape = (sequences, landmark_heads, heads // landmark_heads * splits, features)
-    parts = Landmarks(
+    shape = (sequences, key_heads, heads // key_heads * splits, features)
+    parts = Summaries(
         directions.new_empty(*shape, value_width),
         directions.new_empty(shape),
         None if extra is None else directions.new_empty(shape),
@@ -287,29 +249,13 @@ def collect(
     count = sequences * heads * splits
     if not count:
         return parts
-    tuned(_part, _BLOCKS, tokens, values)[lambda block: (count * ceil_divide(features, block["FEATURES"]),)](
-        directions,
-        tokens,
-        bias,
-        values,
-        extra,
-        cumulative,
-        parts.summary,
-        parts.log_weight,
-        parts.extra,
-        max_length if cumulative is not None else total_length,
-        total_length,
-        heads,
-        heads // landmark_heads,
-        features,
-        splits,
-        0 if directions.shape[0] == 1 else directions.stride(0),
-        *tokens.stride()[:3],
-        *values.stride()[:3],
-        width=width,
-        value_width=value_width,
-        WIDTH=padded_width(width),
-        VALUE_WIDTH=padded_width(value_width),
+    length = max_length if cumulative is not None else total_length
+    kernel = tuned(_part, _BLOCKS, (width, value_width), tokens)
+    kernel[lambda block: (count * ceil_divide(features, block["FEATURES"]),)](
+        *(directions, tokens, bias, values, extra, cumulative, *parts[:3]),
+        *(length, total_length, heads, heads // key_heads, features, splits),
+        *(shared_stride(directions), *strides(tokens, values)),
+        **width_constants(width, value_width),
     )
     return parts
 
@@ -324,33 +270,21 @@ def summarise(
     extra: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Landmarks of the tokens of each sequence.
-
-    Args:
-        directions: `[n, Hk, M, d]` float32, contiguous; n is the number of sequences N, or 1.
-        tokens: `[B, Ht, T, d]`, Ht a multiple of Hk: consecutive heads share their landmarks.
-        bias: `[B, Ht, T]` float32, contiguous; -inf hides a token, whatever it and its value hold.
-        values: `[B, Ht, T, dv]` in the type of `tokens`.
-        cumulative: cumulative lengths `[N + 1]` of packed sequences, or None.
-        max_length: the longest of them.
-        extra: `[B, Ht, T]` float32, one more column of values, averaged in float32; or None.
-        splits: into how many pieces to cut the tokens; by default, as many as fill the device.
+    """Summaries of the tokens of each sequence; for the arguments see `collect`.
 
     Returns:
-        summary `[N, Hk, M, dv]`, log_weight `[N, Hk, M]` and the mean of extra `[N, Hk, M]` (or None), float32; 0, -inf
+        mean `[N, Hk, M, dv]`, log_weight `[N, Hk, M]` and the mean of extra `[N, Hk, M]` (or None), float32; 0, -inf
         and 0 for a sequence without a visible token.
     """
     parts = collect(directions, tokens, bias, values, cumulative, max_length, extra, splits)
-    into = empty_landmarks(parts)
+    into = empty_summaries(parts)
     join(parts, into)
-    return into.summary, into.log_weight, into.extra
+    return into.mean, into.log_weight, into.extra
 
 
-def empty_landmarks(parts: Landmarks) -> Landmarks:
+def empty_summaries(parts: Summaries) -> Summaries:
     """Where to write what `parts` add up to."""
-    sequences, heads, _, features, width = parts.summary.shape
-    return Landmarks(
-        parts.summary.new_empty(sequences, heads, features, width),
-        parts.summary.new_empty(sequences, heads, features),
-        None if parts.extra is None else parts.summary.new_empty(sequences, heads, features),
-    )
+    sequences, heads, _, features, width = parts.mean.shape
+    mean = parts.mean.new_empty(sequences, heads, features, width)
+    log_weight = mean.new_empty(sequences, heads, features)
+    return Summaries(mean, log_weight, None if parts.extra is None else torch.empty_like(log_weight))

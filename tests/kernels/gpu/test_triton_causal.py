@@ -149,8 +149,7 @@ def check(case, tolerance=1e-5):
 
 
 def steep_chunks(case, inputs):
-    options = (inputs.ends[1], inputs.ends[3], case.options["chunk_size"], case.options.get("segments"))
-    return key_states(Problem(*inputs.tensors, inputs.ends[0], *options)).steep
+    return key_states(Problem.of(*inputs.bundles, **case.options)).steep
 
 
 @pytest.mark.parametrize(

@@ -137,15 +137,13 @@ def one_step(query, key, value, query_directions, key_directions, offset, bias):
 
 
 def passes(rows, matrix):
-    from favor.kernels.gpu import moments as triton_moments
-    from favor.kernels.gpu import quadratic as triton_quadratic
-    from favor.kernels.gpu import roots as triton_roots
+    from favor.kernels.gpu import tokens as triton_tokens
 
     matrix = matrix.repeat_interleave(2, 1)
-    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
-    triton_quadratic.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
-    _, covariance = triton_moments.moments(rows, rows[..., 0].float())
-    triton_roots.newton_schulz(covariance[..., :64, :64], 14)
+    triton_tokens.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+    triton_tokens.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
+    _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
+    triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import favor
-from favor.kernels.gpu import moments as triton_moments
-from favor.kernels.gpu import quadratic as triton_quadratic
-from favor.kernels.gpu import roots as triton_roots
+from favor.kernels.gpu import tokens as triton_tokens
 from favor.kernels.gpu.common import Blocks, within_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,11 +50,11 @@ def test_forms_and_their_gradients(terms, width, dtype, poisoned):
     )
 
     rows = rows.masked_fill(hidden.unsqueeze(-1), torch.nan)
-    found = triton_quadratic.form(rows, matrix, shift, linear, weight, hidden)
+    found = triton_tokens.form(rows, matrix, shift, linear, weight, hidden)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), value.detach().masked_fill(hidden, -torch.inf), rtol=1e-5, atol=1e-4)
     gram = None if matrix is None else matrix @ matrix.mT
-    gradient = triton_quadratic.form(rows, gram, shift, linear, weight, hidden, grad)
+    gradient = triton_tokens.form(rows, gram, shift, linear, weight, hidden, grad)
     assert gradient.dtype == dtype
     rounding = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     torch.testing.assert_close(gradient.double(), slope, rtol=rounding, atol=1e-4)
@@ -80,7 +78,7 @@ def test_moments(width, weighting, dtype, poisoned):
     cov = (share.unsqueeze(-1) * centred).mT @ centred
     if weights is not None:
         rows = rows.masked_fill((weights == 0).unsqueeze(-1), torch.nan)
-    found = triton_moments.moments(rows, weights)
+    found = triton_tokens.moments(rows, weights)
     torch.testing.assert_close(found[0].double(), mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), cov, rtol=1e-4, atol=1e-4)
 
@@ -92,7 +90,7 @@ def test_roots(width):
     matrix = 7 * factor @ factor.mT
     matrix[1, 1] = 0.0
     matrix[1, 2, 0, 0] = torch.nan
-    root, inverse = triton_roots.newton_schulz(matrix.float(), 24)
+    root, inverse = triton_tokens.newton_schulz(matrix.float(), 24)
     values, vectors = torch.linalg.eigh(matrix[0])
     exact = vectors * values.sqrt().unsqueeze(-2) @ vectors.mT
     torch.testing.assert_close(root[0].double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())

@@ -6,70 +6,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.causal.problem import (
-    Blocks,
-    Problem,
-    after_first,
-    corner,
-    load_features,
-    load_logit,
-    locate_chunk,
-    wide,
-)
+from favor.kernels.gpu.causal.problem import Problem, after_first, load_features, load_logit, locate_chunk
 from favor.kernels.gpu.causal.states import States
-from favor.kernels.gpu.common import LN2, LOG2E, contract, finite, load_rows, mix, store_rows
+from favor.kernels.gpu.common import LN2, LOG2E, Blocks, contract, finite, load_rows, load_tile, mix, store_tile, wide
 
 _BLOCKS = {
-    128: (Blocks(64, 8, 3), Blocks(64, 8, 2), Blocks(32, 8, 3), Blocks(64, 8, 1)),
-    256: (Blocks(64, 8, 2), Blocks(32, 8, 2), Blocks(32, 4, 2), Blocks(32, 4, 3)),
-    512: (Blocks(32, 8, 2), Blocks(32, 4, 2)),
-    1024: (Blocks(16, 8, 1), Blocks(16, 4, 1)),
+    128: (Blocks(None, 64, 8, 3), Blocks(None, 64, 8, 2), Blocks(None, 32, 8, 3), Blocks(None, 64, 8, 1)),
+    256: (Blocks(None, 64, 8, 2), Blocks(None, 32, 8, 2), Blocks(None, 32, 4, 2), Blocks(None, 32, 4, 3)),
+    512: (Blocks(None, 32, 8, 2), Blocks(None, 32, 4, 2)),
+    1024: (Blocks(None, 16, 8, 1), Blocks(None, 16, 4, 1)),
 }
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
 def _chunk_output(
-    query,
-    key,
-    value,
-    to_query,
-    to_key,
-    offset,
-    bias,
-    log_weight,
-    summary,
-    steep,
-    anchor,
-    out,
-    lse,
-    cu_q,
-    cu_k,
-    queries,
-    keys,
-    chunks,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    out_batch,
-    out_head,
-    out_row,
-    M: tl.constexpr,
-    HK: tl.constexpr,
-    GROUP: tl.constexpr,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    OWN: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    query, key, value, to_query, to_key, offset, bias, log_weight, summary, steep, anchor, out, lse,
+    cu_q, cu_k, queries, keys, chunks,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    out_batch, out_head, out_row,
+    M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
+    OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """Output and l of one chunk of one query head, unless the chunk is steep.
 
     The weights of the keys of the chunk are products P_im A_jm = exp(lq_im + anchor_m - r_i) exp(lk_jm - anchor_m): the
@@ -87,17 +44,15 @@ def _chunk_output(
 
     index = tl.arange(0, CHUNK)
     asking = (number + index >= 0) & (number + index < query_count)
-    q = corner(query, batch, head, token, query_batch, query_head, query_row)
-    q = load_rows(q, query_row, asking, width, CHUNK, WIDTH)
+    q = load_tile(query, batch, head, token, query_batch, query_head, query_row, asking, width, WIDTH)
     logit = load_logit(bias + (batch * HK + source) * keys + place, index < left, CHUNK)
     shown = logit > float("-inf")
-    k = corner(key, batch, source, place, key_batch, key_head, key_row)
-    k = load_rows(k, key_row, shown, width, CHUNK, WIDTH)
+    k = load_tile(key, batch, source, place, key_batch, key_head, key_row, shown, width, WIDTH)
     after = after_first(shown, CHUNK)
 
-    landmarks = (sequence * OWN * HK + source) * M
-    to_query += landmarks * width
-    to_key += landmarks * width
+    first_direction = (sequence * OWN * HK + source) * M
+    to_query += first_direction * width
+    to_key += first_direction * width
     summary += state * M * value_width
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
@@ -108,7 +63,7 @@ def _chunk_output(
         real = features < M
         before = load_features(log_weight + state * M, features, M)
         most = load_features(anchor + state * M, features, M)
-        shift = load_features(offset + landmarks, features, M) * LOG2E
+        shift = load_features(offset + first_direction, features, M) * LOG2E
         u = load_rows(to_query + start * width, width, real, width, FEATURES, WIDTH)
         p = contract(q, u) * LOG2E + tl.where(after[:, None], most[None, :], before[None, :])
         risen = tl.maximum(top, tl.max(p, axis=1))
@@ -128,27 +83,15 @@ def _chunk_output(
     empty = top == float("-inf")
     total = tl.where(empty, 1.0, total)
     inverse = tl.where(empty, 0.0, 1.0 / total)
-    v = corner(value, batch, source, place, value_batch, value_head, value_row)
-    v = load_rows(v, value_row, shown, value_width, CHUNK, VALUE_WIDTH)
+    v = load_tile(value, batch, source, place, value_batch, value_head, value_row, shown, value_width, VALUE_WIDTH)
     acc = mix(scores * inverse[:, None], v, acc * inverse[:, None])
-    out = corner(out, batch, head, token, out_batch, out_head, out_row)
-    store_rows(out, out_row, acc, asking, value_width, CHUNK, VALUE_WIDTH)
+    store_tile(out, batch, head, token, out_batch, out_head, out_row, acc, asking, value_width, VALUE_WIDTH)
     total = tl.where(empty, float("inf"), (top + tl.log2(total)) * LN2)
     tl.store(lse + (batch * HK * GROUP + head) * queries + token + index, total, mask=asking)
 
 
 def chunk_outputs(problem: Problem, states: States, out: Tensor, lse: Tensor) -> None:
     """Writes output `[B, H, L, dv]` and logarithm of the normaliser `[B, H, L]` of all chunks that are not steep."""
-    problem.tuned(_chunk_output, _BLOCKS)[(problem.programs(problem.query.shape[1]),)](
-        *problem.tensors,
-        states.log_weight,
-        states.summary,
-        states.steep,
-        states.anchor,
-        out,
-        lse,
-        *problem.sizes,
-        *problem.strides,
-        *out.stride()[:3],
-        **problem.constants,
-    )
+    tensors = (states.log_weight, states.summary, states.steep, states.anchor, out, lse)
+    programs = problem.programs(problem.operands.query.shape[1])
+    problem.launch(problem.tuned(_chunk_output, _BLOCKS), programs, tensors, (out,))

@@ -20,9 +20,7 @@ from favor.kernels.gpu.causal.backward import chunk_key_gradients, chunk_query_g
 from favor.kernels.gpu.causal.forward import chunk_outputs
 from favor.kernels.gpu.causal.problem import Problem
 from favor.kernels.gpu.causal.states import key_states, query_states
-from favor.kernels.gpu.causal.steep import steep_outputs
-from favor.kernels.gpu.causal.steep_backward import steep_key_gradients, steep_query_gradients
-from favor.kernels.gpu.common import padded_width
+from favor.kernels.gpu.causal.steep import steep_key_gradients, steep_outputs, steep_query_gradients
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 
@@ -41,7 +39,7 @@ def forward(
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, inf for a query that
         sees no key; and two empty tensors, because the backward pass computes the states again.
     """
-    problem = _problem(operands, geometry, chunk_size, segments)
+    problem = Problem.of(operands, geometry, chunk_size, segments)
     query, offset = operands.query, operands.offset
     batch, heads, length = query.shape[:3]
     # Queries before the first key of their sequence, if there are more of them than keys, are in no chunk.
@@ -70,7 +68,7 @@ def backward(
 
     Those of the directions are for the torch kernel: `for_directions` must be False.
     """
-    problem = _problem(operands, geometry, chunk_size, segments)
+    problem = Problem.of(operands, geometry, chunk_size, segments)
     query, key, value, _, _, offset, key_bias, _ = operands
     out, lse = saved.out, saved.lse
     nothing = tuple(offset.new_empty(0) for _ in range(4))
@@ -87,14 +85,6 @@ def backward(
     chunk_query_gradients(problem, states, grad, out, lse, delta, dq)
     steep_query_gradients(problem, states, grad, lse, delta, dq)
     later = query_states(problem, grad, lse, delta)
-    chunk_key_gradients(problem, states, later, grad, lse, delta, dk, dv, dbias)
-    steep_key_gradients(problem, states, later, grad, lse, delta, dk, dv, dbias)
+    for key_gradients in (chunk_key_gradients, steep_key_gradients):
+        key_gradients(problem, states, later, (grad, lse, delta), (dk, dv, dbias))
     return Gradients(dq, dk, dv, dbias, *nothing)
-
-
-def _problem(operands: Operands, geometry: Geometry, chunk_size: int | None, segments: int | None) -> Problem:
-    if chunk_size is None:
-        # Wide rows leave room for short chunks only, in registers and in shared memory; float16 is multiplied as tf32.
-        row = operands.query.element_size() * max(padded_width(t.shape[-1]) for t in (operands.query, operands.value))
-        chunk_size = max(16, min(64 if operands.query.dtype == torch.float16 else 128, 2**14 // row))
-    return Problem(*operands[:7], geometry.cu_q, geometry.cu_k, geometry.max_k, chunk_size, segments)

@@ -7,15 +7,30 @@ g_i, and the mean of delta_i beside them, over the queries after the chunk.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.causal.problem import STEEP, Blocks, Problem, corner, locate
-from favor.kernels.gpu.common import LOG2E, ceil_divide, contract, finite, load_rows, mix, processors, store_rows
+from favor.kernels.gpu.causal.problem import STEEP, Problem, locate
+from favor.kernels.gpu.common import (
+    LOG2E,
+    Blocks,
+    absorb,
+    ceil_divide,
+    contract,
+    empty_sums,
+    finite,
+    load_rows,
+    load_tile,
+    mix,
+    processors,
+    settled,
+    store_rows,
+    strides,
+)
 
 
 class States(NamedTuple):
@@ -38,19 +53,11 @@ class States(NamedTuple):
 
 
 _BLOCKS = {
-    128: (Blocks(64, 4, 2), Blocks(64, 4, 3), Blocks(128, 8, 2), Blocks(32, 4, 3)),
-    256: (Blocks(64, 4, 2), Blocks(64, 4, 3), Blocks(64, 8, 3), Blocks(32, 4, 3)),
-    512: (Blocks(64, 8, 2), Blocks(32, 4, 2)),
-    1024: (Blocks(32, 8, 1), Blocks(16, 4, 1)),
+    128: (Blocks(None, 64, 4, 2), Blocks(None, 64, 4, 3), Blocks(None, 128, 8, 2), Blocks(None, 32, 4, 3)),
+    256: (Blocks(None, 64, 4, 2), Blocks(None, 64, 4, 3), Blocks(None, 64, 8, 3), Blocks(None, 32, 4, 3)),
+    512: (Blocks(None, 64, 8, 2), Blocks(None, 32, 4, 2)),
+    1024: (Blocks(None, 32, 8, 1), Blocks(None, 16, 4, 1)),
 }
-
-
-@triton.jit
-def _settled(top, total):
-    """Logarithm of a sum from its maximum and the rest, and the reciprocal of the rest; -inf and 0 for an empty sum."""
-    empty = total == 0.0
-    rest = tl.where(empty, 1.0, total)
-    return tl.where(empty, float("-inf"), top + tl.log2(rest)), tl.where(empty, 0.0, 1.0 / rest)
 
 
 @triton.jit
@@ -63,45 +70,14 @@ def _first_visible(logits, logit, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks", "segments"])
 def _chunk_states(
-    tokens,
-    values,
-    directions,
-    offset,
-    bias,
-    delta,
-    log_weight,
-    summary,
-    anchor,
-    steep,
-    share,
-    total_weight,
-    total_summary,
-    total_share,
-    cu_q,
-    cu_k,
-    queries,
-    keys,
-    chunks,
-    segments,
-    tokens_batch,
-    tokens_head,
-    tokens_row,
-    values_batch,
-    values_head,
-    values_row,
-    M: tl.constexpr,
-    HK: tl.constexpr,
-    GROUP: tl.constexpr,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    OWN: tl.constexpr,
-    REVERSE: tl.constexpr,
-    TOTALS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    tokens, values, directions, offset, bias, delta, log_weight, summary, anchor, steep, share, total_weight,
+    total_summary, total_share,
+    cu_q, cu_k, queries, keys, chunks, segments,
+    tokens_batch, tokens_head, tokens_row, values_batch, values_head, values_row,
+    M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
+    OWN: tl.constexpr, REVERSE: tl.constexpr, TOTALS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """One segment of the chunks of a sequence, one key head, one block of features; backwards over queries if REVERSE.
 
     With TOTALS it writes what the whole segment holds, otherwise what lies before each of its chunks.
@@ -110,7 +86,7 @@ def _chunk_states(
     blocks: tl.constexpr = (M + FEATURES - 1) // FEATURES
     first_feature, program = program % blocks * FEATURES, program // blocks
     segment, program = program % segments, program // segments
-    landmark_head, sequence = (program % HK).to(tl.int64), (program // HK).to(tl.int64)
+    source, sequence = (program % HK).to(tl.int64), (program // HK).to(tl.int64)
     batch, first_query, query_count, first_key, key_count, slot = locate(
         sequence, cu_q, cu_k, queries, keys, chunks, CHUNK
     )
@@ -119,17 +95,14 @@ def _chunk_states(
 
     row = tl.arange(0, FEATURES)
     real = first_feature + row < M
-    landmarks = (sequence * OWN * HK + landmark_head) * M + first_feature
-    u = load_rows(directions + landmarks * width, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    total = tl.zeros([FEATURES], tl.float32)
-    part = tl.zeros([FEATURES], tl.float32)
-    acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    first_direction = (sequence * OWN * HK + source) * M + first_feature
+    u = load_rows(directions + first_direction * width, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
+    top, total, part, acc = empty_sums(FEATURES, VALUE_WIDTH)
     if not REVERSE:
-        shift = tl.load(offset + landmarks + row, mask=real, other=0.0) * LOG2E
+        shift = tl.load(offset + first_direction + row, mask=real, other=0.0) * LOG2E
     if not TOTALS and total_weight is not None:
         for earlier in range(0, segment):
-            place = ((sequence * HK + landmark_head) * segments + earlier) * M + first_feature
+            place = ((sequence * HK + source) * segments + earlier) * M + first_feature
             weight = tl.load(total_weight + place + row, mask=real, other=float("-inf"))
             risen = tl.maximum(top, weight)
             decay = tl.exp2(top - finite(risen))
@@ -150,10 +123,10 @@ def _chunk_states(
         chunk = step // GROUP
         if REVERSE:
             chunk = count - 1 - chunk
-        head = landmark_head * GROUP + step % GROUP
-        state = ((slot + chunk) * HK + landmark_head) * M + first_feature
+        head = source * GROUP + step % GROUP
+        state = ((slot + chunk) * HK + source) * M + first_feature
         if not TOTALS:
-            weight, scale = _settled(top, total)
+            weight, scale = settled(top, total)
             written = real & (step % GROUP == 0)
             there = summary + state * value_width
             store_rows(there, value_width, acc * scale[:, None], written, value_width, FEATURES, VALUE_WIDTH)
@@ -175,32 +148,27 @@ def _chunk_states(
             logit = tl.load(there + index, mask=chunk * CHUNK + index < key_count, other=float("-inf")) * LOG2E
         # Hidden tokens may hold anything, NaN included: they are not even read.
         shown = logit > float("-inf")
-        there = corner(tokens, batch, head, token, tokens_batch, tokens_head, tokens_row)
-        x = load_rows(there, tokens_row, shown, width, CHUNK, WIDTH)
-        there = corner(values, batch, head, token, values_batch, values_head, values_row)
-        y = load_rows(there, values_row, shown, value_width, CHUNK, VALUE_WIDTH)
+        x = load_tile(tokens, batch, head, token, tokens_batch, tokens_head, tokens_row, shown, width, WIDTH)
+        y = load_tile(
+            values, batch, head, token, values_batch, values_head, values_row, shown, value_width, VALUE_WIDTH
+        )
         logits = contract(u, x) * LOG2E + logit[None, :]
-        peak = tl.max(logits, axis=1)
         if not REVERSE and not TOTALS:
             most = tl.maximum(weight, _first_visible(logits, logit, CHUNK) + shift)
             tl.store(anchor + state + row, most, mask=real)
-            rise = tl.max(tl.where(real, peak + shift - finite(most), float("-inf")), axis=0)
+            rise = tl.max(tl.where(real, tl.max(logits, axis=1) + shift - finite(most), float("-inf")), axis=0)
             tl.store(steep + (slot + chunk) * HK + head, 1, mask=rise > STEEP)
 
-        risen = tl.maximum(top, peak)
-        decay = tl.exp2(top - finite(risen))
-        weights = tl.exp2(logits - finite(risen)[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
+        top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, y, acc * decay[:, None])
         if REVERSE:
             there = delta + (batch * HK * GROUP + head) * queries + token
             shares = tl.load(there + index, mask=shown, other=0.0)
             part = part * decay + tl.sum(weights * shares[None, :], axis=1)
-        top = risen
 
     if TOTALS:
-        weight, scale = _settled(top, total)
-        place = ((sequence * HK + landmark_head) * segments + segment) * M + first_feature
+        weight, scale = settled(top, total)
+        place = ((sequence * HK + source) * segments + segment) * M + first_feature
         tl.store(total_weight + place + row, weight, mask=real)
         there = total_summary + place * value_width
         store_rows(there, value_width, acc * scale[:, None], real, value_width, FEATURES, VALUE_WIDTH)
@@ -210,35 +178,33 @@ def _chunk_states(
 
 def key_states(problem: Problem) -> States:
     """States before each chunk, of the keys."""
-    slots, offset, value = problem.slots, problem.offset, problem.value
-    log_weight = offset.new_empty(slots, *offset.shape[1:])
+    _, key, value, _, directions, offset, bias, _ = problem.operands
+    log_weight = offset.new_empty(problem.slots, *offset.shape[1:])
     anchor = torch.empty_like(log_weight)
     steep = torch.zeros(log_weight.shape[:2], dtype=torch.int32, device=value.device)
     states = States(log_weight, value.new_empty(*log_weight.shape, value.shape[-1]), anchor, steep)
-    _launch(problem, problem.key, value, problem.key_directions, problem.key_bias, None, states)
+    _launch(problem, (key, value, directions, offset, bias, None), states)
     return states
 
 
 def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> States:
     """States after each chunk, of the queries; lse and delta `[B, H, L]`."""
-    offset = problem.offset
+    query, offset = problem.operands.query, problem.operands.offset
     log_weight = offset.new_empty(problem.slots, *offset.shape[1:])
     summary = grad.new_empty(*log_weight.shape, grad.shape[-1])
     states = States(log_weight, summary, share=torch.empty_like(log_weight))
-    _launch(problem, problem.query, grad, problem.query_directions, lse, delta, states)
+    _launch(problem, (query, grad, problem.operands.query_directions, offset, lse, delta), states)
     return states
 
 
-def _launch(
-    problem: Problem,
-    tokens: Tensor,
-    values: Tensor,
-    directions: Tensor,
-    bias: Tensor,
-    delta: Tensor | None,
-    states: States,
-) -> None:
-    """Segments are summed up first if there is more than one, so that the second pass starts each where it should."""
+def _launch(problem: Problem, tensors: tuple[Any, ...], states: States) -> None:
+    """Sums up segments first if there is more than one, so that the second pass starts each where it should.
+
+    Args:
+        tensors: tokens, values, directions, offset, bias and delta; no delta for keys.
+        states: written here.
+    """
+    tokens, values, directions, *_, delta = tensors
     heads, features = directions.shape[1:3]
     programs = problem.sequences * heads
     segments = problem.segments
@@ -257,28 +223,6 @@ def _launch(
     def grid(block: dict[str, int]) -> tuple[int]:
         return (programs * segments * ceil_divide(features, block["FEATURES"]),)
 
+    arguments = (*tensors, *states, *totals, *problem.sizes, segments, *strides(tokens, values))
     for summing in (True, False) if segments > 1 else (False,):
-        problem.tuned(_chunk_states, _BLOCKS)[grid](
-            tokens,
-            values,
-            directions,
-            problem.offset,
-            bias,
-            delta,
-            states.log_weight,
-            states.summary,
-            states.anchor,
-            states.steep,
-            states.share,
-            *totals,
-            problem.cu_q,
-            problem.cu_k,
-            problem.query.shape[2],
-            problem.key.shape[2],
-            problem.chunks,
-            segments,
-            *tokens.stride()[:3],
-            *values.stride()[:3],
-            TOTALS=summing,
-            **constants,
-        )
+        problem.tuned(_chunk_states, _BLOCKS)[grid](*arguments, TOTALS=summing, **constants)

@@ -1,18 +1,17 @@
-"""Windowed attention in Triton: exact inside blocks of tokens, through M landmarks between them, one normaliser.
+"""Windowed attention in Triton: exact inside blocks of tokens, by summaries between them, one normaliser.
 
-The mathematics are those of `chunked_window`. Forwards, the keys of every block are summed up, sweeps over the blocks
-make the landmarks of each from the others (`states`), and tiles of queries read the landmarks and the
-keys of their block (`forward`). Backwards, tiles of queries read them again (`backward_queries`), what
-they send to the landmarks is summed up and swept over in the same way, and tiles of keys gather it, with what the
-queries of their own block send them (`backward_keys`). Nothing is added atomically.
+The mathematics are those of `favor.kernels.eager.window`. Forwards, the keys of every block are summed up, sweeps over
+the blocks make the summaries of each from the others (`states`), and tiles of queries read the summaries and the keys
+of their block (`forward`). Backwards, tiles of queries read them again, what they send to the summaries is summed up
+and swept over in the same way, and tiles of keys gather it, with what the queries of their own block send them
+(`backward`). Nothing is added atomically.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from favor.kernels.gpu.window.backward_keys import key_gradients
-from favor.kernels.gpu.window.backward_queries import query_gradients
+from favor.kernels.gpu.window.backward import key_gradients, query_gradients
 from favor.kernels.gpu.window.forward import read
 from favor.kernels.gpu.window.problem import Problem
 from favor.kernels.gpu.window.states import key_states, query_states
@@ -28,10 +27,10 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, +inf where a query
-        sees no key; log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of the landmarks, the latter in the
-        type of the values, see `chunked_window.empty_landmarks`.
+        sees no key; log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of what lies outside of each of b
+        blocks, the latter in the type of the values.
     """
-    problem = _problem(operands, geometry)
+    problem = Problem(operands, geometry)
     states = key_states(problem)
     return Result(*read(problem, states), states.log_weight, states.summary)
 
@@ -45,18 +44,9 @@ def backward(
     """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    problem = _problem(operands, geometry)
-    dq, dquery_bias, delta = query_gradients(problem, grad, *saved)
+    problem = Problem(operands, geometry)
+    dq, dquery_bias, delta = query_gradients(problem, grad, saved)
     sent = query_states(problem, grad, saved.lse, delta)
     directions = (operands.offset.new_empty(0) for _ in range(3))
     of_keys = key_gradients(problem, grad, saved.lse, delta, sent)
     return Gradients._make((dq, *of_keys, *directions, dquery_bias))
-
-
-def _problem(operands: Operands, geometry: Geometry) -> Problem:
-    query_bias = operands.query_bias
-    cu_q, cu_k, max_q, max_k, is_causal, window, scale = geometry
-    if cu_k is None:
-        max_q, max_k = operands.query.shape[2], operands.key.shape[2]
-    assert query_bias is not None  # with a window there is one, see `favor.kernels.linear_attention`
-    return Problem(*operands[:7], cu_q, cu_k, query_bias, window, scale, is_causal, max_q, max_k)

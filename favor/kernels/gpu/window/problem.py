@@ -4,7 +4,7 @@ Queries stand beside the last keys: query i of a causal sequence with L queries 
 block b of w tokens holds the keys and the queries with positions [b w, (b + 1) w). Without causality L = S. Exponents
 are in base 2.
 
-Whatever is kept per block is stored `[slots, B, Hk, M, ...]`, see `chunked_window.empty_landmarks`: block b of a packed
+Whatever is kept per block is stored `[slots, B, Hk, M, ...]`, see `favor.kernels.eager.window`: block b of a packed
 sequence has slot cu_k[sequence] // w + sequence + b, that of a batch slot b.
 """
 
@@ -13,23 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.common import (
-    Blocks,
-    autotuned,
-    bounds,
-    ceil_divide,
-    interpreted,
-    padded_width,
-    within_memory,
-    worth_timing,
-)
+from favor.kernels.gpu import common
+from favor.kernels.gpu.common import LOG2E, Blocks, bounds, ceil_divide, contract, load_tile, strides
 
-# Float32 products are sums of three, and need their registers: small blocks, whatever the kernel.
+# Of float32, for every kernel.
 _PRECISE = {
     128: (Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
     256: (Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 4, 2), Blocks(32, 16, 4, 2)),
@@ -38,42 +29,27 @@ _PRECISE = {
 }
 
 
-_KEY = ("window", "WIDTH", "VALUE_WIDTH", "IS_CAUSAL")
+@dataclass(frozen=True)
+class Problem(common.Problem):
+    """A call of windowed attention, cut into blocks; there is a bias of the queries."""
 
-
-@dataclass
-class Problem:
-    """Inputs of the attention, shapes as in `favor.kernels.gpu.window.op.forward`, and how they are cut up.
-
-    Attributes:
-        max_q, max_k: longest sequences; window: tokens of a block; scale: of the exact logits.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_directions: Tensor
-    key_directions: Tensor
-    offset: Tensor
-    key_bias: Tensor
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    query_bias: Tensor
-    window: int
-    scale: float
-    is_causal: bool
-    max_q: int
-    max_k: int
+    precise = _PRECISE
+    key = ("window", "WIDTH", "VALUE_WIDTH", "IS_CAUSAL")
 
     @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return self.query.shape[0] if self.cu_k is None else self.cu_k.numel() - 1
+    def window(self) -> int:
+        """Tokens of a block, w."""
+        return self.geometry.window
+
+    @property
+    def longest_tile(self) -> int:
+        """Tokens that a tile may have: those of a block."""
+        return self.window
 
     @property
     def slots(self) -> int:
         """Blocks to make room for."""
-        return self.key.shape[2] // self.window + (1 if self.cu_k is None else self.sequences)
+        return self.operands.key.shape[2] // self.window + (1 if self.geometry.cu_k is None else self.sequences)
 
     @property
     def blocks(self) -> int:
@@ -83,7 +59,7 @@ class Problem:
     @property
     def query_blocks(self) -> int:
         """Blocks with queries, of the sequence with most of them."""
-        return min(self.blocks, ceil_divide(self.max_q, self.window) + self.is_causal)
+        return min(self.blocks, ceil_divide(self.max_q, self.window) + self.geometry.is_causal)
 
     @property
     def longest(self) -> int:
@@ -91,50 +67,26 @@ class Problem:
         return min(self.window, self.max_k)
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """Of batch, heads and rows of query, key and value."""
-        return (*self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3])
-
-    @property
     def sizes(self) -> tuple[Any, ...]:
         """Where sequences start, how long they are together, rows of the batch, and the size of a block."""
-        batch, _, queries = self.query.shape[:3]
-        return self.cu_q, self.cu_k, queries, self.key.shape[2], batch, self.window
+        batch, _, queries = self.operands.query.shape[:3]
+        return (*self.geometry[:2], queries, self.operands.key.shape[2], batch, self.window)
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled for."""
-        key_heads, features, width = self.query_directions.shape[-3:]
-        return {
-            "M": features,
-            "HK": key_heads,
-            "GROUP": self.query.shape[1] // key_heads,
-            "width": width,
-            "value_width": self.value.shape[-1],
-            "OWN": int(self.offset.shape[0] > 1),
-            "IS_CAUSAL": self.is_causal,
-            "WIDTH": padded_width(width),
-            "VALUE_WIDTH": padded_width(self.value.shape[-1]),
-        }
+        """The constants for which kernels are compiled."""
+        return super().constants | {"IS_CAUSAL": self.geometry.is_causal}
 
-    def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
-        """`kernel`, choosing its blocks at the first launch for each window, type, width and kind of masking.
-
-        `choices` lists those for half precision by the bytes of the widest row, padded. Tiles of tokens are no longer
-        than a window.
-        """
-        if self.query.element_size() == 4:
-            choices = _PRECISE
-        widths = [padded_width(tensor.shape[-1]) for tensor in (self.query, self.value)]
-        fitting = choices[min(limit for limit in choices if limit >= max(widths) * self.query.element_size())]
-        longest = padded_width(self.window)
-        if interpreted():
-            fitting = (Blocks(32, 32, 4, 1),)
-        else:
-            given = worth_timing(fitting, self.query, self.key)
-            fitting = within_memory(given, self.query.dtype != torch.bfloat16, *widths, longest)
-        fitting = tuple(dict.fromkeys(x._replace(tokens=min(x.tokens, longest)) for x in fitting))
-        return autotuned(kernel, fitting, _KEY)
+    def launch(
+        self, kernel: Any, heads: int, blocks: int, tensors: tuple[Any, ...], strided: tuple[Tensor, ...]
+    ) -> None:
+        """Launches a kernel that takes `tensors`, and strides of the inputs and of `strided`, for tiles of blocks."""
+        count = self.sequences * heads * blocks
+        if count:
+            sizes = (*self.sizes, blocks, self.longest, self.geometry.scale)
+            kernel[lambda block: (count * ceil_divide(self.longest, block["TOKENS"]),)](
+                *tensors, *sizes, *self.strides, *strides(*strided), **self.constants
+            )
 
 
 @triton.jit
@@ -168,7 +120,7 @@ def locate_tile(
     OF_QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Where the tile of queries, or of keys, of this program lies; tiles that share landmarks come one after another.
+    """Where the tile of queries, or of keys, of this program lies; tiles that share summaries come one after another.
 
     Returns:
         head, key head, sequence, batch row and slot; rows of the tensors of queries and of keys at position 0; position
@@ -209,3 +161,31 @@ def locate_tile(
         stop,
         before if OF_QUERIES else after,
     )
+
+
+@triton.jit
+def load_keys(
+    q, own, place, begin, last, scale, key, value, key_bias, batch, source, key_zero,
+    key_batch, key_head, key_row, value_batch, value_head, value_row,
+    width: tl.constexpr, value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some keys of a block, as a tile of queries sees them.
+
+    Args:
+        q, own, place: queries `[R, WIDTH]`, what to subtract from their logits in base 2, and their positions `[R]`.
+        begin, last: the first position, and the one at which to stop.
+
+    Returns:
+        keys `[COLUMNS, WIDTH]`, values `[COLUMNS, VALUE_WIDTH]`, and logits `[R, COLUMNS]` in base 2.
+    """
+    column = begin + tl.arange(0, COLUMNS)
+    shown = tl.load(key_bias + column, mask=column < last, other=float("-inf")) > float("-inf")
+    row = key_zero + begin
+    k = load_tile(key, batch, source, row, key_batch, key_head, key_row, shown, width, q.shape[1])
+    v = load_tile(value, batch, source, row, value_batch, value_head, value_row, shown, value_width, VALUE_WIDTH)
+    logits = contract(q, k) * (scale * LOG2E) - own[:, None]
+    logits += tl.where(shown, 0.0, float("-inf"))[None, :]
+    if IS_CAUSAL:
+        logits = tl.where(column[None, :] <= place[:, None], logits, float("-inf"))
+    return k, v, logits

@@ -1,4 +1,4 @@
-"""Landmarks of windowed attention: for every block of tokens, what the other blocks leave behind.
+"""Summaries of windowed attention: for every block of tokens, what the other blocks leave behind.
 
 Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights.
 Backwards, over the queries of all heads of a key head: the same with logits lq_im - l_i, values g_i, and the mean of
@@ -15,18 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.causal.problem import corner
 from favor.kernels.gpu.common import (
     LN2,
     LOG2E,
     Blocks,
+    absorb,
     ceil_divide,
     contract,
+    empty_sums,
     finite,
     load_rows,
+    load_tile,
     mix,
     processors,
+    settled,
     store_rows,
+    strides,
 )
 from favor.kernels.gpu.window.problem import Problem, locate
 
@@ -53,50 +57,15 @@ _BLOCKS = {
 }
 
 
-@triton.jit
-def _settled(top, total):
-    """Logarithm of a sum from its maximum and the rest, and the reciprocal of the rest; -inf and 0 for an empty sum."""
-    empty = total == 0.0
-    rest = tl.where(empty, 1.0, total)
-    return tl.where(empty, float("-inf"), top + tl.log2(rest)), tl.where(empty, 0.0, 1.0 / rest)
-
-
 @triton.jit(do_not_specialize=["queries", "keys", "batches", "blocks"])
 def _block_states(
-    tokens,
-    values,
-    directions,
-    bias,
-    delta,
-    log_weight,
-    summary,
-    share,
-    cu_q,
-    cu_k,
-    queries,
-    keys,
-    batches,
-    window,
-    blocks,
-    tokens_batch,
-    tokens_head,
-    tokens_row,
-    values_batch,
-    values_head,
-    values_row,
-    M: tl.constexpr,
-    HK: tl.constexpr,
-    GROUP: tl.constexpr,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-    OWN: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+    tokens, values, directions, bias, delta, log_weight, summary, share,
+    cu_q, cu_k, queries, keys, batches, window, blocks,
+    tokens_batch, tokens_head, tokens_row, values_batch, values_head, values_row,
+    M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
+    OWN: tl.constexpr, IS_CAUSAL: tl.constexpr, OF_QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
     """One block of tokens, one key head, one block of features."""
     program = tl.program_id(0)
     feature_blocks: tl.constexpr = (M + FEATURES - 1) // FEATURES
@@ -123,10 +92,7 @@ def _block_states(
     directions += ((sequence * OWN * HK + source) * M + first_feature) * width
     u = load_rows(directions, width, real, width, FEATURES, WIDTH).to(tokens.dtype.element_ty)
 
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    total = tl.zeros([FEATURES], tl.float32)
-    part = tl.zeros([FEATURES], tl.float32)
-    acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    top, total, part, acc = empty_sums(FEATURES, VALUE_WIDTH)
     index = tl.arange(0, TOKENS)
     for step in range(0, tl.cdiv(tl.maximum(stop - start, 0), TOKENS) * GROUP):
         head = source * GROUP + step % GROUP
@@ -139,22 +105,18 @@ def _block_states(
             shift = tl.load(bias + place + index, mask=inside, other=float("-inf")) * LOG2E
         # Hidden tokens may hold anything, NaN included: they are not even read.
         shown = shift > float("-inf")
-        there = corner(tokens, batch, head, token + begin, tokens_batch, tokens_head, tokens_row)
-        x = load_rows(there, tokens_row, shown, width, TOKENS, WIDTH)
-        there = corner(values, batch, head, token + begin, values_batch, values_head, values_row)
-        y = load_rows(there, values_row, shown, value_width, TOKENS, VALUE_WIDTH)
+        x = load_tile(tokens, batch, head, token + begin, tokens_batch, tokens_head, tokens_row, shown, width, WIDTH)
+        y = load_tile(
+            values, batch, head, token + begin, values_batch, values_head, values_row, shown, value_width, VALUE_WIDTH
+        )
         logits = contract(u, x) * LOG2E + shift[None, :]
-        risen = tl.maximum(top, tl.max(logits, axis=1))
-        decay = tl.exp2(top - finite(risen))
-        weights = tl.exp2(logits - finite(risen)[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
+        top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, y, acc * decay[:, None])
         if OF_QUERIES:
             shares = tl.load(delta + place + index, mask=shown, other=0.0)
             part = part * decay + tl.sum(weights * shares[None, :], axis=1)
-        top = risen
 
-    weight, norm = _settled(top, total)
+    weight, norm = settled(top, total)
     place = (((slot + block) * batches + batch) * HK + source) * M + first_feature
     tl.store(log_weight + place + row, weight, mask=real)
     if OF_QUERIES:
@@ -188,27 +150,11 @@ def _add(top, total, acc, part, weight, mean, mean_share):
 
 @triton.jit(do_not_specialize=["keys", "batches"])
 def _outside(
-    log_weight,
-    summary,
-    share,
-    offset,
-    out_weight,
-    out_summary,
-    out_share,
-    cu_k,
-    keys,
-    batches,
-    window,
-    M: tl.constexpr,
-    HK: tl.constexpr,
-    value_width: tl.constexpr,
-    OWN: tl.constexpr,
-    BEFORE: tl.constexpr,
-    AFTER: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    log_weight, summary, share, offset, out_weight, out_summary, out_share,
+    cu_k, keys, batches, window,
+    M: tl.constexpr, HK: tl.constexpr, value_width: tl.constexpr, OWN: tl.constexpr, BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One sequence, one key head, one block of features; log weights come out in base e, with the offset.
 
     The first sweep leaves in the output what lies before each block, which the second one reads again.
@@ -228,13 +174,10 @@ def _outside(
     stride = batches.to(tl.int64) * HK * M
 
     if BEFORE:
-        top = tl.full([FEATURES], float("-inf"), tl.float32)
-        total = tl.zeros([FEATURES], tl.float32)
-        part = tl.zeros([FEATURES], tl.float32)
-        acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+        top, total, part, acc = empty_sums(FEATURES, VALUE_WIDTH)
         for block in tl.range(0, count, num_stages=STAGES):
             place = first + block * stride
-            weight, norm = _settled(top, total)
+            weight, norm = settled(top, total)
             if not AFTER:
                 weight = weight * LN2 + shift
             tl.store(out_weight + place + row, weight, mask=real)
@@ -249,10 +192,7 @@ def _outside(
     if BEFORE and AFTER:
         tl.debug_barrier()  # every thread sees what the others wrote
     if AFTER:
-        top = tl.full([FEATURES], float("-inf"), tl.float32)
-        total = tl.zeros([FEATURES], tl.float32)
-        part = tl.zeros([FEATURES], tl.float32)
-        acc = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+        top, total, part, acc = empty_sums(FEATURES, VALUE_WIDTH)
         for step in tl.range(0, count, num_stages=STAGES):
             place = first + (count - 1 - step) * stride
             all_top, all_total, all_acc, all_part = top, total, acc, part
@@ -261,7 +201,7 @@ def _outside(
                     out_weight, out_summary, out_share, place, real, value_width, FEATURES, VALUE_WIDTH
                 )
                 all_top, all_total, all_acc, all_part = _add(top, total, acc, part, weight, mean, mean_share)
-            weight, norm = _settled(all_top, all_total)
+            weight, norm = settled(all_top, all_total)
             tl.store(out_weight + place + row, weight * LN2 + shift, mask=real)
             there = out_summary + place * value_width
             store_rows(there, value_width, all_acc * norm[:, None], real, value_width, FEATURES, VALUE_WIDTH)
@@ -275,9 +215,9 @@ def _outside(
 
 def key_states(problem: Problem) -> States:
     """States of the keys outside each block that its queries may see, in the type of the values."""
-    keys = (problem.key, problem.value, problem.key_directions, problem.key_bias)
-    parts = _sum_blocks(problem, *keys, None, problem.value.dtype)
-    return _join_outside(problem, parts, before=True, after=not problem.is_causal)
+    _, key, value, _, directions, _, bias, _ = problem.operands
+    parts = _sum_blocks(problem, (key, value, directions, bias, None), value.dtype)
+    return _join_outside(problem, parts, before=True, after=not problem.geometry.is_causal)
 
 
 def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> States:
@@ -286,20 +226,20 @@ def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> 
     For float16 they are float32: gradients may be too small for it.
     """
     dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
-    parts = _sum_blocks(problem, problem.query, grad, problem.query_directions, lse, delta, dtype)
-    return _join_outside(problem, parts, before=not problem.is_causal, after=True)
+    tensors = (problem.operands.query, grad, problem.operands.query_directions, lse, delta)
+    return _join_outside(
+        problem, _sum_blocks(problem, tensors, dtype), before=not problem.geometry.is_causal, after=True
+    )
 
 
-def _sum_blocks(
-    problem: Problem,
-    tokens: Tensor,
-    values: Tensor,
-    directions: Tensor,
-    bias: Tensor,
-    delta: Tensor | None,
-    dtype: torch.dtype,
-) -> States:
-    """States of every block, log weights in base 2 and without the offset."""
+def _sum_blocks(problem: Problem, tensors: tuple[Any, ...], dtype: torch.dtype) -> States:
+    """States of every block, log weights in base 2 and without the offset.
+
+    Args:
+        tensors: tokens, values, directions, bias and delta; no delta for keys.
+        dtype: type of the means.
+    """
+    tokens, values, directions, _, delta = tensors
     parts = _empty(problem, dtype, delta is not None)
     constants = problem.constants | {"OF_QUERIES": delta is not None}
     if delta is None:
@@ -309,57 +249,34 @@ def _sum_blocks(
     def grid(block: dict[str, int]) -> tuple[int]:
         return (count * ceil_divide(directions.shape[2], block["FEATURES"]),)
 
-    if not count:
-        return parts
-    problem.tuned(_block_states, _BLOCKS)[grid](
-        tokens,
-        values,
-        directions,
-        bias,
-        delta,
-        *parts,
-        *problem.sizes,
-        problem.blocks,
-        *tokens.stride()[:3],
-        *values.stride()[:3],
-        **constants,
-    )
+    if count:
+        arguments = (*tensors, *parts, *problem.sizes, problem.blocks, *strides(tokens, values))
+        problem.tuned(_block_states, _BLOCKS)[grid](*arguments, **constants)
     return parts
 
 
 def _join_outside(problem: Problem, parts: States, before: bool, after: bool) -> States:
     """States outside of every block. The sweeps wait for memory: they are cut finely enough that many are under way."""
     found = _empty(problem, parts.summary.dtype, parts.share is not None)
-    constants: dict[str, Any] = {
-        name: problem.constants[name] for name in ("M", "HK", "OWN", "value_width", "VALUE_WIDTH")
-    }
+    key, offset, cu_k = problem.operands.key, problem.operands.offset, problem.geometry.cu_k
+    constants = {name: problem.constants[name] for name in ("M", "HK", "OWN", "value_width", "VALUE_WIDTH")}
     programs, features, width = problem.sequences * constants["HK"], constants["M"], constants["VALUE_WIDTH"]
     block = max(1, 2048 // width)
-    while block * width > 256 and programs * ceil_divide(features, block) < 6 * processors(problem.key.device):
+    while block * width > 256 and programs * ceil_divide(features, block) < 6 * processors(key.device):
         block //= 2
-    if not programs * problem.blocks:
-        return found
-    _outside[(programs * ceil_divide(features, block),)](
-        *parts,
-        problem.offset,
-        *found,
-        problem.cu_k,
-        problem.key.shape[2],
-        problem.key.shape[0],
-        problem.window,
-        BEFORE=before,
-        AFTER=after,
-        FEATURES=block,
-        STAGES=4,
-        num_warps=max(1, block * width // 256),
-        **constants,
-    )
+    if programs * problem.blocks:
+        constants |= {"BEFORE": before, "AFTER": after, "FEATURES": block, "STAGES": 4}
+        _outside[(programs * ceil_divide(features, block),)](
+            *parts, offset, *found, cu_k, key.shape[2], key.shape[0], problem.window,
+            num_warps=max(1, block * width // 256), **constants,
+        )  # fmt: skip
     return found
 
 
 def _empty(problem: Problem, dtype: torch.dtype, shares: bool) -> States:
     """Uninitialised states, with summaries of this type."""
-    heads, features = problem.offset.shape[1:]
-    log_weight = problem.offset.new_empty(problem.slots, problem.key.shape[0], heads, features)
-    summary = problem.value.new_empty(*log_weight.shape, problem.value.shape[-1], dtype=dtype)
+    key, value, offset = problem.operands.key, problem.operands.value, problem.operands.offset
+    heads, features = offset.shape[1:]
+    log_weight = offset.new_empty(problem.slots, key.shape[0], heads, features)
+    summary = value.new_empty(*log_weight.shape, value.shape[-1], dtype=dtype)
     return States(log_weight, summary, torch.empty_like(log_weight) if shares else None)
