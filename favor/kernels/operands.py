@@ -251,15 +251,14 @@ class Sequence:
 
 def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
     """The sequences of a batch; all of it at once if it is not packed."""
-    cu_q, cu_k = geometry.cu_q, geometry.cu_k
-    everything = slice(None)
+    cu_q, cu_k, everything = geometry.cu_q, geometry.cu_k, slice(None)
     if cu_q is None or cu_k is None:
-        bounds = [(everything, everything)]
-    else:
-        ends = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
-        bounds = [(slice(*rows), slice(*columns)) for rows, columns in ends]
-    for index, (rows, columns) in enumerate(bounds):
-        own = slice(index, index + 1) if cu_q is not None else everything
+        every = (everything, everything, everything)
+        yield Sequence(operands, operands, every, every, everything, (everything, everything))
+        return
+    ends = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+    for index, (rows, columns) in enumerate(ends):
+        own = slice(index, index + 1)
         directions = (own if operands.offset.shape[0] > 1 else everything, everything)
-        of_rows, of_columns = (everything, everything, rows), (everything, everything, columns)
+        of_rows, of_columns = (everything, everything, slice(*rows)), (everything, everything, slice(*columns))
         yield Sequence.of(operands, of_rows, of_columns, own, directions)
