@@ -32,6 +32,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import make_parser
 from favor.integrations.adapt.feature_weights import DENSE
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules
@@ -152,9 +153,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.feature_weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.feature_weights", __doc__)
     parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
     parser.add_argument("--text", required=True, help="to calibrate on: UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")

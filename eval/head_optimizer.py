@@ -34,6 +34,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.optim import head_report, head_tasks
 from favor.eval.optim.head_report import Entry, label
 from favor.eval.optim.head_tasks import HeadTask
@@ -315,9 +316,7 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.head_optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.head_optimizer", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--heads", nargs="+", choices=("adamw", "sgd", "bound"), default=["adamw", "sgd", "bound"])
     parser.add_argument("--images_dir", type=Path, help=f"folder of {head_tasks.IMAGES}")
@@ -329,8 +328,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, nargs="+", default=list(MILESTONES), help="after which to compare")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; made if it is not there")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="head_optimizer", help="file name of the results, without ending")
+    add_results(parser, "head_optimizer")
     arguments = parser.parse_args(argv)
     needed = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text_file"}
     for task in arguments.tasks:
