@@ -121,7 +121,7 @@ def write_report(
 
 
 def usage_lines(folder: Path) -> list[str]:
-    """How to go on with a model the demo has made."""
+    """Explains how to go on with a model the demo has made."""
     return [
         "Load a fine-tuned model; it remembers its backend and its options:",
         "",

@@ -82,7 +82,7 @@ class Variant:
 
 @dataclass
 class Divergences:
-    """What `observe` reports, compared with softmax: by variant, the values of all heads of all sequences.
+    """Compares what `observe` reports with softmax: by variant, the values of all heads of all sequences.
 
     Attributes:
         models: of the variants that learned something.
@@ -228,7 +228,7 @@ def summary(
 
 
 def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
-    """Whether 64 features with all that is learned reach 192 without weights, for favor+ and the default of favor#."""
+    """Checks that 64 features with all that is learned reach 192 without weights, for favor+ and favor#'s default."""
     checks = []
     for row in rows:
         best = row["kind"] == (REFINED if row["backend"] == "favor#" else WEIGHTS)

@@ -50,7 +50,7 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried on a task: every learning rate of the body with every choice for the output layer.
+    """Lists what is tried on a task: every learning rate of the body with every choice for the output layer.
 
     Args:
         body: learning rates of the body.
@@ -80,7 +80,7 @@ class Grid:
         return [config_of(head, body, **options) for body in self.body for options in choices[head]]
 
     def at_edge(self, config: Config) -> bool:
-        """Whether a learning rate of a configuration is the first or last of those that were tried."""
+        """Tells whether a learning rate of a configuration is the first or last of those that were tried."""
         varied = tuple({options["lr"] for options in self.bound if "lr" in options})
         bound = varied if len(varied) > 1 else ()
         tried = {"adamw": self.adamw, "sgd": self.sgd, "bound": bound}[config["head"]]
@@ -274,7 +274,7 @@ def compare(
 
 
 def settings_text(arguments: argparse.Namespace) -> str:
-    """How it was measured, in words."""
+    """Explains in words how it was measured."""
     grids = {name: GRIDS[name] for name in arguments.tasks}
     counts = ", ".join(
         f"{len(grid.configs('adamw'))} and {len(grid.configs('bound'))} ({name})" for name, grid in grids.items()

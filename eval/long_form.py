@@ -115,7 +115,7 @@ def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments
 
 
 def problem(answer: dict[str, Any] | Failure) -> str | None:
-    """What is wrong with the logits that `long_form_cell.check` found, None if nothing."""
+    """Says what is wrong with the logits that `long_form_cell.check` found, None if nothing."""
     if isinstance(answer, Failure):
         return answer.reason
     broken = [label for label, finite in answer["finite"].items() if not finite]

@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """As `parse` reads it."""
+        """Gives the sizes in the form that `parse` reads."""
         return f"{self.B}x{self.T}x{self.U}x{self.V}"
 
     @property
@@ -146,7 +146,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """As it stands in tables."""
+        """Gives the name of the method in tables."""
         return self.name if self.kernel is None else f"{self.name} ({self.kernel})"
 
     def loss(self, inputs: Inputs) -> Tensor:
@@ -167,7 +167,7 @@ class Method:
 
 
 def methods(networks: bool, kernels: Sequence[str], max_cells: int) -> list[Method]:
-    """Those of one table, the naive one first."""
+    """Lists the methods of one table, the naive one first."""
     found = [Method("naive"), *(Method("transducer_loss", kernel) for kernel in kernels)]
     return found + [Method("joint_transducer_loss", kernel, max_cells) for kernel in kernels] if networks else found
 
@@ -250,7 +250,7 @@ def shown(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list[report.Check]:
-    """What the tables should bear out."""
+    """Checks what the tables should bear out."""
     found = []
     for name, rows in (("transducer_loss", logits), ("joint_transducer_loss", networks)):
         ours = [row for row in rows if row["method"].split(" ")[0] == name]

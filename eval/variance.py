@@ -184,7 +184,7 @@ def cells(
 
 
 def checks(results: Table, sigmas: Sequence[float]) -> list[report.Check]:
-    """What the paper says of Figure 2, and of cderf beside it, with the numbers found."""
+    """Checks what the paper says of Figure 2, and of cderf beside it, with the numbers found."""
     excess = {
         (regime, sigma): row["cderf"][i] - min(row[name][i] for name in FAMILIES)
         for regime, row in results.items()

@@ -29,7 +29,7 @@ class StoredBackend(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, except that `favor={...}` is merged into the options of `config_dict`."""
+        """Makes a configuration as transformers does, and merges `favor={...}` into the options of `config_dict`."""
         if kwargs.get("favor") is not None:
             config_dict = {**config_dict, "favor": {**(config_dict.get("favor") or {}), **kwargs.pop("favor")}}
         return super().from_dict(config_dict, **kwargs)

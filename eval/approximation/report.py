@@ -17,7 +17,7 @@ from favor.eval.common.report import table, write_files
 
 @dataclass
 class Results:
-    """What was measured.
+    """Holds what was measured.
 
     Attributes:
         facts: model, text, machine, versions, seed, command.

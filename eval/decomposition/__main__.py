@@ -70,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a part found, with its seconds."""
+    """Runs a part and returns what it found, with its seconds."""
     begin = time.perf_counter()
     if part == "outliers":
         found = decomposition_outliers.measure(arguments.keel_dir, arguments.draws)

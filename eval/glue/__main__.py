@@ -228,7 +228,7 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
 
 
 def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
-    """How many samples have no more tokens than a backend has features; only runs evaluated again tell."""
+    """Tells how many samples have no more tokens than a backend has features; only runs evaluated again tell."""
     shares = {
         (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
         for run in runs

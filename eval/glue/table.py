@@ -74,7 +74,7 @@ def column(task: str) -> Column:
 
 
 def is_exact(backend: str) -> bool:
-    """Whether a row is a reference with exact softmax attention rather than a linear backend."""
+    """Tells whether a row is a reference with exact softmax attention rather than a linear backend."""
     return not backend.startswith("favor")
 
 

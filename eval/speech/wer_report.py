@@ -172,7 +172,7 @@ def score_lines(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
 
 
 def cost_lines(rows: Sequence[Row]) -> list[str]:
-    """What the training of each arm took."""
+    """Tabulates the cost of the training of each arm."""
 
     def number(value: float | None, form: str, unit: float = 1.0) -> str:
         return DASH if value is None else format(value / unit, form)

@@ -224,7 +224,7 @@ def run_models(bench: Bench) -> Iterator[None]:
 
 
 def explanation(bench: Bench) -> list[str]:
-    """How to read the numbers, as Markdown lines."""
+    """Explains how to read the numbers, as Markdown lines."""
     a, ceilings = bench.arguments, bench.ceilings
     lines = [
         f"Medians of up to {a.repeats} samples (fewer where a pass is slow), methods in turns; quartiles are in the",
@@ -266,7 +266,7 @@ def shown_command(argv: Sequence[str]) -> str:
 
 
 def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
-    """What makes a run repeatable."""
+    """Collects what makes a run repeatable."""
     arguments = bench.arguments
     versions = launch.versions()
     for package in ("triton", "performer-pytorch", "flash-linear-attention"):

@@ -63,12 +63,12 @@ class Crossover:
 
 
 def is_baseline(method: str) -> bool:
-    """Whether a method is one of the SDPA backends."""
+    """Tells whether a method is one of the SDPA backends."""
     return method.split(":")[0] == BASELINE
 
 
 def crossover(method: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover | None:
-    """Where `method` becomes faster than `baseline` and stays so at every longer length measured for both.
+    """Finds where `method` becomes faster than `baseline` and stays so at every longer length measured for both.
 
     Between two lengths the logarithm of the ratio is taken as linear in the logarithm of the length.
 

@@ -39,7 +39,7 @@ def named(scores: dict[str, float], split: str) -> dict[str, float]:
 
 
 def is_constant(predictions: np.ndarray) -> bool:
-    """Whether a model says the same of every sample: one class, or scores that differ only by rounding."""
+    """Tells whether a model says the same of every sample: one class, or scores that differ only by rounding."""
     return bool(np.ptp(predictions) <= 1e-6)
 
 

@@ -70,7 +70,7 @@ class Arguments(ArgumentGroups):
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model learns.
+    """Names what a model learns.
 
     Attributes:
         program: module that is run.
