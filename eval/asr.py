@@ -198,12 +198,6 @@ def report_lines(content: dict[str, Any]) -> list[str]:
     ]
 
 
-def shown_command(program: str, argv: Sequence[str], dropped: Sequence[str] = ()) -> str:
-    """The command line for a result: the data folder as DATA, a local model by the name of its folder."""
-    words = [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
-    return report.shown_command(program, words, ("--data_dir",), dropped)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code.
 
@@ -235,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result, rows = evaluate_split(model, processor, utterances, arguments)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    content |= report.context(shown_command("favor.eval.asr", words, ("--output_dir",)), ("transformers", "jiwer"))
+    command = report.shown_command("favor.eval.asr", report.local_names(words), ["--data_dir"], ["--output_dir"])
+    content |= report.context(command, ("transformers", "jiwer"))
     report.write(folder, "asr", report_lines(content), content, ())
     print("\n".join(report_lines(content)))
     return 0

@@ -11,7 +11,6 @@ own. `exact_below` is 0 throughout, so that the estimators are what is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from favor.eval.common import launch
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.report import table, write_files
 from favor.eval.glue import demo_task
 
 BACKENDS = ("sdpa", "favor+", "favor++", "favor#", "favor#:landmark")
@@ -85,10 +85,8 @@ def fine_tune(backend: str, model_path: Path, data_dir: Path, arguments: argpars
 
 def table_lines(results: dict[str, dict[str, Any]], cosines: dict[str, float]) -> list[str]:
     """The table as Markdown lines."""
-    lines = [
-        "| backend | accuracy | majority baseline | seconds a step | peak memory | cosine before fine-tuning |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    header = ("backend", "accuracy", "majority baseline", "seconds a step", "peak memory", "cosine before fine-tuning")
+    rows = []
     for backend, result in results.items():
         cells = [
             LABELS.get(backend, backend),
@@ -98,8 +96,8 @@ def table_lines(results: dict[str, dict[str, Any]], cosines: dict[str, float]) -
             f"{result['peak_memory_bytes'] / 2**20:.0f} MiB",
             f"{cosines[backend]:.3f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(cells)
+    return table(header, rows)
 
 
 def write_report(
@@ -117,14 +115,13 @@ def write_report(
         "for gets 75 %. Cosine: embedding before any fine-tuning, to that of exact attention. Peak memory: that of the",
         f"whole process. {launch.machine()}; {versions}.",
     ]
-    (arguments.output_dir / "demo.md").write_text("\n".join(lines) + "\n")
     content = {"cosine_before_fine_tuning": cosines, "results": results, "machine": launch.machine()}
-    (arguments.output_dir / "demo.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_files(arguments.output_dir, "demo", lines, content, indent=2)
     return lines
 
 
 def usage_lines(folder: Path) -> list[str]:
-    """How to go on with a model the demo has made."""
+    """Explains how to go on with a model the demo has made."""
     return [
         "Load a fine-tuned model; it remembers its backend and its options:",
         "",

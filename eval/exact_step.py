@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.optim import ProxBoundSGD, bound_coefficients, bound_matvec, exact_step_
 from favor.optim.single import single_direction
 
@@ -101,17 +101,14 @@ def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.exact_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.exact_step", __doc__)
     parser.add_argument("--labels", type=int, nargs="+", default=[1000, 3000, 10_000, 30_000, 100_000], metavar="N")
     parser.add_argument("--inputs", type=int, default=512, help="d")
     parser.add_argument("--repeats", type=int, default=51)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="exact_step", help="file name of the results, without ending")
+    add_results(parser, "exact_step")
     arguments = parser.parse_args(argv)
     if len(set(arguments.labels)) < 2 or min(*arguments.labels, arguments.inputs) < 2:
         parser.error("--labels must be at least two numbers, all of them and --inputs at least 2")

@@ -32,6 +32,7 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import make_parser
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.pretrained import load_exact
@@ -79,7 +80,7 @@ class Variant:
 
 @dataclass
 class Divergences:
-    """What `observe` reports, compared with softmax: by variant, the values of all heads of all sequences.
+    """Compares what `observe` reports with softmax: by variant, the values of all heads of all sequences.
 
     Attributes:
         models: of the variants that learned something.
@@ -150,9 +151,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.feature_weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.feature_weights", __doc__)
     parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
     parser.add_argument("--text", required=True, help="to calibrate on: UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
@@ -227,7 +226,7 @@ def summary(
 
 
 def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
-    """Whether 64 features with all that is learned reach 192 without weights, for favor+ and the default of favor#."""
+    """Checks that 64 features with all that is learned reach 192 without weights, for favor+ and favor#'s default."""
     checks = []
     for row in rows:
         best = row["kind"] == (REFINED if row["backend"] == "favor#" else WEIGHTS)

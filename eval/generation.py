@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import DynamicCache
 
 import favor
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.speed.models import Model
 
 TOLERANCE = 1e-3
@@ -31,9 +31,7 @@ WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.generation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.generation", __doc__)
     add = parser.add_argument
     add("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="L", help="tokens before")
     add("--backend", choices=favor.BACKENDS[:4], default="favor+", help="the causal form needs no calibration")
@@ -45,8 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--device", default="cpu")
     add("--seed", type=int, default=0)
-    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    add("--name", default="generation_cpu", help="file name of the results, without ending")
+    add_results(parser, "generation_cpu")
     arguments = parser.parse_args(argv)
     sizes = (*arguments.contexts, arguments.num_features, arguments.layers, arguments.batch_size)
     if min(sizes) < 1 or arguments.tokens < 2 or arguments.window < 0:

@@ -34,6 +34,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.optim import head_report, head_tasks
 from favor.eval.optim.head_report import Entry, label
 from favor.eval.optim.head_tasks import HeadTask
@@ -49,7 +50,7 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried on a task: every learning rate of the body with every choice for the output layer.
+    """Lists what is tried on a task: every learning rate of the body with every choice for the output layer.
 
     Args:
         body: learning rates of the body.
@@ -79,7 +80,7 @@ class Grid:
         return [config_of(head, body, **options) for body in self.body for options in choices[head]]
 
     def at_edge(self, config: Config) -> bool:
-        """Whether a learning rate of a configuration is the first or last of those that were tried."""
+        """Tells whether a learning rate of a configuration is the first or last of those that were tried."""
         varied = tuple({options["lr"] for options in self.bound if "lr" in options})
         bound = varied if len(varied) > 1 else ()
         tried = {"adamw": self.adamw, "sgd": self.sgd, "bound": bound}[config["head"]]
@@ -273,7 +274,7 @@ def compare(
 
 
 def settings_text(arguments: argparse.Namespace) -> str:
-    """How it was measured, in words."""
+    """Explains in words how it was measured."""
     grids = {name: GRIDS[name] for name in arguments.tasks}
     counts = ", ".join(
         f"{len(grid.configs('adamw'))} and {len(grid.configs('bound'))} ({name})" for name, grid in grids.items()
@@ -315,9 +316,7 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.head_optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.head_optimizer", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--heads", nargs="+", choices=("adamw", "sgd", "bound"), default=["adamw", "sgd", "bound"])
     parser.add_argument("--images_dir", type=Path, help=f"folder of {head_tasks.IMAGES}")
@@ -329,8 +328,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, nargs="+", default=list(MILESTONES), help="after which to compare")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; made if it is not there")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="head_optimizer", help="file name of the results, without ending")
+    add_results(parser, "head_optimizer")
     arguments = parser.parse_args(argv)
     needed = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text_file"}
     for task in arguments.tasks:

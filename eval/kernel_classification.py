@@ -29,6 +29,7 @@ from torch import Tensor
 
 from favor import features
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.figures.kernel_data import BUNDLED, UCI, Dataset, load, split
 from favor.eval.figures.kernel_report import checks, plot, report_lines
 
@@ -195,11 +196,7 @@ def evaluate(
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.kernel_classification",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("favor.eval.kernel_classification", __doc__)
     parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
     parser.add_argument("--datasets", nargs="+", help="default: the eight UCI sets, without a folder the bundled ones")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
@@ -211,8 +208,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--splits", type=int, default=1, help="shuffles of each data set; results are their mean")
     parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
     parser.add_argument("--seed", type=int, default=0, help="of the first shuffle")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="kernel_classification", help="file name of the results, without ending")
+    add_results(parser, "kernel_classification")
     arguments = parser.parse_args(argv)
     arguments.datasets = arguments.datasets or list(UCI if arguments.data_dir else BUNDLED)
     arguments.num_features = sorted(arguments.num_features)

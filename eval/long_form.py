@@ -21,6 +21,7 @@ import torch
 
 from favor.eval.common import report
 from favor.eval.common.launch import Backend
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.speech import long_form_report
 from favor.eval.speech.long_form_cell import (
     RATE,
@@ -48,12 +49,7 @@ EAGER_MATRICES = 3
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.long_form",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("favor.eval.long_form", __doc__, abbreviations=False)
     add = parser.add_argument
     add("--minutes", type=float, nargs="+", default=[1, 2, 5, 10, 20, 60], metavar="M", help="of audio")
     add("--backends", nargs="+", default=["favor#", *EXACT], help="sdpa, eager, favor#, favor+, favor++, favor#:sderf")
@@ -68,8 +64,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--long_repeats", type=int, default=1, help="of longer ones")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
-    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    add("--name", default="long_form_cpu", help="file name of the results, without ending")
+    add_results(parser, "long_form_cpu")
     arguments = parser.parse_args(argv)
     try:
         arguments.backends = [Backend.parse(text) for text in dict.fromkeys(arguments.backends)]
@@ -120,7 +115,7 @@ def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments
 
 
 def problem(answer: dict[str, Any] | Failure) -> str | None:
-    """What is wrong with the logits that `long_form_cell.check` found, None if nothing."""
+    """Says what is wrong with the logits that `long_form_cell.check` found, None if nothing."""
     if isinstance(answer, Failure):
         return answer.reason
     broken = [label for label, finite in answer["finite"].items() if not finite]

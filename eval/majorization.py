@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.optim.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
 from favor.eval.optim.majorization_methods import METHODS, Configuration, Method, Score, search
 from favor.eval.optim.majorization_report import checks, plot, report_lines, summary, thinned
@@ -140,9 +141,7 @@ def described(result: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.majorization", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.majorization", __doc__)
     parser.add_argument("--datasets", nargs="+", choices=list(LAM_SUM), default=list(QUICK), metavar="NAME")
     parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
     parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
@@ -152,8 +151,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="runs with the configuration that was chosen")
     parser.add_argument("--time_limit", type=float, default=8, help="seconds of a run, and of all trials together")
     parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="majorization", help="file name of the results, without ending")
+    add_results(parser, "majorization")
     arguments = parser.parse_args(argv)
     if min(arguments.trials, arguments.seeds) < 1 or min(arguments.epochs, arguments.time_limit) <= 0:
         parser.error("--trials, --seeds, --epochs and --time_limit must be positive")

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import favor
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.models.conformer import (
     ConformerConfig,
     ConformerFeatureExtractor,
@@ -46,12 +47,7 @@ ADVANCE_SECONDS = 5.12
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.streaming",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("favor.eval.streaming", __doc__, abbreviations=False)
     add = parser.add_argument
     add("--pieces_ms", type=int, nargs="+", default=[40, 80, 160, 320, 640], metavar="MS", help="lengths of pieces")
     add("--minutes", type=float, nargs="+", default=[0, 0.5, 2, 5], metavar="M", help="after which pieces are timed")
@@ -63,8 +59,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--check_seconds", type=float, default=5.0, help="of audio for the comparison with the whole")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
-    add("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    add("--name", default="streaming_cpu", help="file name of the results, without ending")
+    add_results(parser, "streaming_cpu")
     arguments = parser.parse_args(argv)
     for name in ("pieces_ms", "minutes", "backends"):
         setattr(arguments, name, sorted(set(getattr(arguments, name)), key=getattr(arguments, name).index))

@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.speed import measure
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
 
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """As `parse` reads it."""
+        """Gives the sizes in the form that `parse` reads."""
         return f"{self.B}x{self.T}x{self.U}x{self.V}"
 
     @property
@@ -146,7 +146,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """As it stands in tables."""
+        """Gives the name of the method in tables."""
         return self.name if self.kernel is None else f"{self.name} ({self.kernel})"
 
     def loss(self, inputs: Inputs) -> Tensor:
@@ -167,7 +167,7 @@ class Method:
 
 
 def methods(networks: bool, kernels: Sequence[str], max_cells: int) -> list[Method]:
-    """Those of one table, the naive one first."""
+    """Lists the methods of one table, the naive one first."""
     found = [Method("naive"), *(Method("transducer_loss", kernel) for kernel in kernels)]
     return found + [Method("joint_transducer_loss", kernel, max_cells) for kernel in kernels] if networks else found
 
@@ -250,7 +250,7 @@ def shown(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list[report.Check]:
-    """What the tables should bear out."""
+    """Checks what the tables should bear out."""
     found = []
     for name, rows in (("transducer_loss", logits), ("joint_transducer_loss", networks)):
         ours = [row for row in rows if row["method"].split(" ")[0] == name]
@@ -266,9 +266,7 @@ def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.transducer_loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.transducer_loss", __doc__)
     sizes = ["4x200x50x128", "4x200x50x1024", "8x400x100x256"]
     parser.add_argument("--sizes", type=Cell.parse, nargs="+", default=[*map(Cell.parse, sizes)], metavar="BxTxUxV")
     parser.add_argument("--width", type=int, default=128, help="of the joint network")
@@ -279,8 +277,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds_per_cell", type=float, default=30.0, help="a slower method is repeated less often")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="transducer_loss", help="file name of the results, without ending")
+    add_results(parser, "transducer_loss")
     parser.add_argument("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if min(arguments.repeats, arguments.threads, arguments.max_cells, arguments.width) < 1:

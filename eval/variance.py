@@ -30,6 +30,7 @@ from torch import Tensor
 
 from favor import features
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 
 SIZE = 8
 DIM = SIZE * SIZE
@@ -183,7 +184,7 @@ def cells(
 
 
 def checks(results: Table, sigmas: Sequence[float]) -> list[report.Check]:
-    """What the paper says of Figure 2, and of cderf beside it, with the numbers found."""
+    """Checks what the paper says of Figure 2, and of cderf beside it, with the numbers found."""
     excess = {
         (regime, sigma): row["cderf"][i] - min(row[name][i] for name in FAMILIES)
         for regime, row in results.items()
@@ -259,17 +260,14 @@ def plot(results: Table, sigmas: Sequence[float], path: Path) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.variance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.variance", __doc__)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
     parser.add_argument("--sets", type=int, default=5, help="pairs of sets of a regime")
     parser.add_argument("--length", type=int, default=1024, help="vectors of a set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[round(0.1 * i, 1) for i in range(1, 11)])
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES, metavar="REGIME")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="variance", help="file name of the results, without ending")
+    add_results(parser, "variance")
     arguments = parser.parse_args(argv)
     if arguments.sets < 1 or arguments.length < 2 or min(arguments.sigmas) <= 0:
         parser.error("--sets must be at least 1, --length at least 2 and every sigma positive")

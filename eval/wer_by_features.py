@@ -39,6 +39,7 @@ from favor.eval import asr as evaluation
 from favor.eval.approximation.heads import mean_of_values
 from favor.eval.common import launch
 from favor.eval.common.launch import Backend
+from favor.eval.common.program import make_parser
 from favor.eval.speech import wer_report as report
 from favor.eval.speech.wer_report import EXACT, UNIFORM
 from favor.integrations.adapt.observe import Observation
@@ -128,12 +129,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     Raises:
         ValueError: for an arm that is none, or a rest that sets what the evaluation sets itself.
     """
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.wer_by_features",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("favor.eval.wer_by_features", __doc__, abbreviations=False)
     parser.add_argument("--model_name_or_path", help="trained with exact attention; default: each arm from new weights")
     parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]")
     parser.add_argument(

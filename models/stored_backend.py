@@ -1,10 +1,10 @@
-"""Configurations that keep their attention backend: transformers itself does not save it."""
+"""Configurations that keep their attention backend, which transformers itself does not save; who in the zoo has one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from favor import FavorConfig
 
@@ -29,7 +29,7 @@ class StoredBackend(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, except that `favor={...}` is merged into the options of `config_dict`."""
+        """Makes a configuration as transformers does, and merges `favor={...}` into the options of `config_dict`."""
         if kwargs.get("favor") is not None:
             config_dict = {**config_dict, "favor": {**(config_dict.get("favor") or {}), **kwargs.pop("favor")}}
         return super().from_dict(config_dict, **kwargs)
@@ -37,3 +37,19 @@ class StoredBackend(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """All fields, the attention backend included."""
         return {**super().to_dict(), "attn_implementation": self._attn_implementation}
+
+
+def zoo_configuration(plain: type[PreTrainedConfig]) -> type[StoredBackend] | None:
+    """Finds the zoo's configuration that extends one of transformers directly; None if the zoo has no such model."""
+    return next((own for own in StoredBackend.__subclasses__() if plain in own.__bases__), None)
+
+
+def zoo_model(plain: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
+    """Finds the zoo's subclass of a model class of transformers, whose saved folder remembers the backend, or None."""
+    known = plain.__subclasses__()
+    return next((own for own in known if own.config_class and issubclass(own.config_class, StoredBackend)), None)
+
+
+def keeps_backend(model_type: str) -> bool:
+    """Tells whether saved models of a type reload with their backend by themselves."""
+    return any(own.model_type == model_type for own in StoredBackend.__subclasses__())

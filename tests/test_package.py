@@ -59,6 +59,13 @@ def test_imports_point_one_way(part):
         assert parts <= MAY_IMPORT[part], f"{path} imports {parts}"
 
 
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_common_imports_no_folder_beside_it(part):
+    for path in (ROOT / part / "common").glob("*.py"):
+        own = [name.split(".")[2] for name in imports(path) if name.startswith(f"favor.{part}.")]
+        assert set(own) <= {"common"}, path
+
+
 def test_transformers_stays_in_the_integrations():
     for path in (ROOT / "favor").rglob("*.py"):
         if "integrations" not in path.parts:

@@ -24,13 +24,13 @@ from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
 import favor
-from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED, Arguments, ModelArguments
-from favor.train.common.batches import make_loaders
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer
+from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
+from favor.train.text.glue_loaders import make_loaders
 from favor.train.text.metrics import load_glue_metric
 
 
@@ -43,9 +43,7 @@ def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers
         config.label2id = {label: number for number, label in enumerate(labels)}
         config.problem_type = "regression" if task.is_regression else "single_label_classification"
 
-    return load_switched(
-        arguments, AutoModelForSequenceClassification, PerformerBertForSequenceClassification, seed, adapt
-    )
+    return load_switched(arguments, AutoModelForSequenceClassification, seed, adapt)
 
 
 def prepare_run(
@@ -89,8 +87,8 @@ def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[st
             predictions.append(guess.cpu())
             references.append(labels.cpu())
         said, true = torch.cat(predictions).numpy(), torch.cat(references).numpy()
-        scores.update(report.named(metric.compute(predictions=said, references=true), split))
-        constant = constant or report.is_constant(said)
+        scores.update(glue_report.named(metric.compute(predictions=said, references=true), split))
+        constant = constant or glue_report.is_constant(said)
     return {"epoch": len(run.progress.history) + 1, "step": run.progress.step, "metrics": scores, "constant": constant}
 
 
@@ -142,7 +140,7 @@ def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> 
         accelerator.print(f"skipped {data.skipped.count} malformed rows, first {'; '.join(data.skipped.first)}")
     if note := arguments.model.without_effect():
         accelerator.print(note)
-    scores = report.describe(report.baseline(data, load_glue_metric(data.task.name)))
+    scores = report.describe(glue_report.baseline(data, load_glue_metric(data.task.name)))
     accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
 
 
@@ -182,10 +180,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             checkpoint.start_run(folder, settings, train.overwrite_output_dir)
         accelerator.wait_for_everyone()
         per_seed.append(train_seed(arguments, data, seed, folder))
-        write_results(
-            accelerator, folder, report.all_results(arguments, data, per_seed[-1:], command, accelerator.state), task
-        )
-    results = report.all_results(arguments, data, per_seed, command, accelerator.state)
+        own = glue_report.all_results(arguments, data, per_seed[-1:], command, accelerator.state)
+        write_results(accelerator, folder, own, task)
+    results = glue_report.all_results(arguments, data, per_seed, command, accelerator.state)
     if len(seeds) > 1:
         write_results(accelerator, output, results, task)
     accelerator.print(
@@ -199,7 +196,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
     """Model card, then `all_results.json`, which marks the run as finished."""
     if accelerator.is_main_process:
-        (folder / "README.md").write_text(report.model_card(task, results, folder.resolve().name))
+        (folder / "README.md").write_text(glue_report.model_card(task, results, folder.resolve().name))
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
 
 

@@ -71,7 +71,7 @@ class NstArguments:
 
 @dataclass
 class Task:
-    """What all generations share.
+    """Holds what all generations share.
 
     Attributes:
         nst, student: the arguments, and those of `favor.train.asr`.
@@ -285,7 +285,7 @@ def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
 
 
 def entry(number: int, folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """What the results say of any generation."""
+    """Gives the entries of the results that every generation has."""
     kept = {name: results.get(name) for name in ("metrics", "utterances", "hours", "steps")}
     return {"generation": number, "folder": str(folder), **kept}
 

@@ -31,6 +31,7 @@ from favor.eval.approximation import report
 from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import make_parser
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules
 from favor.train.common.pretrained import load_exact
@@ -42,9 +43,7 @@ COMPARED = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf"
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.approximation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.approximation", __doc__)
     parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
     parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")

@@ -18,7 +18,7 @@ MASKED = 0.15
 
 
 def measure_of(model: PreTrainedModel) -> str:
-    """What is compared end to end: "perplexity" of a causal model, "masked-LM loss", or the "cosine" of embeddings."""
+    """Names what is compared: "perplexity" of a causal model, "masked-LM loss", or the "cosine" of embeddings."""
     name = type(model).__name__
     if name.endswith("ForCausalLM") or name.endswith("LMHeadModel"):
         return "perplexity"
@@ -34,7 +34,7 @@ def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTra
 
 
 def is_backend(variant: Variant) -> bool:
-    """Whether a variant can run in a model; the baselines are computed for single heads only."""
+    """Tells whether a variant can run in a model; the baselines are computed for single heads only."""
     return variant.backend not in (MEAN, LOCAL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant
-from favor.eval.common.report import table
+from favor.eval.common.report import table, write_files
 
 
 @dataclass
 class Results:
-    """What was measured.
+    """Holds what was measured.
 
     Attributes:
         facts: model, text, machine, versions, seed, command.
@@ -121,8 +120,6 @@ def best_variant(results: Results) -> Variant:
 
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text("\n".join(lines(results)) + "\n")
     entries = [
         asdict(variant)
         | {
@@ -142,7 +139,7 @@ def write(results: Results, folder: Path, name: str) -> None:
         "variants": entries,
         "diagnostics": {n: by_head(v).tolist() for n, v in results.heads.diagnostics.items()},
     }
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_files(folder, name, lines(results), content)
     plot(results, folder / f"{name}.png")
 
 

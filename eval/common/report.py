@@ -29,20 +29,28 @@ class Check:
         return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.statement} ({self.numbers})"
 
 
+def table_row(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table, its first column to the left and the others to the right."""
     lines = [list(header), ["---", *("---:" for _ in header[1:])], *(list(row) for row in rows)]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
+    return [table_row(cells) for cells in lines]
 
 
 def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dropped: Sequence[str] = ()) -> str:
-    """The command line as it goes into a result: data folders as `DATA`, without options that say where to write.
+    """Gives the command line as it goes into a result: data folders as `DATA`, without options that say where to write.
 
     Args:
         program: module name.
-        argv: the arguments.
+        argv: the arguments; `local_names` takes the folders of one machine out of them.
         folders: options whose value is a data folder.
         dropped: options with one value that are left out.
+
+    Returns:
+        One line, quoted for a shell.
     """
     kept: list[str] = []
     words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])])
@@ -54,6 +62,11 @@ def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dro
         if word in folders and next(words, None) is not None:
             kept.append(DATA)
     return " ".join(["python -m", program, *([shlex.join(kept)] if kept else [])])
+
+
+def local_names(argv: Sequence[str]) -> list[str]:
+    """Replaces paths that exist on this machine, as those of local models, by the names of their folders."""
+    return [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
 
 
 def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
 
 
 def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
-    """Writes name.md and name.json; machine, versions and command come last in the first.
+    """Writes name.md and name.json with checks; machine, versions and command come last in the first.
 
     Args:
         folder: made if it is not there.
@@ -79,13 +92,25 @@ def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, A
         content: for JSON; needs the keys of `context`.
         checks: go into both.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     tail = ["", "## Checks", "", *(f"- {check.line()}" for check in checks)] if checks else []
     tail += ["", f"{content['machine']}; {versions}.", "", "```bash", content["command"], "```"]
-    (folder / f"{name}.md").write_text("\n".join([*lines, *tail]) + "\n")
-    whole = {**content, "checks": [vars(check) for check in checks]}
-    (folder / f"{name}.json").write_text(json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
+    write_files(folder, name, [*lines, *tail], {**content, "checks": [vars(check) for check in checks]})
+
+
+def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], indent: int = 1) -> None:
+    """Writes name.md and name.json; numbers that are not finite become words in the second.
+
+    Args:
+        folder: made if it is not there.
+        name: of the files, without ending.
+        lines: of the Markdown file.
+        content: of the JSON file.
+        indent: spaces a level in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(_finite(content), indent=indent, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

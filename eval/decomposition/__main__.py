@@ -24,6 +24,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from favor.eval.common import report
+from favor.eval.common.program import add_results, make_parser
 from favor.eval.decomposition import mixture as decomposition_mixture
 from favor.eval.decomposition import nmf as decomposition_nmf
 from favor.eval.decomposition import outliers as decomposition_outliers
@@ -41,9 +42,7 @@ SWEEPS = (1, 2, 5, 10, 20, 35, 50, 100, 150, 200)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.decomposition", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("favor.eval.decomposition", __doc__)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     parser.add_argument("--draws", type=int, default=5, help="outliers: random draws of malignant rows")
@@ -57,8 +56,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gaps", type=float, nargs="+", default=[0.3, 0.05, 0.02], help="pca: 1 - l2/l1")
     parser.add_argument("--passes", type=int, default=80, help="pca: at most; power iteration has five times as many")
     parser.add_argument("--seeds", type=int, default=3, help="pca: seeds")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
-    parser.add_argument("--name", default="decomposition", help="file name of the results, without ending")
+    add_results(parser, "decomposition")
     arguments = parser.parse_args(argv)
     arguments.parts = [part for part in PARTS if part in arguments.parts]
     arguments.sweeps = sorted(set(arguments.sweeps))
@@ -72,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a part found, with its seconds."""
+    """Runs a part and returns what it found, with its seconds."""
     begin = time.perf_counter()
     if part == "outliers":
         found = decomposition_outliers.measure(arguments.keel_dir, arguments.draws)

@@ -180,7 +180,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def checks(result: Mapping[str, Any]) -> list[report.Check]:
-    """What theory says of rates and of shift 0."""
+    """Checks what theory says of rates and of shift 0."""
     found = []
     for name, given in result["problems"].items():
         cells = given["methods"]

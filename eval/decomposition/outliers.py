@@ -56,7 +56,7 @@ def wbc(malignant: np.ndarray | None = None) -> Dataset:
 
 
 def wbc_draw(seed: int) -> Dataset:
-    """The same with 21 malignant rows at random."""
+    """Gives the data with 21 malignant rows drawn at random."""
     ill = int((load_breast_cancer().target == 0).sum())
     return wbc(np.random.default_rng(seed).permutation(ill)[:MALIGNANT])
 

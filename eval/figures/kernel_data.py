@@ -99,7 +99,7 @@ def read_rows(path: Path) -> list[list[str]]:
 
 
 def is_number(values: Sequence[str]) -> bool:
-    """Whether every value reads as a finite number."""
+    """Tells whether every value reads as a finite number."""
     try:
         return bool(np.isfinite([float(value) for value in values]).all())
     except ValueError:

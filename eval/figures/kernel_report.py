@@ -80,7 +80,7 @@ def report_lines(results: Results, counts: Sequence[int], arguments: argparse.Na
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    """How it was measured, in words."""
+    """Explains in words how it was measured."""
     splits = f"{arguments.splits} random splits, averaged" if arguments.splits > 1 else "one random split"
     used = f" The first {arguments.max_rows} rows after the shuffle are used." if arguments.max_rows else ""
     scales = f"{len(arguments.scales)} values, {min(arguments.scales):g} to {max(arguments.scales):g}"

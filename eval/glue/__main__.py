@@ -23,6 +23,8 @@ from typing import Any
 
 from favor.eval.common import launch
 from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256, minilm_path
+from favor.eval.common.program import make_parser
+from favor.eval.common.report import write_files
 from favor.eval.glue import table
 
 DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
@@ -35,12 +37,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     Raises:
         ValueError: if the rest sets what the evaluation varies itself.
     """
-    parser = argparse.ArgumentParser(
-        prog="favor.eval.glue",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("favor.eval.glue", __doc__, abbreviations=False)
     tasks = [column.task for column in table.COLUMNS]
     parser.add_argument("--model_name_or_path", help=f"default: the MiniLM BERT in the package {PACKAGE}")
     parser.add_argument("--data_dir", help="GLUE in its official TSV layout; default: what train.glue takes")
@@ -231,7 +228,7 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
 
 
 def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
-    """How many samples have no more tokens than a backend has features; only runs evaluated again tell."""
+    """Tells how many samples have no more tokens than a backend has features; only runs evaluated again tell."""
     shares = {
         (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
         for run in runs
@@ -293,10 +290,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
 def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> None:
     """Write NAME.md, NAME.json and NAME.png into the results folder."""
     folder = arguments.results or arguments.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
     command = "python -m favor.eval.glue " + shlex.join(arguments.command)
-    markdown = "\n".join(report_lines(runs, arguments, command)) + "\n"
-    (folder / f"{arguments.name}.md").write_text(markdown)
     content = {
         "command": command,
         "rows": table.summarise(runs),
@@ -307,7 +301,7 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> No
             for name, values in table.PAPER.items()
         },
     }
-    (folder / f"{arguments.name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_files(folder, arguments.name, report_lines(runs, arguments, command), content, indent=2)
     table.plot(runs, folder / f"{arguments.name}.png")
 
 

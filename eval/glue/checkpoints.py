@@ -15,9 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 import favor
 import favor.models  # registers the zoo, so that its checkpoints reload with their backend
 from favor.eval.common.launch import Backend
+from favor.models.stored_backend import keeps_backend
 from favor.train.common.arguments import DataArguments
-from favor.train.common.batches import tokenized
 from favor.train.text.glue_data import get_task, load_glue
+from favor.train.text.glue_loaders import tokenized
 from favor.train.text.metrics import load_glue_metric
 
 
@@ -54,7 +55,7 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     backend = results["attn_implementation"]
     if model.config._attn_implementation != backend:
-        if model.config.model_type == "performer_bert":
+        if keeps_backend(model.config.model_type):
             raise ValueError(
                 f"{folder} should reload with {backend} by itself, but came with {model.config._attn_implementation}"
             )

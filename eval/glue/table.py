@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from favor.eval.common.report import table_row
+
 
 @dataclass(frozen=True)
 class Column:
@@ -72,7 +74,7 @@ def column(task: str) -> Column:
 
 
 def is_exact(backend: str) -> bool:
-    """Whether a row is a reference with exact softmax attention rather than a linear backend."""
+    """Tells whether a row is a reference with exact softmax attention rather than a linear backend."""
     return not backend.startswith("favor")
 
 
@@ -143,10 +145,6 @@ def _best(values: dict[str, float]) -> str | None:
     return max(values, key=lambda name: values[name]) if values else None
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _score(cell: dict[str, Any] | None, bold: bool) -> str:
     if cell is None:
         return DASH
@@ -177,22 +175,22 @@ def score_lines(runs: Sequence[Run]) -> list[str]:
     }
     tasks = [c.task for c in COLUMNS if any(c.task in row for row in summary.values())]
     mean, none = (["mean"], [DASH]) if len(tasks) > 1 else ([], [])
-    lines = [_line(["System", *(f"{c.heading} {c.metric_label}" for c in COLUMNS), *mean])]
-    lines.append(_line(["---", *("---:" for _ in (*COLUMNS, *mean))]))
-    lines.append(_line(["training rows", *(str(rows.get(c.task, DASH)) for c in COLUMNS), *none]))
+    lines = [table_row(["System", *(f"{c.heading} {c.metric_label}" for c in COLUMNS), *mean])]
+    lines.append(table_row(["---", *("---:" for _ in (*COLUMNS, *mean))]))
+    lines.append(table_row(["training rows", *(str(rows.get(c.task, DASH)) for c in COLUMNS), *none]))
     for backend, row in summary.items():
         scores = [_score(row.get(c.task), best[c.task] == backend) for c in COLUMNS]
         means = {task: 100 * cell["mean"] for task, cell in row.items()}
-        lines.append(_line([f"`{backend}`", *scores, *_average(means, tasks)]))
+        lines.append(table_row([f"`{backend}`", *scores, *_average(means, tasks)]))
     scores = [f"{100 * base[c.task]:.2f}" if c.task in base else DASH for c in COLUMNS]
     means = {task: 100 * value for task, value in base.items()}
-    lines.append(_line([BASELINE_LABEL, *scores, *_average(means, tasks)]))
-    lines.append(_line(["*paper: training rows*", *PAPER_TRAIN_ROWS, *none]))
+    lines.append(table_row([BASELINE_LABEL, *scores, *_average(means, tasks)]))
+    lines.append(table_row(["*paper: training rows*", *PAPER_TRAIN_ROWS, *none]))
     for name, values in PAPER.items():
         tops = [max(v[i] for v in PAPER.values()) for i in range(len(COLUMNS))]
         scores = [f"**{v:.2f}**" if v == top else f"{v:.2f}" for v, top in zip(values, tops, strict=True)]
         means = dict(zip((c.task for c in COLUMNS), values, strict=True))
-        lines.append(_line([f"*paper: {name}*", *scores, *_average(means, tasks)]))
+        lines.append(table_row([f"*paper: {name}*", *scores, *_average(means, tasks)]))
     return lines
 
 
@@ -200,9 +198,9 @@ def cost_lines(runs: Sequence[Run]) -> list[str]:
     """Median seconds a step and peak memory of the rows that were run, as Markdown lines."""
     summary = summarise(runs)
     columns = [c for c in COLUMNS if any(c.task in row for row in summary.values())]
-    lines = [_line(["Backend", *(c.heading for c in columns)]), _line(["---", *("---:" for _ in columns)])]
+    lines = [table_row(["Backend", *(c.heading for c in columns)]), table_row(["---", *("---:" for _ in columns)])]
     for backend, row in summary.items():
-        lines.append(_line([f"`{backend}`", *(_cost(row.get(c.task)) for c in columns)]))
+        lines.append(table_row([f"`{backend}`", *(_cost(row.get(c.task)) for c in columns)]))
     return lines
 
 

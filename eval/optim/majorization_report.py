@@ -23,7 +23,7 @@ HEADER = ("method", "configuration", "passes to 10 %", "passes to 1 %", "seconds
 
 
 def crossing(position: Sequence[float], gap: Sequence[float], level: float) -> float:
-    """Where a gap first is at most `level`, between evaluations by a straight line in log gap; infinity: nowhere."""
+    """Finds where a gap first is at most `level`, by straight lines in log gap; infinity if nowhere."""
     for i, value in enumerate(gap):
         if value <= level:
             if i == 0 or math.isinf(gap[i - 1]):
@@ -35,7 +35,7 @@ def crossing(position: Sequence[float], gap: Sequence[float], level: float) -> f
 
 
 def summary(trace: Trace, optimum: float) -> dict[str, Any]:
-    """What the tables show of a run.
+    """Summarises a run for the tables.
 
     Returns:
         Passes and seconds to 1.1 F* and to 1.01 F*; the relative gap (F - F*)/F*, test error, passes and
@@ -82,7 +82,7 @@ def ran(results: Results, *methods: str) -> list[tuple[str, list[Mapping[str, An
 
 
 def checks(results: Results) -> list[report.Check]:
-    """What the papers claim, each held against every data set on which it can be."""
+    """Checks what the papers claim, each held against every data set on which it can be."""
     found: list[report.Check] = []
 
     def claim(statement: str, rows: Sequence[tuple[str, str, bool]]) -> None:
@@ -158,7 +158,7 @@ def report_lines(results: Results, arguments: argparse.Namespace) -> list[str]:
 
 
 def settings(arguments: argparse.Namespace) -> list[str]:
-    """How it was measured, in words."""
+    """Explains in words how it was measured."""
     used = f" At most {arguments.max_rows} rows of a data set are used." if arguments.max_rows else ""
     seeds = "One run" if arguments.seeds == 1 else f"Median of {arguments.seeds} runs (other split, start and order)"
     return [

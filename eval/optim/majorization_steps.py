@@ -73,7 +73,7 @@ class Stochastic:
 
     @property
     def weight(self) -> Tensor:
-        """What is evaluated."""
+        """Gives the weights that are evaluated."""
         return self.head.weight.detach() if self.mean is None else self.mean
 
     def advance(self) -> None:
@@ -119,7 +119,7 @@ class FullBatch:
 
     @property
     def weight(self) -> Tensor:
-        """What is evaluated."""
+        """Gives the weights that are evaluated."""
         return self.head.weight.detach()
 
     def closure(self) -> float:
@@ -156,7 +156,7 @@ class Newton:
 
     @property
     def weight(self) -> Tensor:
-        """What is evaluated."""
+        """Gives the weights that are evaluated."""
         return self.head.weight.detach()
 
     def evaluate(self, weight: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
@@ -221,7 +221,7 @@ class Trace:
 
     @property
     def diverged(self) -> bool:
-        """Whether F is not finite any more, or has grown too large."""
+        """Tells whether F is not finite any more, or has grown too large."""
         return not self.objective[-1] <= DIVERGED * self.objective[0]
 
 

@@ -61,12 +61,12 @@ class Recording:
 
     @property
     def text(self) -> str:
-        """What is said."""
+        """Gives the transcript of the recording."""
         return " ".join(utterance.text for utterance in self.utterances)
 
     @property
     def repeated(self) -> bool:
-        """Whether an utterance is there more than once."""
+        """Tells whether an utterance is there more than once."""
         return len({utterance.id for utterance in self.utterances}) < len(self.utterances)
 
     @classmethod
@@ -213,7 +213,7 @@ def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict
 
 
 def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance]) -> list[str]:
-    """What a trained model understands of utterances, each on its own."""
+    """Measures what a trained model understands of utterances, each on its own."""
     model, extractor, tokenizer = setup.build(backend), setup.extractor(), _tokenizer(setup)
     batches = (extractor(read_audio(utterance, RATE), sampling_rate=RATE) for utterance in utterances)
     return [transcribe(model, batch, tokenizer)[0] for batch in batches]
@@ -233,7 +233,7 @@ def _resident() -> int:
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What a call returns, the bytes by which it raises the resident memory, and the peak of that memory."""
+    """Gives what a call returns, the bytes by which it raises the resident memory, and the peak of that memory."""
     results: list[Any] = []
     _settle()
     before = _resident()
@@ -249,7 +249,7 @@ class Failure:
 
 
 def isolated(limit: float | None, threads: int, task: Callable[..., Any], *arguments: Any) -> Any:
-    """What `task(*arguments)` returns in a fresh process, or a `Failure`.
+    """Gives what `task(*arguments)` returns in a fresh process, or a `Failure`.
 
     The process is forked from one that has imported everything and computed nothing.
 
@@ -278,7 +278,7 @@ def isolated(limit: float | None, threads: int, task: Callable[..., Any], *argum
 
 
 def _answer(send: Connection, limit: float | None, threads: int, task: Callable[..., Any], arguments: tuple) -> None:
-    """What the forked process does."""
+    """Runs in the forked process: does the task and sends its answer."""
     torch.set_num_threads(threads)
     former = resource.getrlimit(resource.RLIMIT_AS)
     if limit is not None:

@@ -118,7 +118,7 @@ def _features(cells: Sequence[Cell]) -> list[str]:
 
 
 def checks(cells: Sequence[Cell], max_gigabytes: float) -> list[report.Check]:
-    """What the first FAVOR backend should reach beside exact attention at the longest duration that both have run."""
+    """Checks the first FAVOR backend against exact attention at the longest duration that both have run."""
     favors = [cell for cell in cells if cell["backend"] not in ("sdpa", "eager")]
     if not favors:
         return []

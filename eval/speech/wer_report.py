@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from favor.eval.asr import shown_command
 from favor.eval.common import report
 from favor.eval.glue.table import DASH
 from favor.train.common.checkpoint import RESULTS
@@ -173,7 +172,7 @@ def score_lines(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
 
 
 def cost_lines(rows: Sequence[Row]) -> list[str]:
-    """What the training of each arm took."""
+    """Tabulates the cost of the training of each arm."""
 
     def number(value: float | None, form: str, unit: float = 1.0) -> str:
         return DASH if value is None else format(value / unit, form)
@@ -243,7 +242,7 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
     words = [*common, "--arms", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
     lines, found = report_lines(rows, runs, common), checks(rows, splits)
     content = {
-        "command": shown_command("favor.eval.wer_by_features", words),
+        "command": report.shown_command("favor.eval.wer_by_features", report.local_names(words), ["--data_dir"]),
         "machine": "; ".join(sorted({run["machine"] for run in runs})),
         "versions": runs[0]["versions"],
         "splits": splits,

@@ -9,7 +9,6 @@ Writes a Markdown table, JSON and a plot. A cell whose result is wrong shows FAI
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from favor.eval.common import launch
+from favor.eval.common import report as common
 from favor.eval.speed import measure, methods, report
 from favor.eval.speed import models as speed_models
 from favor.eval.speed.cell import Cell, run_pass
@@ -224,7 +224,7 @@ def run_models(bench: Bench) -> Iterator[None]:
 
 
 def explanation(bench: Bench) -> list[str]:
-    """How to read the numbers, as Markdown lines."""
+    """Explains how to read the numbers, as Markdown lines."""
     a, ceilings = bench.arguments, bench.ceilings
     lines = [
         f"Medians of up to {a.repeats} samples (fewer where a pass is slow), methods in turns; quartiles are in the",
@@ -261,17 +261,12 @@ def explanation(bench: Bench) -> list[str]:
 
 
 def shown_command(argv: Sequence[str]) -> str:
-    """The command without its output folder, which is a place on one machine."""
-    kept, skip = [], False
-    for word in argv:
-        if not skip and not word.startswith("--output_dir"):
-            kept.append(word)
-        skip = word == "--output_dir"
-    return " ".join(["python -m favor.eval.speed", *([shlex.join(kept)] if kept else [])])
+    """Gives the command line of this program for a result, without its output folder."""
+    return common.shown_command("favor.eval.speed", argv, (), ("--output_dir",))
 
 
 def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
-    """What makes a run repeatable."""
+    """Collects what makes a run repeatable."""
     arguments = bench.arguments
     versions = launch.versions()
     for package in ("triton", "performer-pytorch", "flash-linear-attention"):

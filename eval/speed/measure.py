@@ -177,7 +177,7 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine does at its best: bytes a second read plus written by a copy, operations a second of matmul."""
+    """Holds the best of a machine: bytes a second, read plus written, of a copy; operations a second of matmul."""
 
     copy_bytes: float
     matmul_flops: float
@@ -340,7 +340,7 @@ def serve(requests: IO[str], answers: IO[str], measure: Callable[[dict[str, Any]
 
 
 def _answer(line: str, send: int, measure: Callable[[dict[str, Any]], int]) -> NoReturn:
-    """What the forked process does; it never returns, since the loop and the buffers around it are its parent's."""
+    """Runs in the forked process; it never returns, since the loop and the buffers around it are its parent's."""
     os.dup2(2, 1)  # what a method prints must not end up among the answers
     answer: dict[str, Any]
     try:

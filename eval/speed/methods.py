@@ -108,7 +108,7 @@ def _linear_flops(cell: Cell, per_feature: int, num_features: int) -> float:
 
 
 class Softmax(Method):
-    """What exact attention has in common."""
+    """Holds what the kinds of exact attention have in common."""
 
     exponent = 2
 
@@ -237,7 +237,7 @@ class Performer(Method):
     factor = 4.0  # it keeps exponents and sums in half precision too
 
     def missing(self) -> str | None:
-        """Whether the package can be imported."""
+        """Tells whether the package can be imported."""
         return _problem("performer_pytorch", "performer-pytorch==1.1.4")
 
     def scratch_bytes(self, cell: Cell) -> int:
@@ -265,7 +265,7 @@ class Performer(Method):
         return Prepared(attend, lambda s: reference.performer_rows(s, fast.projection_matrix))
 
     def flops(self, cell: Cell) -> float:
-        """As for FAVOR."""
+        """Counts the operations of a pass as for FAVOR: M features for each token and head."""
         return _linear_flops(cell, 8, cell.num_features)
 
 
@@ -275,7 +275,7 @@ class Fla(Method):
     name = "fla"
 
     def missing(self) -> str | None:
-        """Whether the package can be imported and there is a GPU."""
+        """Tells whether the package can be imported and there is a GPU."""
         if not torch.cuda.is_available():
             return "it runs on CUDA only (pip install flash-linear-attention)"
         return _problem("fla.ops.linear_attn", "flash-linear-attention")

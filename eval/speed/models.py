@@ -83,7 +83,7 @@ class Model:
 
     @property
     def causal(self) -> bool:
-        """Whether its tokens see only earlier ones."""
+        """Tells whether its tokens see only earlier ones."""
         return self.name == "llama"
 
     def use(self, backend: str) -> None:

@@ -48,7 +48,7 @@ class Contender:
 
 @dataclass
 class Bench:
-    """What all panels share, and what they found."""
+    """Holds what all panels share, and what they found."""
 
     arguments: argparse.Namespace
     ceilings: measure.Ceilings

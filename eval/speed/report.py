@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from favor.eval.common.report import table_row, write_files
 from favor.eval.speed.measure import Timing
 
 BASELINE = "sdpa"
@@ -63,12 +63,12 @@ class Crossover:
 
 
 def is_baseline(method: str) -> bool:
-    """Whether a method is one of the SDPA backends."""
+    """Tells whether a method is one of the SDPA backends."""
     return method.split(":")[0] == BASELINE
 
 
 def crossover(method: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover | None:
-    """Where `method` becomes faster than `baseline` and stays so at every longer length measured for both.
+    """Finds where `method` becomes faster than `baseline` and stays so at every longer length measured for both.
 
     Between two lengths the logarithm of the ratio is taken as linear in the logarithm of the length.
 
@@ -151,10 +151,6 @@ def _ordered(values: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _number(value: float) -> str:
     """Three digits, never an exponent."""
     decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
@@ -202,10 +198,10 @@ def table_lines(results: Sequence[Result]) -> list[str]:
         for title, show, attribute in TABLES:
             if attribute != "timing" and all(getattr(r, attribute) is None for r in here):
                 continue
-            lines += [f"{title}:", "", _line(["L", *methods]), _line(["---:"] * (len(methods) + 1))]
+            lines += [f"{title}:", "", table_row(["L", *methods]), table_row(["---:"] * (len(methods) + 1))]
             for length in sorted({r.length for r in here}):
                 row = [cells.get((length, method)) for method in methods]
-                lines.append(_line([str(length), *(DASH if r is None else show(r) for r in row)]))
+                lines.append(table_row([str(length), *(DASH if r is None else show(r) for r in row)]))
             lines.append("")
     return lines
 
@@ -233,7 +229,6 @@ def write(
         folder: made if it is not there.
         name: of the files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     add_speedups(results)
     crosses = crossovers(results)
     versions = ", ".join(f"{package} {version}" for package, version in context["versions"].items())
@@ -244,20 +239,10 @@ def write(
         lines += ["## Skipped or failed", "", *(f"- {note}" for note in notes), ""]
     lines += ["## How it was measured", "", *explanation, "", f"{context['machine']}; {versions}.", ""]
     lines += ["```bash", context["command"], "```"]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     content = {**context, "crossover": crosses, "notes": list(notes), "cells": [asdict(r) for r in results]}
-    (folder / f"{name}.json").write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+    write_files(folder, name, lines, content)
     plot(results, folder / f"{name}.png")
     return lines
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _style(name: str, favors: Sequence[str], others: Sequence[str]) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
         if dtype == torch.float32 and fuses(rows):
-            return triton_module("quadratic").form(rows, matrix, shift, linear, weight, hidden)
+            return triton_module("tokens").form(rows, matrix, shift, linear, weight, hidden)
         form = _Form(matrix, shift, linear, weight)
         # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
@@ -246,7 +246,7 @@ class _Apply(torch.autograd.Function):
         rows, matrix, shift, linear, hidden = ctx.saved_tensors
         if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
             gram = None if matrix is None else matrix @ matrix.transpose(-1, -2)
-            return triton_module("quadratic").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
+            return triton_module("tokens").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
         slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
         if hidden is not None:
             slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)

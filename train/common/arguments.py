@@ -65,7 +65,7 @@ class BackendArguments:
         return options
 
     def without_effect(self) -> str | None:
-        """What to say of options given for exact attention; None if there are none."""
+        """Gives a remark on options given for exact attention; None if there are none."""
         if self.attn_implementation not in ("sdpa", "eager") or not self.favor_options():
             return None
         return f"{self.attn_implementation} is exact attention: it does not use {', '.join(self.favor_options())}"
@@ -150,7 +150,7 @@ class RunArguments:
 
 @dataclass(kw_only=True)
 class BatchedRunArguments(RunArguments):
-    """The same with batches of so many samples."""
+    """Holds the options of a training run in batches of so many samples."""
 
     per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
     per_device_eval_batch_size: int = option(64, "The same in evaluation.")
@@ -163,7 +163,7 @@ class BatchedRunArguments(RunArguments):
 
 @dataclass(kw_only=True)
 class TrainArguments(BatchedRunArguments):
-    """The same for GLUE, with several seeds."""
+    """Holds the options of a training run on GLUE, which may have several seeds."""
 
     seeds: list[int] | None = field(
         default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
@@ -236,7 +236,7 @@ class ArgumentGroups:
         return {name: value for group in groups for name, value in group.items()}
 
     def settings(self, num_processes: int) -> dict[str, Any]:
-        """What the result depends on."""
+        """Gives the options that the result depends on."""
         kept = {name: value for name, value in self.to_dict().items() if name not in self.free}
         return kept | {"num_processes": num_processes}
 

@@ -19,7 +19,7 @@ SETTINGS = "settings.json"
 
 @dataclass
 class Progress:
-    """How far a run is: optimizer steps done, sum of their losses, and one entry for each evaluated epoch."""
+    """Counts how far a run is: optimizer steps done, sum of their losses, and one entry for each evaluated epoch."""
 
     step: int = 0
     loss_sum: float = 0.0

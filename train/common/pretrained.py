@@ -11,7 +11,8 @@ from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 import favor
-from favor.models import bert
+import favor.models
+from favor.models.stored_backend import zoo_configuration, zoo_model
 from favor.train.common.arguments import ModelArguments
 
 
@@ -20,31 +21,36 @@ def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
 
     Args:
         path: folder or hub name; transformers' own models and those of the zoo.
-        performer: load a BERT as Performer BERT, whose saved folder remembers its backend.
+        performer: load a model of transformers as its counterpart of the zoo if there is one, such as Performer BERT,
+            whose saved folder remembers its backend.
 
     Raises:
-        ValueError: if there is no such class, or no Performer BERT with the head of the checkpoint.
+        ValueError: if there is no such class, or the zoo has the model but not with the head of the checkpoint.
     """
     config = AutoConfig.from_pretrained(path)
     name = (config.architectures or [None])[0]
     model_class: Any = AutoModel
     if name is not None:
-        wanted = f"Performer{name}" if performer and config.model_type == "bert" else name
-        model_class = getattr(transformers, wanted, None) or getattr(bert, wanted, None)
+        zoo = (getattr(getattr(favor.models, part), name, None) for part in favor.models.__all__)
+        model_class = getattr(transformers, name, None) or next(filter(None, zoo), None)
+        if model_class is not None and performer and zoo_configuration(type(config)):
+            model_class = zoo_model(model_class)
         if model_class is None:
-            raise ValueError(f"{path} holds a {name}, and there is no class {wanted} to load it with")
+            raise ValueError(f"{path} holds a {name}, and there is no class to load it with")
     return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
 
 
 def load_switched(
-    arguments: ModelArguments, auto_class: Any, performer_class: Any, seed: int, adapt: Callable[[Any], None]
+    arguments: ModelArguments, auto_class: Any, seed: int, adapt: Callable[[Any], None]
 ) -> PreTrainedModel:
-    """A pretrained model to train, in float32, its attention switched.
+    """Loads a pretrained model to train, in float32, its attention switched.
+
+    With a FAVOR backend a model of transformers becomes its counterpart of the zoo if there is one, such as Performer
+    BERT, so that the saved folder remembers the backend.
 
     Args:
         arguments: model, backend and its options.
         auto_class: of transformers, for the head.
-        performer_class: what BERT becomes with a FAVOR backend, so that its saved folder remembers the backend.
         seed: draws what the checkpoint lacks and the random features.
         adapt: changes the configuration before the model is made.
 
@@ -53,9 +59,10 @@ def load_switched(
     """
     path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
     remote = {"trust_remote_code": arguments.trust_remote_code}
-    config, model_class = AutoConfig.from_pretrained(path, **remote), auto_class
-    if config.model_type == "bert" and backend in favor.BACKENDS:
-        config, model_class = bert.PerformerBertConfig.from_pretrained(path), performer_class
+    config = AutoConfig.from_pretrained(path, **remote)
+    own = zoo_configuration(type(config)) if backend in favor.BACKENDS else None
+    if own is not None and own in auto_class._model_mapping:
+        config = own.from_pretrained(path)
     adapt(config)
     if arguments.dropout is not None:
         for name, value in config.to_dict().items():
@@ -63,7 +70,7 @@ def load_switched(
                 setattr(config, name, arguments.dropout)
     set_seed(seed)
     try:
-        model = model_class.from_pretrained(
+        model = auto_class.from_pretrained(
             path,
             config=config,
             attn_implementation=backend or config._attn_implementation,

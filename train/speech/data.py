@@ -29,7 +29,7 @@ class StoredAudio(Protocol):
         """The bytes of the audio file."""
 
     def __str__(self) -> str:
-        """Where it is."""
+        """Names the place of the audio."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Utterance:
 
     @property
     def place(self) -> str:
-        """Where the audio is, for messages."""
+        """Names the place of the audio, for messages."""
         return f"{len(self.audio)} bytes" if isinstance(self.audio, bytes) else str(self.audio)
 
 
 @dataclass
 class Skipped:
-    """What is left out and why, up to a limit.
+    """Counts what is left out and why, up to a limit.
 
     Args:
         max_bad: a whole number is the greatest number of utterances to leave out, a fraction (float) their greatest

@@ -51,12 +51,12 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
 
 
 def saved_architecture(config: ConformerConfig) -> str | None:
-    """Whether a saved model is "ctc" or "transducer", by its configuration; None if it is neither."""
+    """Tells whether a saved model is "ctc" or "transducer", by its configuration; None if it is neither."""
     return next((name for name, kind in MODELS.items() if kind.__name__ in (config.architectures or ())), None)
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """Whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
+    """Tells whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     config = ConformerConfig.from_pretrained(arguments.model_name_or_path)

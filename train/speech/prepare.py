@@ -91,7 +91,7 @@ def _check_ids(utterances: Sequence[Utterance]) -> None:
 
 
 def _identity(utterance: Utterance) -> dict[str, Any]:
-    """What a result holds for."""
+    """Identifies an utterance and the state of its audio file."""
     size = None
     if isinstance(utterance.audio, Path):
         size = utterance.audio.stat().st_size if utterance.audio.exists() else -1
@@ -99,7 +99,7 @@ def _identity(utterance: Utterance) -> dict[str, Any]:
 
 
 def _holds(record: dict[str, Any], utterance: Utterance) -> bool:
-    """Whether a record is of this utterance as it is now."""
+    """Tells whether a record is of this utterance as it is now."""
     return all(record.get(key) == value for key, value in _identity(utterance).items())
 
 

@@ -31,7 +31,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PseudoLabel:
-    """What a teacher understood of one utterance.
+    """Holds what a teacher understood of one utterance.
 
     Attributes:
         id: of the utterance.
@@ -235,7 +235,7 @@ def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoL
 
 @dataclass(frozen=True)
 class ScoreFit:
-    """How log probabilities grow with the number of tokens: S = mu l + beta, give or take sigma sqrt(l)."""
+    """Fits how log probabilities grow with the number of tokens: S = mu l + beta, give or take sigma sqrt(l)."""
 
     mu: float
     beta: float
@@ -294,7 +294,7 @@ class Selection:
     fit: ScoreFit
 
     def counts(self) -> dict[str, int]:
-        """How many were dropped for each reason."""
+        """Counts the dropped utterances by reason."""
         return dict(Counter(self.dropped.values()))
 
 

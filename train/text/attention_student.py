@@ -56,7 +56,7 @@ class AttentionStudent(nn.Module):
 
     @torch.no_grad()
     def result(self) -> dict[int, Parameters]:
-        """What to store: corrected parameters where they are stored ones, else the corrections."""
+        """Gives what to store: corrected parameters where they are stored ones, else the corrections."""
         corrections = {number: self.correction(number) for number in self.choices}
         return {n: c if self.base[n] is None else self.base[n].corrected(c) for n, c in corrections.items()}  # type: ignore[union-attr]
 

@@ -22,7 +22,7 @@ MAX_SCORE = 5.0
 
 @dataclass(frozen=True)
 class Task:
-    """What distinguishes one GLUE task.
+    """Describes one GLUE task.
 
     Args:
         name: name on the hub and on the command line.
@@ -53,7 +53,7 @@ class Task:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a score."""
+        """Tells whether the label is a score."""
         return self.labels is None
 
     @property

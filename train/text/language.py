@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 import favor
-from favor.models.bert import PerformerBertForMaskedLM
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import (
     DEFAULT_SEED,
@@ -71,7 +70,7 @@ class Arguments(ArgumentGroups):
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model learns.
+    """Names what a model learns.
 
     Attributes:
         program: module that is run.
@@ -104,7 +103,7 @@ def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrai
         ValueError: if the model cannot learn this, or options are for the output layer alone and it shares its weights
             with the embeddings.
     """
-    model = load_switched(arguments.model, objective.auto_class, PerformerBertForMaskedLM, seed, lambda config: None)
+    model = load_switched(arguments.model, objective.auto_class, seed, lambda config: None)
     objective.check(model)
     if arguments.text.untie_head:
         return untie(model)

@@ -81,9 +81,10 @@ def test_scores_are_those_of_the_saved_model(learn, text, decoder_folder, tmp_pa
     assert results["metrics"]["perplexity"] == pytest.approx(math.exp(results["metrics"]["loss"]))
 
 
-def test_a_model_that_sees_later_tokens_is_refused(learn, bert_folder):
+@pytest.mark.parametrize("backend", [{}, EXACT, PLUS], ids=["as saved", "exact", "favor+"])
+def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
     with pytest.raises(ValueError, match=r"sees? later tokens.*favor\.train\.mlm"):
-        learn(bert_folder)
+        learn(bert_folder, **backend)
 
 
 def test_the_small_decoder_reads_and_writes_its_text(decoder_folder):

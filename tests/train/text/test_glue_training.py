@@ -23,9 +23,10 @@ from transformers import (
 
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import glue
-from favor.train.common import checkpoint, report
+from favor.train.common import checkpoint
 from favor.train.common.arguments import Arguments
 from favor.train.common.optimizers import make_optimizer
+from favor.train.text import glue_report
 from favor.train.text.glue_data import load_glue
 from favor.train.text.metrics import load_glue_metric
 
@@ -127,7 +128,7 @@ def test_baseline_is_the_training_majority(tmp_path):
         (tmp_path / f"{split}.tsv").write_text("\n".join(["id\tq1\tq2\tquestion1\tquestion2\tis_duplicate", *rows]))
     data = load_glue("qqp", tmp_path)
     # Of four development samples one is of class 1: accuracy 1/4, precision 1/4, recall 1.
-    assert report.baseline(data, load_glue_metric("qqp")) == {"accuracy": 0.25, "f1": pytest.approx(0.4)}
+    assert glue_report.baseline(data, load_glue_metric("qqp")) == {"accuracy": 0.25, "f1": pytest.approx(0.4)}
 
 
 def test_constant_predictions_are_warned_of(train, tmp_path, capsys):
@@ -142,7 +143,7 @@ def test_constant_predictions_are_warned_of(train, tmp_path, capsys):
     [([1, 1, 1], True), ([0, 1, 1], False), ([0.5, 0.5 + 1e-9], True), ([0.5, 0.51], False)],
 )
 def test_what_counts_as_constant(said, constant):
-    assert report.is_constant(np.array(said)) is constant
+    assert glue_report.is_constant(np.array(said)) is constant
 
 
 def test_several_seeds_give_mean_and_sample_deviation(train, tmp_path):

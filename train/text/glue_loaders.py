@@ -1,0 +1,45 @@
+"""Batches of GLUE's samples: token numbers, padded to the longest sample of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding
+
+from favor.train.common.arguments import DataArguments, TrainArguments
+from favor.train.common.batches import EpochSampler
+from favor.train.text.glue_data import GlueData, Task
+
+
+def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments) -> Dataset:
+    """Turns sentences into token numbers, not padded unless asked for."""
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        texts = [batch[column] for column in task.sentences]
+        padding = "max_length" if arguments.pad_to_max_length else False
+        return tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
+
+    return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
+
+
+def make_loaders(
+    data: GlueData, tokenizer: Any, arguments: DataArguments, train: TrainArguments, seed: int, multiple: int | None
+) -> tuple[DataLoader, dict[str, DataLoader]]:
+    """Makes loaders of the training set, shuffled by seed and epoch, and of each development set, in order.
+
+    Batches are padded to their longest sample, rounded up to a `multiple` if that is not None.
+    """
+    collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    samples = tokenized(data.train, data.task, tokenizer, arguments)
+    size = train.per_device_train_batch_size
+    tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
+    train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)
+    eval_loaders = {
+        split: DataLoader(
+            tokenized(part, data.task, tokenizer, arguments), train.per_device_eval_batch_size, collate_fn=collate
+        )
+        for split, part in data.evaluation.items()
+    }
+    return train_loader, eval_loaders

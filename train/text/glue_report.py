@@ -1,0 +1,190 @@
+"""What a GLUE run leaves besides its weights: baseline, mean over seeds, model card."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.state import AcceleratorState
+from evaluate import EvaluationModule
+from huggingface_hub import EvalResult, ModelCardData
+
+from favor.models.stored_backend import keeps_backend
+from favor.train.common import report
+from favor.train.common.arguments import Arguments
+from favor.train.text.glue_data import HUB_ID, GlueData, Task
+from favor.train.text.metrics import load_glue_metric
+
+
+def baseline(data: GlueData, metric: EvaluationModule) -> dict[str, float]:
+    """Scores of a predictor that knows no sentence: the training set's most frequent class, or its mean score."""
+    labels = data.train["label"][:]
+    guess = statistics.fmean(labels) if data.task.is_regression else Counter(labels).most_common(1)[0][0]
+    scores: dict[str, float] = {}
+    for split, dataset in data.evaluation.items():
+        computed = metric.compute(predictions=[guess] * len(dataset), references=dataset["label"][:])
+        scores.update(named(computed, split))
+    return scores
+
+
+def named(scores: dict[str, float], split: str) -> dict[str, float]:
+    """Scores under their results names: plain, except for MNLI's second development set."""
+    suffix = "_mismatched" if split.endswith("_mismatched") else ""
+    return {f"{name}{suffix}": value for name, value in scores.items()}
+
+
+def is_constant(predictions: np.ndarray) -> bool:
+    """Tells whether a model says the same of every sample: one class, or scores that differ only by rounding."""
+    return bool(np.ptp(predictions) <= 1e-6)
+
+
+def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float | None]]:
+    """Mean and sample standard deviation of each metric over the seeds; None for the deviation of one seed."""
+    names = per_seed[0]["metrics"]
+    values = {name: [run["metrics"][name] for run in per_seed] for name in names}
+    mean = {name: statistics.fmean(scores) for name, scores in values.items()}
+    std = {name: statistics.stdev(scores) if len(scores) > 1 else None for name, scores in values.items()}
+    return mean, std
+
+
+def all_results(
+    arguments: Arguments, data: GlueData, per_seed: list[dict[str, Any]], command: str, state: AcceleratorState
+) -> dict[str, Any]:
+    """The content of `all_results.json`: one seed or several, in one layout."""
+    first = per_seed[0]
+    mean, std = summarise(per_seed)
+    times = [run["seconds_per_step"] for run in per_seed if run["seconds_per_step"] is not None]
+    return {
+        "task_name": data.task.name,
+        "model_name_or_path": arguments.model.model_name_or_path,
+        "model_type": first["model_type"],
+        "attn_implementation": first["attn_implementation"],
+        "favor": first["favor"] and {name: value for name, value in first["favor"].items() if name != "seed"},
+        "seeds": [run["seed"] for run in per_seed],
+        "metric": data.task.metrics[0],
+        "metrics": mean,
+        "metrics_std": std,
+        "baseline": baseline(data, load_glue_metric(data.task.name)),
+        "constant_prediction_seeds": [run["seed"] for run in per_seed if run["constant_predictions"]],
+        "train_loss": statistics.fmean(run["train_loss"] for run in per_seed),
+        "steps": first["steps"],
+        "seconds_per_step": statistics.median(times) if times else None,
+        "peak_memory_bytes": max(run["peak_memory_bytes"] for run in per_seed),
+        "device": str(state.device.type),
+        "num_processes": state.num_processes,
+        "mixed_precision": first["mixed_precision"],
+        "train_samples": len(data.train),
+        "eval_samples": {split: len(part) for split, part in data.evaluation.items()},
+        "sources": data.sources,
+        "skipped_rows": asdict(data.skipped),
+        "per_seed": per_seed,
+        "arguments": arguments.to_dict(),
+        "command": command,
+        "versions": report.versions(),
+    }
+
+
+def model_card(task: Task, results: dict[str, Any], name: str) -> str:
+    """README.md of an output folder: front matter as the hub reads it, then the run in words and numbers."""
+    rows = [
+        f"| {metric} | {value:.4f} | {_deviation(results, metric)} | {results['baseline'][metric]:.4f} |"
+        for metric, value in results["metrics"].items()
+    ]
+    seconds = results["seconds_per_step"]
+    settings = {
+        "Task": f"GLUE {task.folder} (`{task.name}`)",
+        "Data": _pairs(results["sources"]),
+        "Samples": _pairs({"train": results["train_samples"], **results["eval_samples"]}),
+        "Base model": f"`{_base_model(results) or Path(results['model_name_or_path']).name}`",
+        "Attention backend": f"`{results['attn_implementation']}`",
+        "Backend options": _pairs(results["favor"] or {}) or "none",
+        "Seeds": ", ".join(map(str, results["seeds"])),
+        "Optimizer steps": results["steps"],
+        "Seconds a step (median)": "not timed" if seconds is None else f"{seconds:.4f}",
+        "Peak memory": f"{results['peak_memory_bytes'] / 2**20:.0f} MiB ({results['device']})",
+        "Versions": _pairs(results["versions"]),
+    }
+    return "\n".join(
+        [
+            f"---\n{front_matter(task, results, name)}\n---",
+            "",
+            f"# {name}",
+            "",
+            "| metric | value | standard deviation over seeds | majority baseline |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+            *(f"- {label}: {text}" for label, text in settings.items()),
+            *(f"- Warning: seed {seed} ends in constant predictions" for seed in results["constant_prediction_seeds"]),
+            "",
+            *_usage(results),
+            "",
+        ]
+    )
+
+
+def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
+    """The YAML at the head of a model card: what the hub shows and searches."""
+    evaluations = [
+        EvalResult(
+            task_type="text-classification",
+            task_name="Text Classification",
+            dataset_type=HUB_ID,
+            dataset_name=f"GLUE {task.folder}",
+            dataset_config=task.name,
+            dataset_split=task.eval_splits[-1 if metric.endswith("_mismatched") else 0],
+            metric_type=metric.removesuffix("_mismatched"),
+            metric_name=metric,
+            metric_value=round(value, 6),
+        )
+        for metric, value in results["metrics"].items()
+    ]
+    data = ModelCardData(
+        language="en",
+        library_name="transformers",
+        pipeline_tag="text-classification",
+        tags=["favor", "linear-attention", "glue"],
+        base_model=_base_model(results),
+        datasets=[HUB_ID],
+        metrics=list(task.metrics),
+        model_name=name,
+        eval_results=evaluations,
+    )
+    return data.to_yaml()
+
+
+def _base_model(results: dict[str, Any]) -> str | None:
+    """Hub name of the model that was fine-tuned; None for a local folder, whose path means nothing to others."""
+    name = results["model_name_or_path"]
+    return None if Path(name).exists() else name
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _deviation(results: dict[str, Any], metric: str) -> str:
+    deviation = results["metrics_std"][metric]
+    return "one seed" if deviation is None else f"{deviation:.4f}"
+
+
+def _usage(results: dict[str, Any]) -> list[str]:
+    if len(results["seeds"]) > 1:
+        return ["One folder a seed below this one holds the model of that seed."]
+    # Only the zoo's own configurations save their backend; others have to be told again.
+    by_itself = keeps_backend(results["model_type"]) or not results["favor"]
+    backend = "" if by_itself else f', attn_implementation="{results["attn_implementation"]}"'
+    return [
+        "```python",
+        "import favor.models",
+        "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+        "",
+        f'model = AutoModelForSequenceClassification.from_pretrained("this folder"{backend})',
+        'tokenizer = AutoTokenizer.from_pretrained("this folder")',
+        "```",
+    ]
