@@ -145,26 +145,30 @@ def check(case):
     assert all(torch.isfinite(x).all() for x in saved)
 
 
-BASE = Case()
-UNEVEN = ((5, 7), (0, 3), (63, 0), (1, 1), (32, 100), (0, 0))
+UNEVEN = ((5, 7), (0, 3), (33, 0), (1, 1), (20, 50), (0, 0))
 CASES = {
-    "plain": BASE,
+    "plain": Case((40, 33)),
     "one token": Case((1, 1), 1, width=64),
-    "two tokens, many keys": Case((2, 300), 1, features=100, splits=5),
-    "63": Case((63, 63), 1, width=64, value_width=80, features=100),
-    "grouped": Case((64, 100), heads=(4, 1), splits=3),
-    "own directions": Case(own_directions=True, heads=(4, 2), splits=2),
-    "256 features": Case((64, 100), 1, width=80, value_width=16, features=256),
-    "128 wide": Case((33, 40), 1, width=128, value_width=128, features=100),
-    "hidden": Case(hidden=True, heads=(4, 1), splits=2),
-    "hidden, transposed": Case((63, 100), hidden=True, transposed=True, width=20, value_width=12),
-    "packed": Case(UNEVEN, heads=(4, 1), splits=2),
-    "packed, own directions, transposed": Case(UNEVEN, own_directions=True, transposed=True, value_width=80),
-    "packed, hidden": Case(UNEVEN, hidden=True),
-    "large": Case((64, 100), 1, scale=30.0, width=64),
-    "large, 256 features": Case((16, 32), 1, scale=30.0, features=256, width=128),
+    "two tokens, many keys": Case((2, 150), 1, features=40, splits=5),
+    "63": Case((63, 63), 1, (1, 1), width=64, value_width=80, features=40),
+    "grouped": Case((33, 70), 1, heads=(4, 2), splits=3),
+    "own directions": Case((33, 40), own_directions=True, heads=(2, 1), splits=2),
+    "many features": Case((20, 40), 1, (1, 1), width=80, value_width=16, features=128),
+    "128 wide": Case((20, 20), 1, (1, 1), width=128, value_width=128, features=40),
+    "hidden": Case((33, 50), hidden=True, heads=(2, 1), splits=2),
+    "hidden, transposed": Case((33, 40), hidden=True, transposed=True, width=20, value_width=12),
+    "packed": Case(UNEVEN, heads=(2, 1), splits=2),
+    "packed, own directions, transposed": Case(UNEVEN, own_directions=True, transposed=True, value_width=40),
+    "packed, hidden": Case(UNEVEN, heads=(1, 1), hidden=True),
+    "large": Case((33, 40), 1, (1, 1), scale=30.0, width=64),
+    "large, many features": Case((16, 32), 1, (1, 1), scale=30.0, features=64, width=128),
 }
-LOW = ("plain", "grouped", "256 features", "hidden", "packed", "large")
+BF16, F16 = torch.bfloat16, torch.float16
+LOW = [
+    ("grouped", BF16),
+    ("many features", F16),
+    *((name, t) for name in ("hidden", "packed", "large") for t in (BF16, F16)),
+]
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -174,10 +178,9 @@ def test_float32(case):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [CASES[name] for name in LOW], ids=LOW)
-def test_half_precision(case, dtype):
-    check(replace(case, dtype=dtype))
+@pytest.mark.parametrize(("name", "dtype"), LOW, ids=str)
+def test_half_precision(name, dtype):
+    check(replace(CASES[name], dtype=dtype))
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -17,13 +17,11 @@ CASES = {
     80: (("float16", 64, True), ("float32", 128, False)),
     90: (("bfloat16", 64, False), ("bfloat16", 256, True)),
 }
-# The same for windowed attention, and whether it is causal; for both.
-WINDOWED = (
-    ("bfloat16", 64, False, True),
-    ("bfloat16", 128, True, False),
-    ("float32", 64, True, False),
-    ("float32", 128, False, True),
-)
+# Type, width, whether sequences are packed and whether attention is causal, for a window.
+WINDOWED = {
+    80: (("float16", 64, True, False), ("float32", 128, False, True)),
+    90: (("bfloat16", 64, False, True), ("bfloat16", 128, True, False), ("float32", 64, True, False)),
+}
 
 
 def compiled_elsewhere(*arguments):
@@ -74,7 +72,7 @@ def compile_windowed(capability):
     from favor.kernels.gpu.window import op as triton_window
     from favor.kernels.operands import Geometry, Operands
 
-    for kind, width, packed, is_causal in WINDOWED:
+    for kind, width, packed, is_causal in WINDOWED[capability]:
         inputs, grad = make(kind, width, packed)
         operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
         bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)

@@ -6,7 +6,7 @@ import torch
 from favor.kernels.gpu.decode import decode
 from favor.kernels.gpu.summary import summarise
 
-STEPS = 4
+STEPS = 3
 
 
 def make(batch, heads, key_heads, width, value_width, features, shared, dtype, steps=STEPS, scale=1.0):
@@ -63,7 +63,7 @@ def check(inputs, out, start=0):
 CASES = {
     "plain": (2, 2, 2, 32, 32, 16, True, torch.float32),
     "grouped, own directions": (2, 8, 2, 20, 12, 100, False, torch.float32),
-    "wide, many features": (1, 4, 1, 80, 128, 1030, True, torch.float32),
+    "wide, many features": (1, 4, 1, 80, 128, 270, True, torch.float32),
     "more heads than a block": (1, 20, 1, 16, 16, 16, True, torch.float32),
     "more heads than a program takes": (1, 71, 1, 16, 20, 16, True, torch.float32),
     "bfloat16": (1, 4, 1, 64, 64, 256, True, torch.bfloat16),
@@ -79,9 +79,9 @@ def test_steps_from_an_empty_state(case):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_splits(splits):
-    inputs = make(1, 4, 2, 16, 16, 200, True, torch.float32)
+    inputs = make(1, 4, 2, 16, 16, 100, True, torch.float32)
     check(inputs, steps(inputs, 0, *fresh_state(inputs), splits=splits))
 
 
@@ -106,9 +106,9 @@ def test_hidden_keys_hold_nan_and_leave_the_state():
 
 @pytest.mark.usefixtures("poisoned")
 def test_state_comes_from_a_summary_and_ends_as_one():
-    inputs = make(2, 4, 2, 32, 24, 40, False, torch.float32, steps=12)
+    inputs = make(2, 4, 2, 32, 24, 40, False, torch.float32, steps=8)
     _, key, value, _, directions, _, bias = inputs
-    past = 9
+    past = 5
     seen = (key[:, :, :past], bias[:, :, :past].contiguous(), value[:, :, :past])
     summary, log_weight, _ = summarise(directions, *seen, None, past)
     check(inputs, steps(inputs, past, log_weight, summary), past)

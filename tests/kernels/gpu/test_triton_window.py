@@ -112,37 +112,46 @@ def check(case, for_directions=False):
     assert found[0].transpose(1, 2).is_contiguous()
 
 
-UNEVEN = ((5, 5), (40, 40), (0, 0), (16, 16), (33, 33), (1, 1))
-PREFIXED = ((5, 7), (40, 50), (0, 20), (16, 48), (1, 33), (0, 0), (1, 1))
+UNEVEN = ((5, 5), (40, 40), (0, 0), (16, 16), (1, 1))
+PREFIXED = ((5, 7), (20, 30), (0, 20), (16, 48), (1, 33), (0, 0))
 BOTH = {
     "plain": Case(batch=2),
-    "one token": Case((1, 1), width=64),
-    "window of one token": Case((5, 5), 1),
     "window of five": Case((23, 23), 5, features=40),
-    "window of 40": Case((90, 90), 40, features=40),
+    "hidden": Case(batch=3, hidden=True, heads=(2, 1)),
+    "packed, hidden": Case(UNEVEN, 8, hidden=True),
+}
+# Each of these with one of the two kinds of masking.
+BIDIRECTIONAL = {
+    "window of one token": Case((5, 5), 1),
     "one window": Case((40, 40), 40),
-    "shorter than a window": Case((23, 23), 64, features=40),
-    "grouped": Case((33, 33), heads=(4, 2)),
     "own directions": Case(own_directions=True, heads=(2, 1), batch=2),
     "values of another width": Case(width=40, value_width=80),
-    "wide": Case((20, 20), 16, width=128, value_width=128, features=100),
-    "hidden": Case(batch=3, hidden=True, heads=(2, 1)),
-    "hidden, transposed": Case((30, 30), 8, batch=3, hidden=True, transposed=True, width=20, value_width=12),
-    "packed": Case(UNEVEN, heads=(2, 1)),
     "packed, own directions, transposed": Case(UNEVEN, 7, own_directions=True, transposed=True, value_width=48),
-    "packed, hidden": Case(UNEVEN, 8, hidden=True),
     "large": Case(magnitude=10.0),
 }
-CASES = {
-    **BOTH,
-    **{f"causal, {name}": replace(case, is_causal=True) for name, case in BOTH.items()},
-    "causal, keys first": Case((20, 50), is_causal=True, heads=(4, 2)),
-    "causal, keys first, hidden": Case((21, 50), batch=3, is_causal=True, hidden=True),
-    "causal, one query": Case((1, 50), 8, is_causal=True),
-    "causal, packed, keys first": Case(PREFIXED, is_causal=True, heads=(2, 1)),
-    "causal, packed, keys first, hidden": Case(PREFIXED, 7, is_causal=True, hidden=True),
+CAUSAL = BOTH | {
+    "one token": Case((1, 1), width=64),
+    "window of 40": Case((90, 90), 40, features=40),
+    "shorter than a window": Case((23, 23), 64, features=40),
+    "grouped": Case((33, 33), heads=(4, 2)),
+    "wide": Case((20, 20), 16, width=128, value_width=128, features=40),
+    "hidden, transposed": Case((30, 30), 8, batch=3, hidden=True, transposed=True, width=20, value_width=12),
+    "packed": Case(UNEVEN, heads=(2, 1)),
+    "keys first": Case((20, 50), heads=(4, 2)),
+    "keys first, hidden": Case((21, 50), batch=3, hidden=True),
+    "one query": Case((1, 50), 8),
+    "packed, keys first": Case(PREFIXED, heads=(2, 1)),
+    "packed, keys first, hidden": Case(PREFIXED, 7, hidden=True),
 }
-LOW = ("grouped", "wide", "hidden", "packed", "causal, grouped", "causal, packed, keys first")
+CASES = BOTH | BIDIRECTIONAL | {f"causal, {name}": replace(case, is_causal=True) for name, case in CAUSAL.items()}
+BF16, F16 = torch.bfloat16, torch.float16
+LOW = [
+    ("causal, grouped", BF16),
+    ("causal, wide", F16),
+    ("hidden", F16),
+    ("packed, hidden", BF16),
+    ("causal, packed, keys first", F16),
+]
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -152,17 +161,15 @@ def test_float32(case):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [CASES[name] for name in LOW], ids=LOW)
-def test_half_precision(case, dtype):
-    check(replace(case, dtype=dtype))
+@pytest.mark.parametrize(("name", "dtype"), LOW, ids=str)
+def test_half_precision(name, dtype):
+    check(replace(CASES[name], dtype=dtype))
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["grouped", "causal, packed, keys first"])
+@pytest.mark.parametrize(("name", "dtype"), [("plain", torch.float32), ("causal, packed, keys first", BF16)], ids=str)
 def test_directions_learn_from_the_torch_kernel(name, dtype):
-    """It takes the landmarks that the Triton kernel left."""
+    """It takes the summaries that the Triton kernel left."""
     check(replace(CASES[name], dtype=dtype), for_directions=True)
 
 
