@@ -142,7 +142,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
     found = []
     for backend in arguments.backends:
         family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
-        kinds = [PLAIN, *([CALIBRATED] if family != "pos" else [])]
+        kinds = [PLAIN, *([CALIBRATED] if families.REGISTRY[family].needs_statistics else [])]
         found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
         learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
         found += [Variant(backend, arguments.num_features, window, kind, seed) for kind in learned]

@@ -31,8 +31,8 @@ from transformers import AutoTokenizer, HfArgumentParser, get_scheduler
 
 import favor
 from favor import features as families
+from favor import registry
 from favor.config import feature_family
-from favor.features import Landmarks
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, stored_choice
 from favor.integrations.stored import store_parameters
@@ -85,7 +85,10 @@ class DistillArguments:
                 "feature_weights learns calibrated parameters for fixed directions: without attention_steps and with "
                 "statistics calibrated"
             )
-        landmarks = self.features == Landmarks.name
+        if self.attn_implementation not in registry.BACKENDS:
+            known = ", ".join(registry.BACKENDS)
+            raise ValueError(f"attn_implementation must be one of {known}; got {self.attn_implementation!r}")
+        landmarks = not self.family.supports_weights
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
             raise ValueError(
                 "landmarks have no parameters to learn: without attention_steps, feature_weights and statistics; "
@@ -96,10 +99,10 @@ class DistillArguments:
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        allowed = ("favor#", "favor++", "favor_sharp", "favor_plus_plus")
-        if self.attn_implementation not in (*allowed, *(("favor+", "favor_plus") if self.feature_weights else ())):
+        learns = landmarks or self.family.needs_statistics or self.feature_weights
+        if not (learns and self.family.supports_window):
             raise ValueError(
-                "attn_implementation must be favor# or favor++, or favor+ with feature_weights, got "
+                "attn_implementation must be favor#, favor++ or landmark, or favor+ with feature_weights, got "
                 f"{self.attn_implementation!r}"
             )
         if self.statistics == "corrected" and not self.attention_steps:
@@ -108,6 +111,11 @@ class DistillArguments:
             raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
         if self.exact_below != "auto" and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
+
+    @property
+    def family(self) -> type[registry.Family]:
+        """The family that the backend runs."""
+        return registry.family_of(self.attn_implementation, self.features)
 
     def options(self) -> dict[str, Any]:
         """Options of the backend."""
@@ -249,7 +257,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
     kind = arguments.statistics or ("calibrated" if decoder or arguments.feature_weights else "corrected")
-    kind = "batch" if arguments.features == Landmarks.name else kind
+    kind = kind if arguments.family.supports_weights else "batch"
     batches, name = ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
     fitted_later = arguments.feature_weights and arguments.layers == "all"
     favor.convert(
