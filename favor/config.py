@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ class FavorConfig:
     """Options of the FAVOR backends; a model carries them as the plain dictionary `config.favor`.
 
     Args:
-        num_features: number of random features (or landmarks) M a head, default 256. `favor_elu` always has head_dim
+        num_features: number of random features (or landmarks) M per head, default 256. `favor_elu` always has head_dim
             features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
@@ -86,23 +86,32 @@ class FavorConfig:
         if self.features is not None:
             self.check_family(registry.FAMILIES[self.features])
 
-    def check_family(self, family: type[registry.Family], backend: str | None = None) -> None:
-        """Raises a ValueError for options that a family does not have; the message names it or its backend."""
-        called = backend or family.name
-        if family.factorizations and self.factorization not in ("auto", *family.factorizations):
-            choices = ", ".join(map(repr, ("auto", *family.factorizations)))
+    def check_family(
+        self, family: type[registry.Family], backend: str | None = None, given: Collection[str] | None = None
+    ) -> None:
+        """Raises a ValueError for options that a family does not have.
+
+        Args:
+            family: the class.
+            backend: its name in the message; by default that of the family.
+            given: options that were asked for now. A model keeps options of other backends too, which it may come back
+                to. None is all of them.
+        """
+        called, forms = backend or family.name, ("auto", *family.factorizations)
+        if family.factorizations and self.factorization not in forms:
+            choices = ", ".join(map(repr, forms))
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
-        if self.statistics != "batch" and not family.supports_weights:
-            raise ValueError(
-                f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
-            )
-        if self.kernel == "triton" and not family.has_kernel:
-            raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
         if self.window and not family.supports_window:
             raise ValueError(
                 f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
                 "window=0, or use favor+, favor++, favor# or landmark."
             )
+        if self.statistics != "batch" and not family.takes_parameters and (given is None or "statistics" in given):
+            raise ValueError(
+                f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
+            )
+        if self.kernel not in ("auto", "torch") and not family.has_kernel and (given is None or "kernel" in given):
+            raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 
     def _check_integer(self, name: str, minimum: int | None = None) -> None:
         value = getattr(self, name)
@@ -122,7 +131,7 @@ class FavorConfig:
         """
         if self.exact_below != "auto":
             return int(self.exact_below)
-        measured = registry.Family if family is None else registry.FAMILIES[family]
+        measured = registry.FAMILIES.get(family or "", registry.Family)
         device_type = device_type if device_type in measured.crossover else "cuda"
         keys = measured.crossover[device_type][is_causal] * self.num_features
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
@@ -146,12 +155,17 @@ class FavorConfig:
         return cls(**options)
 
 
-def feature_family(backend: str, config: FavorConfig) -> tuple[str, dict[str, Any]]:
+def feature_family(backend: str, config: FavorConfig, given: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
     """Name and options of the family that a backend runs, as `favor.features.get` takes them.
+
+    Args:
+        backend: a value of `attn_implementation`.
+        config: the options.
+        given: options that were asked for now, see `FavorConfig.check_family`.
 
     Raises:
         ValueError: for features that the backend does not run, or options that the family does not have.
     """
     family = registry.family_of(backend, config.features)
-    config.check_family(family, backend)
+    config.check_family(family, backend, given)
     return family.name, {"factorization": config.factorization} if len(family.factorizations) > 1 else {}

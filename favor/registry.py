@@ -15,12 +15,12 @@ class Family:
     Attributes:
         name: in the table; what `features=` takes.
         backends: values of `attn_implementation` that run it, the usual spelling first. Families may share a backend,
-            which then chooses by the option `features`. Empty: `favor_` and the name.
-        is_default: whether a shared backend runs this family where `features` is not set.
+            which then chooses by the option `features`. Not inherited; by default `favor_` and the name.
+        is_default: whether a shared backend runs this family where `features` is not set. Not inherited.
         factorizations: how it factors matrices of statistics, best first; empty if it factors none.
         needs_statistics: whether its parameters come from statistics of queries and keys.
-        learns_matrices: whether gradient steps may change its parameters, beside weights of single features.
-        supports_weights: whether single features may have weights, and so the family given parameters.
+        takes_parameters: whether its parameters can be given, stored and corrected, and its features have weights.
+        learns_matrices: whether `favor.calibrate(..., feature_weights=True)` changes its parameters by gradient steps.
         supports_window: whether it estimates exp(x . y) itself, and can share a normaliser with exact blocks of tokens.
         supports_state: whether causal attention can go on from a state of fixed size.
         is_drawn: whether it has random directions, which depend on a seed.
@@ -37,8 +37,8 @@ class Family:
     is_default: bool = False
     factorizations: tuple[str, ...] = ()
     needs_statistics: bool = False
+    takes_parameters: bool = False
     learns_matrices: bool = False
-    supports_weights: bool = False
     supports_window: bool = False
     supports_state: bool = False
     is_drawn: bool = True
@@ -57,7 +57,7 @@ def register(family: AnyFamily) -> AnyFamily:
     """Adds a family to the table; as a decorator of its class.
 
     Args:
-        family: a subclass of `favor.features.PositiveFeatures` or `SignedFeatures`, with a `name` of its own.
+        family: a subclass of `Family`, such as one of `favor.features.PositiveFeatures`, with a `name` of its own.
 
     Returns:
         The class.
@@ -66,7 +66,7 @@ def register(family: AnyFamily) -> AnyFamily:
         TypeError: if it is no such class. ValueError: if another family has the name.
     """
     if not (isinstance(family, type) and issubclass(family, Family) and isinstance(getattr(family, "name", None), str)):
-        raise TypeError(f"a family must be a class with a name, derived from favor.features, got {family!r}.")
+        raise TypeError(f"a family must be a class with a name, derived from favor.registry.Family, got {family!r}.")
     known = FAMILIES.get(family.name)
     if known is not None and (known.__module__, known.__qualname__) != (family.__module__, family.__qualname__):
         raise ValueError(f"the name {family.name!r} belongs to {known.__name__}; give {family.__name__} another name.")
@@ -78,7 +78,7 @@ def register(family: AnyFamily) -> AnyFamily:
 
 def backends_of(family: type[Family]) -> tuple[str, ...]:
     """The backends that run a family, see `Family.backends`."""
-    return family.backends or (f"favor_{family.name}",)
+    return vars(family).get("backends") or (f"favor_{family.name}",)
 
 
 def get(name: str, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def family_of(backend: str, features: str | None) -> type[Family]:
     if len(families) == 1:
         return next(iter(families.values()))
     if features is None:
-        return next(family for family in families.values() if family.is_default)
+        return min(families.values(), key=_is_no_default)
     if features not in families:
         raise ValueError(f"features of {backend} must be one of {', '.join(families)}; got {features!r}.")
     return families[features]
@@ -120,4 +120,8 @@ def family_of(backend: str, features: str | None) -> type[Family]:
 def selectable() -> tuple[str, ...]:
     """Names that the option `features` may have: families that share a backend with others, the default one first."""
     shared = {name: family for families in BACKENDS.values() if len(families) > 1 for name, family in families.items()}
-    return tuple(sorted(shared, key=lambda name: not shared[name].is_default))
+    return tuple(sorted(shared, key=lambda name: _is_no_default(shared[name])))
+
+
+def _is_no_default(family: type[Family]) -> bool:
+    return not vars(family).get("is_default", False)  # a subclass is not meant

@@ -88,7 +88,7 @@ class DistillArguments:
         if self.attn_implementation not in registry.BACKENDS:
             known = ", ".join(registry.BACKENDS)
             raise ValueError(f"attn_implementation must be one of {known}; got {self.attn_implementation!r}")
-        landmarks = not self.family.supports_weights
+        landmarks = not self.family.takes_parameters
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
             raise ValueError(
                 "landmarks have no parameters to learn: without attention_steps, feature_weights and statistics; "
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     shapes, decoder = layers_of(model, ids[:1].to(accelerator.device))
     kind = arguments.statistics or ("calibrated" if decoder or arguments.feature_weights else "corrected")
-    kind = kind if arguments.family.supports_weights else "batch"
+    kind = kind if arguments.family.takes_parameters else "batch"
     batches, name = ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
     fitted_later = arguments.feature_weights and arguments.layers == "all"
     favor.convert(

@@ -1,4 +1,4 @@
-"""What attention computes: bidirectional, causal and cross attention over random features."""
+"""Attention in linear time: bidirectional, causal and cross attention by any family."""
 
 from favor.attention.functional import favor_attention
 

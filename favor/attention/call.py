@@ -34,6 +34,9 @@ class CallOptions(TypedDict, total=False):
     kernel: str
 
 
+_COMMON = {"num_features", "is_causal", "seed"}  # explicit in the signature of `favor_attention`
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of attention, as every method takes it; see `favor.favor_attention` for what is not said here.
@@ -97,12 +100,12 @@ class AttentionCall:
         _check_tensors(*tensors)
         if scale is not None and not scale > 0:
             raise ValueError(f"scale must be positive, got {scale}.")
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        lengths = [options.pop(name, None) for name in names]
-        unknown = sorted(options.keys() - cls.__dataclass_fields__.keys() - {"packing"})
+        unknown = sorted(options.keys() - CallOptions.__annotations__.keys() - _COMMON)
         if unknown:
             known = ", ".join(sorted(CallOptions.__annotations__))
             raise TypeError(f"favor_attention got an unknown argument {', '.join(unknown)}; its options are {known}.")
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        lengths = [options.pop(name, None) for name in names]
         call = cls(
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             key_mask=key_padding_mask,
@@ -157,9 +160,9 @@ class AttentionCall:
             self._check_state(family, query.shape[2], key.shape[2])
         if self.window:
             self._check_window(family, query.shape[2], key.shape[2])
-        if self.kernel == "triton" and not family.has_kernel:
+        if self.kernel not in ("auto", "torch") and not family.has_kernel:
             raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
-        if not family.supports_weights and not (self.parameters is None and self.correction is None):
+        if not family.takes_parameters and not (self.parameters is None and self.correction is None):
             raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
 
     def _check_state(self, family: Family, length: int, key_length: int) -> None:

@@ -128,7 +128,7 @@ def key_bias(
 def query_bias(
     query: Tensor, params: Parameters, key_heads: int, num_features: int, scale: float, packing: Packing | None
 ) -> Tensor:
-    """What makes the sum over features an estimate of exp(x . y) itself, `[B, H, L]`.
+    """Gives what makes the sum over features an estimate of exp(x . y) itself, `[B, H, L]`.
 
     It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
     which normalised attention drops as long as every weight is an estimate.

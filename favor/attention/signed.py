@@ -19,8 +19,9 @@ def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, ca
         return call.packing.each(attend, family, query, key, value, call)
     if query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
-    omega, scale, key_mask = call.directions(family, key), call.scale, call.key_mask
-    compute = omega.dtype
+    scale, key_mask = call.scale, call.key_mask
+    compute = torch.float64 if key.dtype == torch.float64 else torch.float32
+    omega = call.directions(family, key) if family.is_drawn else key.new_empty(0)
     x = query.to(compute).unflatten(1, (key.shape[1], -1)).transpose(2, 3) * scale**0.5  # [B, Hk, L, G, d]
     y, value = key.to(compute) * scale**0.5, value.to(compute)
     hidden = None if key_mask is None else ~key_mask[:, None, :]

@@ -1,4 +1,4 @@
-"""Random features: registry and public classes.
+"""Random features: the public classes, and `get`, which makes one by its name.
 
 Example:
     >>> import torch, favor

@@ -11,7 +11,7 @@ from torch import Tensor
 from favor.features.moments import Moments
 from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
-from favor.registry import Family
+from favor.registry import FAMILIES, Family
 
 Side = Literal["query", "key"]
 
@@ -33,10 +33,13 @@ class RandomFeatures(Family, ABC):
 
     @property
     def draws_like(self) -> str | RandomFeatures:
-        """What tells how it draws: a name, which a compiler can hold constant; the family itself where it has none."""
+        """A name that tells how it draws, which a compiler can hold constant; the family itself where it has none.
+
+        A family whose options change the way it draws overrides this.
+        """
         if type(self).draw is RandomFeatures.draw:
             return "antithetic" if self.antithetic else "plain"
-        return self
+        return self.name if FAMILIES.get(getattr(self, "name", "")) is type(self) else self
 
     def draw(
         self,
@@ -69,7 +72,7 @@ class PositiveFeatures(RandomFeatures):
     """
 
     needs_statistics = True
-    supports_weights = True
+    takes_parameters = True
     supports_window = True
     supports_state = True
     has_kernel = True

@@ -101,6 +101,7 @@ class WDERF(CDERF):
     """
 
     name = "wderf"
+    backends = SHARP
     is_default = True
 
     def __init__(

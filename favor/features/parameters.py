@@ -98,7 +98,7 @@ class Parameters:
         return cls(transform, torch.linalg.inv(transform), factor)
 
     def to(self, like: Tensor) -> Parameters:
-        """The same in the type and on the device of another tensor."""
+        """Converts all parts to the type and the device of another tensor."""
         return self._each(lambda part: part.to(like))
 
     def corrected(self, correction: Parameters) -> Parameters:
@@ -124,7 +124,7 @@ class Parameters:
         return self._each(lambda part: part[list(heads)])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
-        """The same function of every tensor."""
+        """Applies a function to every tensor."""
 
         def optional(part: Tensor | None) -> Tensor | None:
             return None if part is None else change(part)

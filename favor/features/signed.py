@@ -129,6 +129,7 @@ class ELUFeatures(SignedFeatures):
     """
 
     name = "elu"
+    is_drawn = False
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
         """`[..., L, d]`."""

@@ -188,9 +188,9 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
         for key, config in configs.items()
     }
     for key, config in configs.items():
-        backend = attn_implementation if isinstance(attn_implementation, str) else config._attn_implementation
-        if backend in registry.BACKENDS:
-            feature_family(backend, FavorConfig.from_dict(merged[key]))
+        backend = attn_implementation or getattr(config, "_attn_implementation", None)
+        if isinstance(backend, str) and backend in registry.BACKENDS:  # one of a dictionary checks itself when it runs
+            feature_family(backend, FavorConfig.from_dict(merged[key]), options)
     number_layers(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
@@ -278,8 +278,8 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.redraw_interval if family.is_drawn else 0,
         config.orthogonal,
         config.window,
-        config.statistics if fitted else "batch",  # without parameters nothing can be corrected
-        config.kernel,
+        config.statistics if fitted and family.takes_parameters else "batch",
+        config.kernel if family.has_kernel else "auto",
     )
 
 

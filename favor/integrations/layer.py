@@ -65,7 +65,8 @@ class Prepared:
 
 def layer_state(module: nn.Module) -> LayerState | None:
     """Gives the state of an attention module; None for other modules, and before `favor` has seen the model."""
-    return getattr(module, "favor_layer", None)
+    state = getattr(module, "favor_layer", None)
+    return state if isinstance(state, LayerState) else None  # a module pickled by version 0.1.0 has a number there
 
 
 def change_state(module: nn.Module, **changes: Any) -> None:

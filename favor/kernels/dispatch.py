@@ -77,7 +77,7 @@ TABLE = {
         {
             "bidirectional": "favor.kernels.eager.bidirectional",
             "causal": "favor.kernels.eager.causal",
-            "window": "favor.kernels.eager.window",
+            "window": "favor.kernels.eager.window.op",
             "summary": "favor.kernels.eager.decode",
             "decode": "favor.kernels.eager.decode",
         }

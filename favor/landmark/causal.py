@@ -106,7 +106,7 @@ def attention(
 def _next(
     features: Landmarks, fresh: Tokens, num_landmarks: int, scale: float, block: int, state: StreamState
 ) -> Tensor:
-    """The same for tokens that come after those of a state."""
+    """Attends with tokens that come after those of a state."""
     begun, groups = state.block, state.memory
     if not isinstance(groups, Groups) or groups.counts.shape[:2] != fresh[1].shape[:2] or _length(begun) >= block:
         raise ValueError(

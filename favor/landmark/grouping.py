@@ -40,8 +40,7 @@ class Landmarks(Family):
     supports_window = True
     supports_state = True
     is_drawn = False
-    # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without). On a GPU causal ones,
-    # timed by hand, are slower than exact attention at 65,536 keys: the last number is a bound.
+    # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without), on a GPU a bound.
     crossover = {"cpu": (4, 28), "cuda": (48, 1024)}  # noqa: RUF012
 
     def __init__(self, *, num_queries: int = 32) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from favor import features
-from favor.attention.biases import key_bias, query_bias
+from favor.attention.linear import key_bias, query_bias
 
 
 @pytest.mark.parametrize("name", ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf"])

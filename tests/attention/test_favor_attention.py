@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import favor
 from favor import features
 from favor.attention.directions import Draw, directions
-from favor.kernels.eager import causal as chunked_causal
+from favor.kernels.eager import causal
 from favor.kernels.operands import Geometry, Operands
 from favor.landmark import causal as landmark_causal
 
@@ -206,7 +206,7 @@ def test_chunk_size_does_not_matter(chunk_size):
     zeros = torch.zeros(1, 2, 6, dtype=torch.float64), torch.zeros(1, 2, 95, dtype=torch.float64)
     query = log_query.transpose(2, 3).flatten(1, 2)
     operands = Operands(query, log_key, value, eye, eye, *zeros)
-    out = chunked_causal.forward(operands, Geometry(None, None, 0, 0), chunk_size=chunk_size).out
+    out = causal.forward(operands, Geometry(None, None, 0, 0), chunk_size=chunk_size).out
     expected = expected.transpose(2, 3).flatten(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 

@@ -22,6 +22,12 @@ def test_parameters_are_checked():
             attend(*tensors, name=name, parameters=given)
 
 
+@pytest.mark.parametrize("name", ["packing", "key_mask", "windows"])
+def test_arguments_that_there_are_not_are_refused(name):
+    with pytest.raises(TypeError, match=f"unknown argument {name}; its options are correction"):
+        favor.favor_attention(*inputs(12), features="pos", **{name: None})
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_nan_in_a_query_is_seen(padded):
     """Also beside keys that are hidden, and in a block that is cut short."""

@@ -65,6 +65,17 @@ def test_options_are_those_of_the_family_that_the_backend_runs():
     assert model.config.favor == before
 
 
+def test_options_of_other_backends_do_not_stop_one_that_has_no_use_for_them():
+    model = BERT.build("favor_relu", num_features=16, exact_below=0)
+    expected = model(**tokens(True)).last_hidden_state
+    model.config.favor |= {"statistics": "calibrated", "kernel": "triton"}
+    assert torch.equal(model(**tokens(True)).last_hidden_state, expected)
+    favor.configure(model, "favor_relu", num_features=16)
+    for option in ({"statistics": "calibrated"}, {"kernel": "triton"}):
+        with pytest.raises(ValueError, match="favor_relu attention has no"):
+            favor.configure(model, **option)
+
+
 def test_sliding_window_layers_stay_exact():
     modernbert = next(a for a in ARCHITECTURES if a.name == "modernbert")
     model = modernbert.build("favor#", num_features=16, exact_below=0)

@@ -62,6 +62,38 @@ def test_what_it_is_not_able_to_do_is_refused():
         )  # fmt: skip
 
 
+def test_a_family_without_backends_of_its_own_gets_one_and_leaves_those_of_its_base_alone():
+    class Mine(favor.features.PosRF):
+        name = "mine"
+
+    class Weighted(favor.features.WDERF):
+        name = "weighted"
+
+    with registered(Mine, Weighted):
+        assert {"favor_mine", "favor_weighted"} <= set(favor.BACKENDS)
+        assert favor.config.feature_family("favor+", favor.FavorConfig())[0] == "pos"
+        assert favor.config.feature_family("favor#", favor.FavorConfig())[0] == "wderf"
+        with pytest.raises(ValueError, match="features must be one of"):
+            favor.FavorConfig(features="mine")
+
+
+def test_directions_of_a_family_that_draws_in_its_own_way_are_drawn_once():
+    drawn = []
+
+    class Drawing(OppositePairs):
+        name = "drawing"
+
+        def draw(self, *args, **options):
+            drawn.append(args)
+            return super().draw(*args, **options)
+
+    with registered(Drawing):
+        model = BERT.build("favor_drawing", **OPTIONS)
+        for _ in range(3):
+            run(model)
+    assert len(drawn) == model.config.num_hidden_layers
+
+
 def test_names_cannot_be_taken_twice():
     class Another(OppositePairs):
         name = "pos"

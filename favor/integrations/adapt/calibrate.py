@@ -210,7 +210,7 @@ def _weighted_family(
 ) -> PositiveFeatures:
     """The family whose features get weights, once everything that forbids them is ruled out."""
     family = _family(name, arguments)
-    if not family.supports_weights:
+    if not family.takes_parameters:
         raise ValueError(
             f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
         )

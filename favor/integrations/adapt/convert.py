@@ -61,18 +61,19 @@ def convert(
         raise ValueError(
             'statistics="corrected" is what favor.train.distill makes; convert with "batch" or "calibrated".'
         )
-    clear_choices(model)
     if layers == "all" and config.statistics == "batch":
+        clear_choices(model)
         return configure(model, attn_implementation, **options)
     if dataloader is None:
         raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
     name, arguments = feature_family(attn_implementation, config)
-    if not REGISTRY[name].is_drawn:
-        raise ValueError('layers="auto" is by the variance of random features, and landmarks have none; use "all".')
+    if not REGISTRY[name].takes_parameters:
+        raise ValueError(f'layers="auto" is by the variance of positive features, and {name} has none; use "all".')
     if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
         raise ValueError(
             'layers="auto" of a decoder needs statistics="calibrated": causal layers fit none of their own.'
         )
+    clear_choices(model)
     statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
     if layers == "auto":
         rho = statistics.rho()

@@ -193,7 +193,8 @@ class LayerFit:
 
     def _refined(self, base: Parameters, steps: int) -> Parameters:
         """Gradient steps on corrections of G, L and b, with short fits of the weights between."""
-        assert base.shift is not None  # a family that learns its matrices has one
+        if base.shift is None:
+            base = replace(base, shift=torch.zeros_like(base.factor[..., 0]))
         start = (self.parameters, self.divergence(self.parameters))
         best, least = _better(base, self.divergence(base), *start)
         eye = torch.eye(base.factor.shape[-1], device=base.factor.device)
@@ -203,21 +204,21 @@ class LayerFit:
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, LAST_SHARE, steps)
         log_weights = base.log_weights
 
-        def present() -> Parameters:
+        def present(log_weights: Tensor | None) -> Parameters:
             correction = Parameters(eye + transform, torch.linalg.inv(eye + transform), eye + factor, shift=shift)
             return replace(base.corrected(correction), log_weights=log_weights)
 
         for step in range(steps):
             number = step % len(self.samples)
             with torch.enable_grad():
-                loss = self._divergence(self.samples[number], self.targets[number], present()).sum()
+                loss = self._divergence(self.samples[number], self.targets[number], present(log_weights)).sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
             if (step + 1) % STEPS_BETWEEN and step + 1 < steps:
                 continue
-            found = self.weighted(present(), ITERATIONS if step + 1 == steps else ITERATIONS_BETWEEN)
+            found = self.weighted(present(log_weights), ITERATIONS if step + 1 == steps else ITERATIONS_BETWEEN)
             log_weights = found.log_weights
             best, least = _better(found, self.divergence(found), best, least)
         return best

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from favor.kernels.eager.window_states import States
+from favor.kernels.eager.window.states import States
 
 DIRECTIONS = [(True, True), (True, False), (False, True)]
 

@@ -1,9 +1,9 @@
 """Windowed attention in Triton: exact inside blocks of tokens, by summaries between them, one normaliser.
 
-The mathematics are those of `favor.kernels.eager.window`. Forwards, the keys of every block are summed up, sweeps over
-the blocks make the summaries of each from the others (`states`), and tiles of queries read the summaries and the keys
-of their block (`forward`). Backwards, tiles of queries read them again, what they send to the summaries is summed up
-and swept over in the same way, and tiles of keys gather it, with what the queries of their own block send them
+The mathematics are those of `favor.kernels.eager.window.op`. Forwards, the keys of every block are summed up, sweeps
+over the blocks make the summaries of each from the others (`states`), and tiles of queries read the summaries and the
+keys of their block (`forward`). Backwards, tiles of queries read them again, what they send to the summaries is summed
+up and swept over in the same way, and tiles of keys gather it, with what the queries of their own block send them
 (`backward`). Nothing is added atomically.
 """
 

@@ -4,7 +4,7 @@ Queries stand beside the last keys: query i of a causal sequence with L queries 
 block b of w tokens holds the keys and the queries with positions [b w, (b + 1) w). Without causality L = S. Exponents
 are in base 2.
 
-Whatever is kept per block is stored `[slots, B, Hk, M, ...]`, see `favor.kernels.eager.window`: block b of a packed
+Whatever is kept per block is stored `[slots, B, Hk, M, ...]`, see `favor.kernels.eager.window.op`: block b of a packed
 sequence has slot cu_k[sequence] // w + sequence + b, that of a batch slot b.
 """
 

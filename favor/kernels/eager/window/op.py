@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2, fused_attention, fused_takes, write
-from favor.kernels.eager.window_blocks import FUSED_SPAN, SPAN, Blocks, Span
-from favor.kernels.eager.window_states import States
+from favor.kernels.eager.window.blocks import FUSED_SPAN, SPAN, Blocks, Span
+from favor.kernels.eager.window.states import States
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 

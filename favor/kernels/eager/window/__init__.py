@@ -1,0 +1,1 @@
+"""Attention in plain torch that is exact inside blocks of tokens and linear between them."""
