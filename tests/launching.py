@@ -24,6 +24,7 @@ LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
 # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
 TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
 
+SECONDS = 300
 PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
 # Of the standard library's server there is one for a process: whoever starts it, `favor.eval.long_form` uses it too.
 PRELOADED.append("favor.eval.speech.long_form_cell")
@@ -47,7 +48,7 @@ def fork(module: str, *words: object, processes: int = 1) -> str:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
         started = start(module, words, logs)
         for process in started:
-            process.join()
+            wait(process)
         printed = "".join(log.read_text(errors="replace") for log in logs)
         assert all(process.exitcode == 0 for process in started), printed[-3000:]
     return printed
@@ -83,6 +84,14 @@ def _program(module: str, words: list[str], log: Path, environment: dict[str, ob
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def wait(process: multiprocessing.Process) -> None:
+    """Waits for the end of a process, but not for ever."""
+    process.join(SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"a program has not ended after {SECONDS} seconds")
+
+
 def free_port() -> int:
     """A port of this machine that nothing listens on."""
     with socket.socket() as listener:
@@ -101,7 +110,7 @@ class Forked:
         module = len(command) - 1 - command[::-1].index("favor.train.glue")
         log = Path(stdout.name)
         (process,) = start(command[module], command[module + 1 :], [log])
-        process.join()
+        wait(process)
         return subprocess.CompletedProcess(command, process.exitcode)
 
 

@@ -1,10 +1,13 @@
 """Two processes that talk to each other, without two times the import of torch and transformers."""
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing
+
+SECONDS = 300
 
 
 def run_two(function: Callable[..., None], *args: Any) -> None:
@@ -13,4 +16,11 @@ def run_two(function: Callable[..., None], *args: Any) -> None:
     They are copies of a server that has imported the package and run nothing.
     """
     multiprocessing.set_forkserver_preload(["favor.optim", "favor.models.conformer"])
-    torch.multiprocessing.start_processes(function, args, nprocs=2, start_method="forkserver")
+    options = {"nprocs": 2, "start_method": "forkserver", "join": False}
+    both = torch.multiprocessing.start_processes(function, args, **options)
+    deadline = time.monotonic() + SECONDS
+    while not both.join(timeout=5):
+        if time.monotonic() > deadline:
+            for process in both.processes:
+                process.kill()
+            raise TimeoutError(f"two processes have not ended after {SECONDS} seconds")

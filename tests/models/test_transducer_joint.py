@@ -274,6 +274,11 @@ class Trained(torch.nn.Module):
         return joint_transducer_loss(self.encoder(hidden), prediction, self.joint, *rest, max_cells=5)
 
 
+# DDP gives its process group up with Python's lock held. A thread of gloo that has just ended a sum and drops it wants the
+# lock too, and the two wait for each other (torch 2.13). So a model lives as long as its process.
+KEPT = []
+
+
 def ddp_worker(rank, world, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -285,6 +290,7 @@ def ddp_worker(rank, world, folder):
             model.zero_grad()
             model(hidden[mine], prediction[mine], *(x[mine] for x in rest)).backward()
         torch.save([parameter.grad for parameter in model.parameters()], folder / f"{rank}.pt")
+        KEPT.append(model)
     finally:
         torch.distributed.destroy_process_group()
 
