@@ -274,8 +274,8 @@ class Trained(torch.nn.Module):
         return joint_transducer_loss(self.encoder(hidden), prediction, self.joint, *rest, max_cells=5)
 
 
-# DDP gives its process group up with Python's lock held. A thread of gloo that has just ended a sum and drops it wants the
-# lock too, and the two wait for each other (torch 2.13). So a model lives as long as its process.
+# DDP gives its process group up with Python's lock held. A thread of gloo that has just ended a sum wants the lock too,
+# and the two wait for each other (torch 2.13). So a model lives as long as its process.
 KEPT = []
 
 
