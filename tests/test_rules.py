@@ -37,6 +37,16 @@ def test_functions_are_short_and_take_few_parameters():
     assert not found
 
 
+def test_docstrings_stand_alone():
+    """One that begins with "What" or "The same" says nothing in `help()`."""
+    for path in (ROOT / "favor").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = (ast.get_docstring(node) or "").split(maxsplit=2)[:2]
+                assert first[:1] != ["What"], f"{path.relative_to(ROOT)}: {node.name}"
+                assert first != ["The", "same"], f"{path.relative_to(ROOT)}: {node.name}"
+
+
 NAMES = {"trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "relu", "elu", "landmark"}
 
 

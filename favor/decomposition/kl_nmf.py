@@ -245,7 +245,7 @@ def _error(target: Target, state: State) -> Tensor:
 
 
 def _scale(target: Target, W: Tensor, H: Tensor) -> Tensor:
-    """What makes the sum of WH that of V."""
+    """Factor that makes the sum of WH that of V."""
     return target.row_sums.sum() / (W.sum(0) @ H.sum(1)).clamp(min=torch.finfo(H.dtype).tiny)
 
 

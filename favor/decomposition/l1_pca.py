@@ -16,7 +16,7 @@ SHARE = 0.8
 
 
 class L1Components(NamedTuple):
-    """What `l1_kernel_pca` found, of the kind of the kernel matrix.
+    """Result of `l1_kernel_pca`, of the kind of the kernel matrix.
 
     Attributes:
         scores: of the n observations on the p components, `[n, p]`; scores @ scores.T is K if p is the rank.

@@ -27,7 +27,7 @@ from favor.decomposition.inputs import check_flag, check_integer, check_number, 
 
 
 class PowerResult(NamedTuple):
-    """What `scale_invariant_power` found.
+    """Result of `scale_invariant_power`.
 
     Attributes:
         x: unit vector `[d]`, of the kind of the start.
@@ -43,7 +43,7 @@ class PowerResult(NamedTuple):
 
 
 class BlockPowerResult(NamedTuple):
-    """What `block_power` found.
+    """Result of `block_power`.
 
     Attributes:
         blocks: one vector a block, each of the kind of its start; unit vectors but for free blocks.

@@ -16,7 +16,7 @@ SMALLEST_GAP = 1e-6
 
 
 class PowerParameters(NamedTuple):
-    """What one epoch runs with.
+    """Step, momentum and length of one epoch.
 
     Attributes:
         eta: step size in (0, 1].
@@ -85,7 +85,7 @@ def heavy_ball_rule(
     eta: float | None = None,
     epoch_length: int | None = None,
 ) -> PowerParameters:
-    """The same of VR HB Power, with its momentum `heavy_ball_beta`; see `power_rule` for arguments and source."""
+    """Parameters of an epoch of VR HB Power, whose momentum is `heavy_ball_beta`; arguments, source: `power_rule`."""
     _check_problem(l1, l2, sigma2, batch)
 
     def slack(eta: float) -> float:

@@ -16,7 +16,7 @@ from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kin
 
 
 class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """What the estimators that climb by variance-reduced epochs share; not for use by itself."""
+    """Base of the estimators that climb by variance-reduced epochs; not for use by itself."""
 
     n_components: int
     batch_size: float
@@ -44,7 +44,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return rows @ components.T
 
     def _offset(self, source: RowSource) -> Tensor | None:
-        """What `fit` subtracted from rows."""
+        """Vector that `fit` subtracted from rows."""
         return None
 
     def _climb_all(

@@ -9,7 +9,7 @@ from favor.kernels.dispatch import fuses, triton_module
 
 
 def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
-    """What "auto" means for a matrix: "eigh" on a CPU, `instead` elsewhere; any other factorization is what it is.
+    """Resolves "auto" for a matrix: "eigh" on a CPU, `instead` elsewhere; any other factorization is what it is.
 
     GPUs decompose the matrices of a batch one after another, at a millisecond or so each (pytorch/pytorch issues 175585
     and 183806), where matrix products take them together.

@@ -126,7 +126,7 @@ class Geometry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a forward pass gives; what the backward pass of its kernel has no use for is empty.
+    """Output of a forward pass; parts that the backward pass of its kernel does not need are empty.
 
     Attributes:
         out: `[B, H, L, dv]`.

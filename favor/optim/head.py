@@ -199,7 +199,7 @@ class HeadOptimizer(Optimizer):
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
     ) -> Tensor:
-        """What `_update` subtracts from theta `[n, d]`, for the gradient of the loss without weight decay."""
+        """Step that `_update` subtracts from theta `[n, d]`, for the gradient of the loss without weight decay."""
         raise NotImplementedError
 
     def _world_size(self) -> int:
@@ -221,7 +221,7 @@ def holders(parameter: Tensor) -> list[nn.Module]:
 
 
 def precision(head: nn.Linear) -> torch.dtype:
-    """What a head's step is computed in: float64 for float64, else float32."""
+    """Type in which the step of a head is computed: float64 for float64, else float32."""
     return torch.float64 if head.weight.dtype == torch.float64 else torch.float32
 
 

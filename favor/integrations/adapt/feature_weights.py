@@ -150,7 +150,7 @@ class LayerFit:
         return sum((self._divergence(s, t, parameters) for s, t in pairs), torch.zeros(())) / rows  # type: ignore[return-value]
 
     def weighted(self, parameters: Parameters, iterations: int) -> Parameters:
-        """The same parameters with better weights: a number of iterations of the mixture, from those they have."""
+        """Gives parameters better weights, by a number of iterations of the mixture from those they have."""
         top = self._top(parameters)
         estimates = [self._estimate(sample, parameters, top) for sample in self.samples]
         # Rows are divided once by their sums under the present weights.

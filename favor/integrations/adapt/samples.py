@@ -53,7 +53,7 @@ class Sample:
         return cls(x, y, places, window if seen.is_self_attention else 0, seen.is_causal)
 
     def of_heads(self, heads: Sequence[int], device: torch.device | str) -> Sample:
-        """The same of some key heads, on a device."""
+        """Takes some key heads of the sample, on a device."""
         x, y = (part[list(heads)].to(device) for part in (self.x, self.y))
         return replace(self, x=x, y=y, places=self.places.to(device))
 

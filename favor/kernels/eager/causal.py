@@ -88,7 +88,7 @@ class _State:
 
 @dataclass
 class _Rows:
-    """What the backward pass gets for the queries: gradient of the output, output, logarithm of the normaliser."""
+    """Rows that the backward pass gets for the queries: gradient of the output, output, logarithm of the normaliser."""
 
     inputs: Inputs
     grad: Tensor

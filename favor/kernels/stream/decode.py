@@ -20,7 +20,7 @@ _DECODE = (
 
 @dataclass
 class DecodeState:
-    """What past keys leave behind: for each feature their total weight and the weighted mean of their values.
+    """State that past keys leave behind: for each feature their total weight and the weighted mean of their values.
 
     Attributes:
         log_weight: logarithm of the sum of exp(key.uk_m + key_bias), `[B, Hk, M]`; -inf before the first key.

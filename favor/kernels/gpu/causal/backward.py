@@ -95,7 +95,7 @@ def from_later(
     k, v, logit, to_key, offset, later_weight, later_summary, later_share,
     M: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of later chunks contribute to the gradients of some keys, of their values and of their biases.
+    """Sums what queries of later chunks contribute to the gradients of some keys, of their values and their biases.
 
     Args:
         k, v, logit: keys `[R, WIDTH]`, values `[R, VALUE_WIDTH]`, and biases `[R]` in base 2.
