@@ -89,7 +89,7 @@ def collect(store: RowStore, width: int, with_ones: bool, like: Tensor) -> Batch
 
 
 def checked_rows(x: Tensor, weight: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Checks what `set_batch` was given: rows `[N, d]` and float weights `[N]`; raises ValueError if it does not fit."""
+    """Checks what `set_batch` was given: rows `[N, d]` and float weights `[N]`; ValueError if it does not fit."""
     if x.ndim == 0 or x.shape[-1] != width or (weight is not None and weight.shape != x.shape[:-1]):
         got = f"{tuple(x.shape)} and {None if weight is None else tuple(weight.shape)}"
         raise ValueError(f"x must be [..., {width}] and weight [...], got {got}.")
