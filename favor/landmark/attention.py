@@ -51,7 +51,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         own = None if key_mask is None else counts
         out = attend_counted(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
         return out.view(batch, heads, length, -1)
-    if query.device.type == "cpu":
+    if _raises_half_precision(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
     if call.is_causal:
         out = landmark_causal.attention(
@@ -119,3 +119,8 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: in
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
     return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _raises_half_precision(query: Tensor) -> bool:
+    """Whether half precision is raised to float32: on a CPU it is."""
+    return query.device.type == "cpu"
