@@ -97,8 +97,8 @@ class FavorConfig:
             given: options that were asked for now. A model keeps options of other backends too, which it may come back
                 to. None is all of them.
         """
-        called, forms = backend or family.name, ("auto", *family.factorizations)
-        if family.factorizations and self.factorization not in forms:
+        called, forms = backend or family.name, ("auto", *(family.factorizations or ("eigh",)))
+        if (given is None or family.factorizations) and self.factorization not in forms:
             choices = ", ".join(map(repr, forms))
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
         if self.window and not family.supports_window:

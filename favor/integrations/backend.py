@@ -184,18 +184,18 @@ def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] 
     """
     configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
     merged = {
-        key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options}).to_dict()
+        key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options})
         for key, config in configs.items()
     }
     for key, config in configs.items():
         backend = attn_implementation or getattr(config, "_attn_implementation", None)
         if isinstance(backend, str) and backend in registry.BACKENDS:  # one of a dictionary checks itself when it runs
-            feature_family(backend, FavorConfig.from_dict(merged[key]), options)
+            feature_family(backend, merged[key], options)
     number_layers(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
     for key, config in configs.items():
-        config.favor = merged[key]
+        config.favor = merged[key].to_dict()
     return model
 
 

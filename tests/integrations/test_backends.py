@@ -131,6 +131,7 @@ def test_options_are_merged_validated_and_stored():
         ({"num_features": True}, TypeError, "num_features must be an integer"),
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'saderf'"),
         ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmark attention has no parameters"),
+        ({"features": "landmark", "factorization": "cholesky"}, ValueError, "factorization of landmark must be one of"),
         ({"features": "landmark", "kernel": "triton"}, ValueError, "landmark attention has no Triton kernel"),
         ({"factorization": "svd"}, ValueError, "factorization must be one of 'auto', 'eigh'"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),

@@ -16,6 +16,7 @@ from favor.features import Moments, Parameters, PositiveFeatures
 from favor.integrations.adapt.feature_weights import fit_weights
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.adapt.samples import Samples
+from favor.integrations.backend import configure, model_options
 from favor.integrations.layer import attention_modules, stored_choice
 from favor.integrations.stored import store_parameters, weights_of
 
@@ -180,8 +181,6 @@ def calibrate(
         >>> model.config.favor["statistics"]
         'calibrated'
     """
-    from favor.integrations.backend import configure, model_options
-
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     name, arguments = feature_family(attn_implementation, config)
     if not feature_weights:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from favor.config import FavorConfig, feature_family
 from favor.features import REGISTRY
 from favor.integrations.adapt.calibrate import fit_to_data
+from favor.integrations.backend import configure, model_options
 from favor.integrations.layer import decodes_or_is_causal
 from favor.integrations.stored import clear_choices, update_choices
 
@@ -52,8 +53,6 @@ def convert(
     Raises:
         ValueError: for a bad option, or a budget below the cost of estimating every head.
     """
-    from favor.integrations.backend import configure, model_options
-
     if layers not in ("all", "auto"):
         raise ValueError(f'layers must be "all" or "auto", got {layers!r}.')
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
