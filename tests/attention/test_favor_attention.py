@@ -78,6 +78,18 @@ def test_norms_of_a_thousand_stay_finite(name, is_causal):
     assert all(t.grad.isfinite().all() for t in tensors)
 
 
+@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 12), (torch.float64, 40)], ids=str)
+def test_more_padding_at_the_left_than_a_chunk_and_large_keys(name, dtype, scale):
+    """A chunk that sees nothing says nothing about the size of what comes after it."""
+    tensors = [t.to(dtype) for t in inputs(100)]
+    tensors[:2] = [scale * t for t in tensors[:2]]
+    mask = (torch.arange(100) >= 70).expand(2, -1)
+    out = attend(*tensors, name=name, mask=mask, is_causal=True)
+    alone = attend(*[t[:, :, 70:] for t in tensors], name=name, is_causal=True)
+    torch.testing.assert_close(out[:, :, 70:], alone, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", POSITIVE)
 def test_rising_features_inside_a_chunk_do_not_underflow(name):
     """Each key outweighs all earlier ones by hundreds of nats; early queries must still see their own past."""

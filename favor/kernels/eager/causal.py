@@ -73,8 +73,8 @@ class _State:
         return cls(anchor, total, values, anchor)
 
     def move(self, anchor: Tensor) -> None:
-        """Same sums for a new, finite anchor."""
-        decay = exp2(self.anchor - anchor)
+        """Same sums for a new, finite anchor; nothing at all has the anchor 0, which may be far above."""
+        decay = exp2((self.anchor - anchor).masked_fill_(self.top == -torch.inf, 0.0))
         self.total.mul_(decay)
         self.values.mul_(decay.transpose(1, 2))
         self.anchor = anchor

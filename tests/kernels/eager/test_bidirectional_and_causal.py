@@ -146,6 +146,25 @@ def test_steep_chunks(hidden):
     assert all(t.grad.isfinite().all() for t in leaves[:-1])
 
 
+@pytest.mark.parametrize("norm", [1, 40, 100])
+@pytest.mark.parametrize("shown", [slice(140, None), slice(70, 80), slice(0)], ids=["left", "both", "all"])
+def test_chunks_that_see_nothing(norm, shown):
+    """Far above the keys that come after them, whose logits are -norm^2 / 2 on average."""
+    inputs = make_inputs(200, batch=2)
+    inputs[0], inputs[1] = (norm * torch.nn.functional.normalize(t, dim=-1) for t in inputs[:2])
+    inputs[-1] = -(8**-0.25 * inputs[1]).square().sum(-1) / 2
+    hidden = torch.ones(200, dtype=torch.bool)
+    hidden[shown] = False
+    inputs[-1][0, :, hidden] = -torch.inf
+    weight = torch.randn(2, 2, 200, 8, generator=torch.Generator().manual_seed(1))
+    expected = truth(True, None, weight, inputs)
+    found = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    for f, e in zip(found, expected, strict=True):
+        assert error(f, e) < 1e-6
+    single = gradients(lambda *t: linear_attention(*t, is_causal=True), [t.float() for t in inputs], weight)
+    assert all(t.isfinite().all() for t in single)
+
+
 def test_the_size_of_chunks_does_not_change_gradients(monkeypatch):
     inputs = make_inputs(100, 130, groups=2)
     weight = torch.randn(1, 4, 100, 8, dtype=torch.float64)
