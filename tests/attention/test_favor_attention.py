@@ -139,6 +139,27 @@ def test_padding_changes_nothing(name, is_causal, side):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("length", "is_causal"), [(37, False), (37, True), (20, True)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padded_queries_may_hold_anything(name, length, is_causal, bad):
+    """Their outputs are nobody's; but 0 x NaN would be in the gradient of every key."""
+    tensors, mask = inputs(length, 37), torch.ones(2, 37, dtype=torch.bool)
+    mask[0, 30:] = mask[1, 20:25] = False
+    real = mask[:, 37 - length :]
+    found = []
+    for fill in (0.0, bad):
+        leaves = [
+            t.masked_fill(~own[:, None, :, None], fill) for t, own in zip(tensors, (real, mask, mask), strict=True)
+        ]
+        leaves = [t.requires_grad_() for t in leaves]
+        out = attend(*leaves, name=name, mask=mask, is_causal=is_causal).transpose(1, 2)[real]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, ours in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("length", "padded"), [(37, False), (200, False), (37, True)])
 def test_the_future_does_not_change_the_past(name, length, padded):
     """At no place: with padding at the left its last place often has to predict the first token."""
@@ -279,9 +300,12 @@ def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
 def test_length_zero(name, is_causal):
     query, key, value = inputs(0)
     assert attend(query, key, value, name=name, is_causal=is_causal).shape == (2, 4, 0, 5)
-    query, key, value = inputs(3, 0)
-    if not is_causal:
-        assert not attend(query, key, value, name=name).any()
+    for subset in ((0,), (1,), (2,)) if not is_causal else ():
+        tensors = [t.requires_grad_(i in subset) for i, t in enumerate(inputs(3, 0))]
+        out = attend(*tensors, name=name)
+        assert not out.any()
+        out.sum().backward()
+        assert not tensors[subset[0]].grad.any()
 
 
 @pytest.mark.parametrize("name", [name for name in POSITIVE if name != "wderf@16"])  # which covers the sequence
