@@ -109,9 +109,8 @@ class Call:
     @property
     def is_exact(self) -> bool:
         """Whether it has to equal softmax attention."""
-        rows, columns = self.lengths
-        many = isinstance(self.family, Landmarks) and self.num_features >= columns
-        return many or (self.window >= columns > 0)
+        keys = self.lengths[1]
+        return (isinstance(self.family, Landmarks) and self.num_features >= keys) or self.window >= keys > 0
 
     def mask(self) -> Tensor | None:
         """True for real keys, `[B, S]`; None if all are."""

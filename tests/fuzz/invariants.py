@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ class _Run:
         unseen = ~self.visible.any(2)
         assert not out.transpose(1, 2)[unseen].any(), "a query without a key does not give zeros"
         real = out.transpose(1, 2)[self.queries]
-        assert real.isfinite().all(), f"the output has {int((~real.isfinite()).sum())} numbers that are not finite"
+        # A normaliser of trigonometric features may be next to nothing, and the quotient too large for float16.
+        good = real.isfinite() if self.call.averages or self.call.dtype != "float16" else ~real.isnan()
+        assert good.all(), f"the output has {int((~good).sum())} numbers that are not finite"
         if self.call.averages and out.numel() and value.numel():
             largest, allowed = value.abs().max(), 1 + _TOLERANCE[self.call.dtype]
             assert real.abs().amax() <= largest * allowed if real.numel() else True, "the output exceeds the values"
@@ -104,8 +107,11 @@ class _Run:
         found = self.attend(*tensors)
         weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype)
         (found * weight).transpose(1, 2)[self.queries].sum().backward()
-        # Exact attention overflows in float16, too.
-        large = call.dtype == "float16" and (max(call.query_norm, call.key_norm) > 30 or not call.averages)
+        # Gradients of exact attention overflow in float16, too.
+        norm = max(call.query_norm, call.key_norm)
+        large = call.dtype == "float16" and (norm > 30 or not call.averages)
+        if large and norm > 1e3:
+            return
         for name, tensor, real in zip(
             ("query", "key", "value"), tensors, (self.queries, self.keys, self.keys), strict=True
         ):
@@ -160,7 +166,7 @@ class _Run:
         state, mask = StreamState(), self.mask
         cuts = [self.call.length * i // self.call.pieces for i in range(self.call.pieces + 1)]
         outs = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             own = None if mask is None else mask[:, start:stop]
             outs.append(self.attend(*(t[:, :, start:stop] for t in self.tensors), key_padding_mask=own, state=state))
         self.close("in pieces", torch.cat(outs, 2), out)
