@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from favor.attention.directions import Draw, compiled_directions, directions
+from favor.attention.directions import Draw, compiled_directions, directions, exported_directions
 from favor.attention.packing import Packing
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
@@ -135,6 +135,8 @@ class AttentionCall:
             torch.float64 if key.dtype == torch.float64 else torch.float32,
             root,
         )
+        if torch.compiler.is_exporting():
+            return exported_directions(draw)
         if isinstance(draw.source, str) and torch.compiler.is_compiling():
             return compiled_directions(*draw)
         return directions(draw)

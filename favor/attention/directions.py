@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from favor.features import RandomFeatures
 from favor.features.omega import DRAWS
@@ -57,6 +58,12 @@ def directions(draw: Draw) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         omega = _omega(draw, generator)
         return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
+
+
+def exported_directions(draw: Draw) -> Tensor:
+    """The same as a constant of an exported program, drawn outside of what traces it."""
+    with _disable_current_modes():
+        return directions(draw)
 
 
 def _clone(*numbers: Any) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from favor.kernels import exported
 from favor.kernels.dispatch import TABLE, kernel_module, pick, plain
 from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
@@ -169,8 +170,11 @@ def linear_attention(
     Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
     proposal form of `favor.features.parameters`.
     """
-    cu_q, cu_k, *options = Geometry.of(query, key, query_bias, **geometry)
+    form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
+    if torch.compiler.is_exporting() and exported.takes(form):
+        return exported.attention(given, form)
+    cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
     out: Tensor = (_Eager.apply(*inputs) if plain(*tensors[:3]) else attention_forward(*inputs))[0]
