@@ -10,11 +10,13 @@ attention (Vyas et al., 2020), which groups queries.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from favor.features.moments import attention_received
+from favor.features.moments import attention_received, places_of
 from favor.registry import Family, register
 
 
@@ -113,23 +115,26 @@ def _choose(key: Tensor, number: int, received: Tensor | None, mask: Tensor | No
     heavy = torch.empty(*key.shape[:-2], 0, dtype=torch.int64, device=key.device)
     if received is not None:
         received = received if mask is None else received.masked_fill(~mask, -1.0)
-        heavy = received.topk(min(number // 2, key.shape[-2]), -1).indices
+        received = pad(received, (0, number // 2), value=-2.0)  # there may be fewer keys
+        heavy = received.topk(number // 2, -1).indices.clamp(max=key.shape[-2] - 1)
         rest = rest.scatter(-1, heavy, False)
     spaced = number - heavy.shape[-1]
-    rank = rest.cumsum(-1)
-    wanted = (2 * torch.arange(spaced, device=key.device) + 1) * rank[..., -1:] // (2 * spaced) + 1
-    index = torch.searchsorted(rank, wanted).clamp(max=key.shape[-2] - 1)
+    left = rest.sum(-1, keepdim=True)
+    wanted = (2 * torch.arange(spaced, device=key.device) + 1) * left // (2 * spaced) + 1
+    index = places_of(rest, wanted)
     return torch.cat([heavy, index], -1).sort(-1).values
 
 
 def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     """Index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
-    # What stays in cache on a CPU; few launches on a GPU.
-    numbers = 2**18 if key.device.type == "cpu" else 2**26
-    size = max(64, numbers // max(directions.shape[:-1].numel(), 1))
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)
-    parts = key.reshape(columns.shape[0], -1, key.shape[-1]).split(size, dim=1)
+    rows = key.reshape(columns.shape[0], -1, key.shape[-1])
+    parts = [rows]
+    if not torch.compiler.is_exporting():  # one graph for every length has no loop
+        # What stays in cache on a CPU; few launches on a GPU.
+        numbers = 2**18 if key.device.type == "cpu" else 2**26
+        parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
     indices = [_largest(torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1)) for part in parts]
     return torch.cat(indices, 1).view(key.shape[:-1])
 
@@ -147,12 +152,13 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
     Cells are `[..., S]`; keys with a cell of M count nowhere.
     """
     lead, places = cells.shape[:-1], number + 1
-    first = torch.arange(0, lead.numel() * places, places, device=cells.device).view(*lead, 1)
+    heads = math.prod(lead)  # `lead.numel()` and `len` are no symbols to a tracer
+    first = torch.arange(0, heads * places, places, device=cells.device).view(*lead, 1)
     flat = (cells + first).flatten()
 
     def total(tensor: Tensor) -> Tensor:
-        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(len(flat), tensor.shape[-1])
-        empty = rows.new_zeros(lead.numel() * places, rows.shape[-1])
+        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(flat.shape[0], tensor.shape[-1])
+        empty = rows.new_zeros(heads * places, rows.shape[-1])
         return empty.index_add(0, flat, rows).view(*lead, places, rows.shape[-1])[..., :number, :]
 
     return [total(tensor) for tensor in tensors]
