@@ -16,10 +16,12 @@ class Compaction:
 
     Attributes:
         order: old place of each new token, `[B, S]`.
+        places: new place of each old token, `[B, S]`.
         mask: boolean `[B, S]`, True for real tokens in their new places.
     """
 
     order: Tensor
+    places: Tensor
     mask: Tensor
 
     @classmethod
@@ -27,8 +29,11 @@ class Compaction:
         """From a padding mask `[B, S]`, True for real tokens; None if the padding is at the end already."""
         if mask.shape[1] < 2 or (not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all())):
             return None
-        order = torch.argsort(~mask, dim=1, stable=True)
-        return cls(order, mask.gather(1, order))
+        real = mask.cumsum(1)
+        places = torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(1) - 1)
+        tokens = torch.arange(mask.shape[1], device=mask.device).expand_as(places)
+        order = torch.empty_like(places).scatter(1, places, tokens)
+        return cls(order, places, mask.gather(1, order))
 
     def move(self, rows: Tensor) -> Tensor:
         """Rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, after rows of zeros."""
@@ -39,7 +44,7 @@ class Compaction:
 
     def back(self, rows: Tensor, length: int) -> Tensor:
         """The last `length` tokens of `[B, H, S, w]` where they were."""
-        return _gather(rows, self.order.argsort(dim=1))[:, :, rows.shape[2] - length :]
+        return _gather(rows, self.places)[:, :, rows.shape[2] - length :]
 
 
 def _gather(rows: Tensor, order: Tensor) -> Tensor:

@@ -24,6 +24,23 @@ def takes(geometry: Geometry) -> bool:
     return not geometry.is_causal and geometry.cu_k is None
 
 
+def blocks_of(length: int, window: int) -> int:
+    """Counts the blocks that a sequence is cut into, the last of them padding, in a form that a tracer can reason about.
+
+    It takes a single block for another case than several, so there are two at least. And of a quotient without a
+    summand it knows the multiples.
+    """
+    return (length + 2 * window - 1) // window
+
+
+def first_rows(tensor: Tensor, length: int) -> Tensor:
+    """Gives the first rows of a tensor `[B, H, R, w]` as one piece of memory.
+
+    A slice would have gaps, and a tracer would ask for which lengths there are any.
+    """
+    return tensor.index_select(2, torch.arange(length, device=tensor.device))
+
+
 def attention(operands: Operands, geometry: Geometry) -> Tensor:
     """Computes `favor.kernels.linear_attention` for a form that `takes` accepts, `[B, H, L, dv]`."""
     query, key, value, query_directions, key_directions, offset, key_bias, query_bias = operands
@@ -36,11 +53,10 @@ def attention(operands: Operands, geometry: Geometry) -> Tensor:
         far = rows.flatten(2, 3) @ query_directions.mT + (log_weight + offset).unsqueeze(-2)
         return (_shares(far) @ summary).view(*query.shape[:3], -1).to(query.dtype)
     length, window = query.shape[2], geometry.window
-    # Two blocks at least, whatever the length: a tracer takes one block for another case.
-    blocks = length // window + 2
+    blocks = blocks_of(length, window)
 
     def cut(tensor: Tensor, fill: float = 0.0) -> Tensor:
-        return pad(tensor, (0, 0, 0, blocks * window - length), value=fill).unflatten(-2, (blocks, window))
+        return pad(tensor, (0, 0, 0, blocks * window - length), value=fill).unflatten(-2, (-1, window))
 
     key, value, bias, rows = cut(key), cut(value), cut(bias, -torch.inf), cut(rows)  # [B, Hk, b, C, d]
     log_weight, summary = _outside(key @ key_directions.mT.unsqueeze(2) + bias, value)
@@ -49,8 +65,8 @@ def attention(operands: Operands, geometry: Geometry) -> Tensor:
     far = rows @ query_directions.mT.unsqueeze(2) + (log_weight + offset.unsqueeze(2)).unsqueeze(-2)
     near = (geometry.scale * rows @ key.mT - own_bias).masked_fill(bias.mT == -torch.inf, -torch.inf)
     out = _shares(torch.cat([far, near], -1)) @ torch.cat([summary, value], -2)
-    out = out.unflatten(3, (-1, window)).transpose(2, 3).flatten(3, 4)[..., :length, :]
-    return out.flatten(1, 2).to(query.dtype)
+    out = out.unflatten(3, (-1, window)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return first_rows(out, length).to(query.dtype)
 
 
 def _sums(logits: Tensor, value: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
