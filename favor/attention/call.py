@@ -136,7 +136,7 @@ class AttentionCall:
             root,
         )
         if torch.compiler.is_exporting():
-            return exported_directions(draw)
+            return exported_directions(*draw)
         if isinstance(draw.source, str) and torch.compiler.is_compiling():
             return compiled_directions(*draw)
         return directions(draw)

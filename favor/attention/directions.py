@@ -60,10 +60,11 @@ def directions(draw: Draw) -> Tensor:
         return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
 
 
-def exported_directions(draw: Draw) -> Tensor:
-    """The same as a constant of an exported program, drawn outside of what traces it."""
+@torch.compiler.assume_constant_result
+def exported_directions(*numbers: Any) -> Tensor:
+    """The same as a constant of an exported program, drawn where nothing traces it."""
     with _disable_current_modes():
-        return directions(draw)
+        return directions(Draw(*numbers))
 
 
 def _clone(*numbers: Any) -> Tensor:

@@ -27,7 +27,7 @@ class Compaction:
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
         """From a padding mask `[B, S]`, True for real tokens; None if the padding is at the end already."""
-        if mask.shape[1] < 2 or (not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all())):
+        if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
         real = mask.cumsum(1)
         places = torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(1) - 1)

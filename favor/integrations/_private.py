@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import PreTrainedModel
 
 
 def in_backward() -> bool:
     """Tells whether this thread is inside a backward pass, which is where activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def always(condition: bool | torch.SymBool) -> bool:
+    """Tells whether a condition holds for all sizes that a tracer allows, without binding it to those at hand."""
+    return statically_known_true(condition)
 
 
 def version(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, state_of
+from favor.integrations.engines import check_exact_below
 from favor.integrations.layer import (
     WEIGHTS_OF,
     decodes,
@@ -140,7 +141,10 @@ def favor_attention_forward(
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
     call = _Call(module, causal, scaling, dropout, padding, packing)
-    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+    keys = key_length if packing is None else packing.longest_key
+    if torch.compiler.is_exporting():
+        check_exact_below(keys, plan.exact_below)
+    if keys < plan.exact_below:
         return _exact(call, query, key, value), None
 
     if plan.statistics == "corrected" and (causal or decodes(module)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from favor.features import Parameters
+from favor.features.linalg import inverse
 from favor.integrations._private import in_backward, version
 
 # Names in checkpoints.
@@ -159,7 +160,7 @@ def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
     assert factor is not None
     if not maps:
         return Parameters(transform, transform, factor, maps=False, log_weights=weights)
-    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
+    return Parameters(transform, inverse(transform), factor, shift=shift, log_weights=weights)
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:
