@@ -71,8 +71,8 @@ def check_onnx() -> None:
     """Raises a ValueError while a model is exported to ONNX, which has no decompositions."""
     if _is_for_onnx():
         raise ValueError(
-            "parameters from each sequence, and any but those of FAVOR+ with a window, need eigenvalues, Cholesky factors "
-            "or determinants, which ONNX does not have. Use landmark, favor+ or favor++; or, without a window, "
+            "parameters from each sequence, and any but those of FAVOR+ with a window, need eigenvalues, Cholesky "
+            "factors or determinants, which ONNX does not have. Use landmark, favor+ or favor++; or, without a window, "
             'favor.calibrate with statistics="calibrated", or features="sderf" with factorization="newton_schulz". '
             "torch.export alone has no such limit."
         )

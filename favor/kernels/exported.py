@@ -25,7 +25,7 @@ def takes(geometry: Geometry) -> bool:
 
 
 def blocks_of(length: int, window: int) -> int:
-    """Counts the blocks that a sequence is cut into, the last of them padding, in a form that a tracer can reason about.
+    """Counts the blocks that a sequence is cut into, the last of them padding, so that a tracer can reason about it.
 
     It takes a single block for another case than several, so there are two at least. And of a quotient without a
     summand it knows the multiples.

@@ -8,8 +8,6 @@ computes on every device. Gradients pass through the means; which key belongs to
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.features.moments import attention_received, places_of
+from favor.kernels.dispatch import plain
 from favor.registry import Family, register
 
 
@@ -105,7 +106,7 @@ class Landmarks(Family):
                 # Spare landmarks, where fewer keys count than there are landmarks.
                 half_square = half_square.masked_fill(~key_mask.gather(-1, index), torch.finfo(chosen.dtype).max)
             cells = _nearest(key, directions, half_square)
-            cells.scatter_(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
+            cells = cells.scatter(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
             return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
 
 
@@ -141,7 +142,7 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
 
 def _largest(scores: Tensor) -> Tensor:
     """Index of the largest number of each row; numpy finds it several times as fast on a CPU."""
-    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+    if scores.device.type == "cpu" and plain(scores):
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.max(-1).indices
 
