@@ -64,7 +64,7 @@ def directions(draw: Draw) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def exported_directions(*numbers: Any) -> Tensor:
-    """The same as a constant of an exported program, drawn where nothing traces it."""
+    """Gives `directions` as a constant of an exported program, drawn where nothing traces it."""
     with _disable_current_modes():
         return directions(Draw(*numbers))
 

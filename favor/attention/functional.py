@@ -91,6 +91,8 @@ def favor_attention(
             is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length.
         kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
             "triton"; see `favor.kernels`. Other features have one plain form, which "triton" refuses.
+        key_heads: where this process has some of the heads of a layer, the number of its first key head and how many
+            the layer has; its directions are then those of these heads. None (default) if it has all.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.

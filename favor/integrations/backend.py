@@ -18,7 +18,7 @@ from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, state_of
-from favor.integrations.engines import check_exact_below
+from favor.integrations.engines import check_exact_below, heads_of_process
 from favor.integrations.layer import (
     WEIGHTS_OF,
     decodes,
@@ -157,9 +157,12 @@ def favor_attention_forward(
     if cached is not None:
         state = state_of(cached, query, (backend, plan, dict(choice), redraw))
     window = choice.get("window", plan.window) if is_self_attention(module, causal, length, key_length) else 0
-    estimate = _Estimate(call, plan, layer, redraw, window, state)
+    exact_heads, drawn = choice.get("exact_heads", ()), None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        stored, exact_heads, drawn = heads_of_process(module, key.shape[1], stored, exact_heads)
+    estimate = _Estimate(call, plan, layer, redraw, window, state, drawn)
     exact, linear = partial(_exact, call), partial(_linear, estimate)
-    out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
+    out = by_head(query, key, value, stored, exact_heads, exact, linear)
     return out.contiguous(), None
 
 
@@ -252,6 +255,7 @@ class _Estimate(NamedTuple):
         layer, redraw: numbers of the layer and of its draw, which choose the random directions.
         window: length of exact blocks, 0 for none.
         state: what earlier tokens left behind; None for a whole sequence.
+        key_heads: which of the heads with directions these are, see `favor.favor_attention`; None for all.
     """
 
     call: _Call
@@ -260,6 +264,7 @@ class _Estimate(NamedTuple):
     redraw: int
     window: int
     state: StreamState | None
+    key_heads: tuple[int, int] | None = None
 
 
 @torch.compiler.assume_constant_result
@@ -385,6 +390,7 @@ def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, para
         window=estimate.window,
         state=estimate.state,
         kernel=plan.kernel,
+        key_heads=estimate.key_heads,
         **({} if call.packing is None else call.packing.for_kernel()),
     )
     return out.transpose(1, 2)

@@ -5,6 +5,7 @@ Of a mask, linear attention can use only which keys are padding.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.masking_utils import (
 )
 
 from favor.integrations._private import is_packed_mask
+from favor.integrations.engines import check_dispatch
 from favor.kernels.dispatch import is_tracing
 
 # Arguments that change the result: with a value, each is refused rather than dropped.
@@ -54,6 +56,8 @@ def favor_mask(
     Raises:
         ValueError: for prefix or block masks and static caches.
     """
+    if "deepspeed" in sys.modules and not is_tracing():
+        check_dispatch()
     if local_size is not None:
         return sdpa_mask(
             batch_size=batch_size,
