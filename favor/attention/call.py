@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from favor.attention.directions import Draw, compiled_directions, directions
+from favor.attention.directions import Draw, compiled_directions, directions, exported_directions
 from favor.attention.packing import Packing
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
@@ -32,6 +32,7 @@ class CallOptions(TypedDict, total=False):
     max_seqlen_k: int | None
     state: StreamState | None
     kernel: str
+    key_heads: tuple[int, int] | None
 
 
 _COMMON = {"num_features", "is_causal", "seed"}  # explicit in the signature of `favor_attention`
@@ -54,6 +55,7 @@ class AttentionCall:
         key_mask: boolean `[B, S]`, True for real keys; None if all are.
         query_mask: boolean `[B, L]`, True for the queries that count in statistics; None if all do.
         packing: lengths of packed sequences, None if nothing is packed.
+        key_heads: number of the first key head and how many the model has, where a process has some of them.
     """
 
     num_features: int
@@ -72,6 +74,7 @@ class AttentionCall:
     key_mask: Tensor | None = None
     query_mask: Tensor | None = None
     packing: Packing | None = None
+    key_heads: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -97,6 +100,7 @@ class AttentionCall:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
         query, key, _ = tensors
+        _check_whole(query)
         _check_tensors(*tensors)
         if scale is not None and not scale > 0:
             raise ValueError(f"scale must be positive, got {scale}.")
@@ -112,6 +116,7 @@ class AttentionCall:
             query_mask=query_padding_mask,
             **options,
         )
+        call._check_key_heads(key.shape[1])
         call._check_masks(query, key)
         if lengths[0] is not None or lengths[1] is not None:
             call = replace(call, packing=Packing.of(query, key, call.is_causal, *lengths))
@@ -122,11 +127,12 @@ class AttentionCall:
 
     def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
         """Omega times `root`, `[Hk, M, d]`, in the type of the sums."""
+        first, heads = self.key_heads or (0, key.shape[1])
         draw = Draw(
             family.draws_like,
             self.num_features,
             key.shape[-1],
-            key.shape[1],
+            heads,
             self.orthogonal,
             self.seed,
             self.layer,
@@ -135,9 +141,29 @@ class AttentionCall:
             torch.float64 if key.dtype == torch.float64 else torch.float32,
             root,
         )
-        if isinstance(draw.source, str) and torch.compiler.is_compiling():
-            return compiled_directions(*draw)
-        return directions(draw)
+        if torch.compiler.is_exporting():
+            omega = exported_directions(*draw)
+        elif isinstance(draw.source, str) and torch.compiler.is_compiling():
+            omega = compiled_directions(*draw)
+        else:
+            omega = directions(draw)
+        return omega if self.key_heads is None else omega[first : first + key.shape[1]]
+
+    def _check_key_heads(self, number: int) -> None:
+        first, heads = self.key_heads or (0, number)
+        if first < 0 or first + number > heads:
+            raise ValueError(
+                f"key_heads must be the number of the first of {number} key heads and how many there are in all, got "
+                f"{self.key_heads}."
+            )
+
+    def finite_padding(self, query: Tensor, key_length: int) -> Tensor:
+        """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
+
+        Nobody reads their outputs, but a product of NaN with their gradient, which is 0, would reach every key.
+        """
+        mask = self.query_padding(query.shape[2], key_length)
+        return query if mask is None else torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
 
     def query_padding(self, length: int, key_length: int) -> Tensor | None:
         """Mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
@@ -211,6 +237,23 @@ class AttentionCall:
             raise ValueError(
                 "a window needs packed queries and keys of the same lengths; use window=0 for cross attention."
             )
+
+
+def _check_whole(query: Tensor) -> None:
+    """Raises a ValueError if this process may have a part of each sequence only, which nothing here could see."""
+    if type(query).__name__ == "DTensor":
+        raise ValueError(
+            "attention needs ordinary tensors with whole sequences, got a DTensor. Give each process all tokens of its "
+            "heads (Shard(1) or Replicate()) and pass tensor.to_local()."
+        )
+    # What torch's context_parallel puts there, for as long as it is active.
+    fused = torch.nn.functional.scaled_dot_product_attention
+    if str(getattr(fused, "__module__", "")).startswith("torch.distributed."):
+        raise ValueError(
+            "favor attention was called inside torch's context_parallel, where each process has a part of each "
+            "sequence and would attend to that part alone. Leave context parallelism out (cp_size=1), or use "
+            'attn_implementation="sdpa".'
+        )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

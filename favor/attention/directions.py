@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from favor.features import RandomFeatures
 from favor.features.omega import DRAWS
@@ -54,9 +56,17 @@ def directions(draw: Draw) -> Tensor:
     digest = hashlib.sha256(f"{draw.seed},{draw.layer},{draw.redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.
-    with torch.inference_mode(False), torch.no_grad():
+    # A transform of torch.func, which would refuse or change the draw, is not to see it.
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
         omega = _omega(draw, generator)
         return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
+
+
+@torch.compiler.assume_constant_result
+def exported_directions(*numbers: Any) -> Tensor:
+    """Gives `directions` as a constant of an exported program, drawn where nothing traces it."""
+    with _disable_current_modes():
+        return directions(Draw(*numbers))
 
 
 def _clone(*numbers: Any) -> Tensor:

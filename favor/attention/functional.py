@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from favor import features as families
 from favor.attention import linear, signed
 from favor.attention.call import AttentionCall, CallOptions
-from favor.attention.padding import Compaction, finite_padding
+from favor.attention.padding import Compaction
 from favor.features import PositiveFeatures, SignedFeatures
 from favor.landmark import Landmarks
 from favor.landmark import attention as landmark
@@ -92,6 +92,8 @@ def favor_attention(
             is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length.
         kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
             "triton"; see `favor.kernels`. Other features have one plain form, which "triton" refuses.
+        key_heads: where this process has some of the heads of a layer, the number of its first key head and how many
+            the layer has; its directions are then those of these heads. None (default) if it has all.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.
@@ -126,9 +128,7 @@ def favor_attention(
     given, length, compaction = query.dtype, query.shape[2], None
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)
-    padding = call.query_padding(length, key.shape[2])
-    if padding is not None:
-        query = finite_padding(query, padding)
+    query = call.finite_padding(query, key.shape[2])
     if call.key_mask is not None and _has_blocks(family, call, length == key.shape[2]):
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:

@@ -20,7 +20,7 @@ from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
 from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
-from favor.kernels.dispatch import fuses, triton_module
+from favor.kernels.dispatch import fuses, is_transformed, triton_module
 
 
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
@@ -178,7 +178,7 @@ class _Form:
 
     def __call__(self, rows: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The form `[B, Hk, S]` in `dtype`, -inf where hidden."""
-        if any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
+        if is_transformed() or any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
             value = self.of(rows if hidden is None else rows.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
             return value if hidden is None else value.masked_fill(hidden, -torch.inf)
         return _Apply.apply(rows, self.matrix, self.shift, self.linear, self.weight, hidden, dtype)

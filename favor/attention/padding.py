@@ -1,4 +1,4 @@
-"""Padding: what it holds is harmless, and moved to the end blocks of tokens begin with the first real one."""
+"""Padding moved to the end, so that blocks of tokens begin with the first real one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,30 @@ from torch import Tensor
 from favor.kernels.dispatch import is_tracing
 
 
-def finite_padding(query: Tensor, mask: Tensor) -> Tensor:
-    """Puts 0 in place of NaN and infinity in padded queries, whose finite numbers stay.
-
-    Nobody reads their outputs, but a product of NaN with their gradient, which is 0, would reach every key.
-
-    Args:
-        query: `[B, H, L, d]`.
-        mask: boolean `[B, L]`, True for real queries.
-    """
-    return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
-
-
 @dataclass
 class Compaction:
     """A permutation of the tokens of each sequence: real ones first, in their order.
 
     Attributes:
         order: old place of each new token, `[B, S]`.
+        places: new place of each old token, `[B, S]`.
         mask: boolean `[B, S]`, True for real tokens in their new places.
     """
 
     order: Tensor
+    places: Tensor
     mask: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
         """From a padding mask `[B, S]`, True for real tokens; None if the padding is at the end already."""
-        if mask.shape[1] < 2 or (not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all())):
+        if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
-        order = torch.argsort(~mask, dim=1, stable=True)
-        return cls(order, mask.gather(1, order))
+        real = mask.cumsum(1)
+        places = torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(1) - 1)
+        tokens = torch.arange(mask.shape[1], device=mask.device).expand_as(places)
+        order = torch.empty_like(places).scatter(1, places, tokens)
+        return cls(order, places, mask.gather(1, order))
 
     def move(self, rows: Tensor) -> Tensor:
         """Rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, after rows of zeros."""
@@ -51,7 +44,7 @@ class Compaction:
 
     def back(self, rows: Tensor, length: int) -> Tensor:
         """The last `length` tokens of `[B, H, S, w]` where they were."""
-        return _gather(rows, self.order.argsort(dim=1))[:, :, rows.shape[2] - length :]
+        return _gather(rows, self.places)[:, :, rows.shape[2] - length :]
 
 
 def _gather(rows: Tensor, order: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.features.linalg import add_diagonal, eigh, from_spectrum, newton_schulz, trace, without_eigh
+from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments, attention_received
 from favor.features.parameters import Parameters
 from favor.features.positive import SHARP, Factorization, Regularised, check_factorization, optimal_sigma
@@ -60,7 +60,7 @@ class CDERF(Regularised):
         """G and Sigma from the covariances, the shift from the means."""
         ridge = moments.ridge(self.regularization, self.floor, centred=True)
         moments = moments.regularised(ridge)
-        root, _ = torch.linalg.cholesky_ex(moments.cov_x)
+        root = cholesky(moments.cov_x)
         product = root.transpose(-1, -2) @ moments.cov_y @ root
         decomposes = without_eigh(self.factorization, product, "cholesky") == "eigh"
         if decomposes:
@@ -76,12 +76,12 @@ class CDERF(Regularised):
             # 1e-5 of the trace is kept as the least eigenvalue, so that a Cholesky factor exists.
             least = 1e-5 * trace(product).clamp(min=torch.finfo(product.dtype).tiny).sqrt()
             middle = add_diagonal(newton_schulz(product, iterations=14)[0], least)
-            upper = torch.linalg.cholesky_ex(middle)[0].transpose(-1, -2)
+            upper = cholesky(middle).transpose(-1, -2)
             transform = torch.linalg.solve_triangular(root, upper, upper=False, left=False)
             inverse = torch.linalg.solve_triangular(upper, root, upper=True, left=False)
             second = transform @ moments.cov_x @ transform.transpose(-1, -2)
             second = second + inverse.transpose(-1, -2) @ moments.cov_y @ inverse
-            factor, _ = torch.linalg.cholesky_ex(add_diagonal(second, 1.0))
+            factor = cholesky(add_diagonal(second, 1.0))
         mapped = (transform @ moments.mean_x.unsqueeze(-1)).transpose(-1, -2) @ transform
         shift = moments.mean_y + mapped.squeeze(-2)
         return Parameters(transform, inverse, factor, shift=shift, form="full" if decomposes else "triangular")

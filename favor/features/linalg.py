@@ -29,6 +29,7 @@ def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
         matrix: `[..., d, d]`.
         least: a lower bound of the eigenvalues that is known, `[...]`; default: the rounding of the largest.
     """
+    check_onnx()
     values, vectors = torch.linalg.eigh(finite(matrix))
     info = torch.finfo(values.dtype)
     if least is None:
@@ -37,6 +38,49 @@ def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
         # The square of the rounding keeps the root of what is noise below the root of the largest.
         bound = torch.maximum(least.unsqueeze(-1), info.eps**2 * values[..., -1:])
     return torch.maximum(values, bound.clamp(min=info.tiny)), vectors
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Lower Cholesky factor; something else, and no error, for a matrix that has none."""
+    check_onnx()
+    return torch.linalg.cholesky_ex(matrix)[0]
+
+
+def inverse(matrix: Tensor, iterations: int = 48) -> Tensor:
+    """Inverse matrices; while a model is exported to ONNX, by matrix products.
+
+    An engine computes the inverse of a constant once, when it loads the model.
+
+    Args:
+        matrix: `[..., d, d]`.
+        iterations: two products each. They double the digits when they have some; 48 serve matrices of condition 1e6.
+
+    Source: G. Schulz, "Iterative Berechnung der reziproken Matrix" (1933).
+    """
+    if not _is_for_onnx():
+        return torch.linalg.inv(matrix)
+    eye, size = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device), matrix.abs()
+    norms = size.sum(-1).amax(-1) * size.sum(-2).amax(-1)
+    found = matrix.mT / norms[..., None, None]
+    for _ in range(iterations):
+        found = found @ (2 * eye - matrix @ found)
+    return found
+
+
+def check_onnx() -> None:
+    """Raises a ValueError while a model is exported to ONNX, which has no decompositions."""
+    if _is_for_onnx():
+        raise ValueError(
+            "parameters from each sequence, and any but those of FAVOR+ with a window, need eigenvalues, Cholesky "
+            "factors or determinants, which ONNX does not have. Use landmark, favor+ or favor++; or, without a window, "
+            'favor.calibrate with statistics="calibrated", or features="sderf" with factorization="newton_schulz". '
+            "torch.export alone has no such limit."
+        )
+
+
+@torch.compiler.assume_constant_result  # a tracer would answer "no" by itself
+def _is_for_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
 
 
 def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
@@ -83,9 +127,9 @@ def trace(matrix: Tensor) -> Tensor:
 
 def add_diagonal(matrix: Tensor, number: Tensor | float) -> Tensor:
     """Matrices `[..., d, d]` plus a number `[...]` times the identity."""
-    total = matrix.clone()
-    torch.diagonal(total, dim1=-2, dim2=-1).add_(number.unsqueeze(-1) if isinstance(number, Tensor) else number)
-    return total
+    diagonal = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+    # A choice and no product with the identity, since infinity times zero is not a number.
+    return torch.where(diagonal, matrix + (number[..., None, None] if isinstance(number, Tensor) else number), matrix)
 
 
 def joined(pieces: list[Tensor], dim: int) -> Tensor:

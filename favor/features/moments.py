@@ -182,11 +182,10 @@ def attention_received(
         rows = x[..., places, :]
     else:
         # Evenly spaced among the rows that count, wherever the padding is.
-        rank = x_mask.cumsum(-1)
-        wanted = (steps * rank[..., -1:]).long() + 1
-        places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
+        wanted = (steps * x_mask.sum(-1, keepdim=True)).long() + 1
+        places = places_of(x_mask, wanted)
         index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
-        rows = x.gather(-2, index).masked_fill(rank[..., -1:, None] == 0, 0.0)  # not what padding holds
+        rows = x.gather(-2, index).masked_fill(~x_mask.any(-1)[..., None, None], 0.0)  # not what padding holds
     rows = scale * rows.to(compute)
     if y.is_cuda and y.dtype != compute and y.ndim > 2:
         product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)
@@ -202,3 +201,22 @@ def attention_received(
         later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
         logits = logits.masked_fill(later, -torch.inf)
     return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)
+
+
+def places_of(mask: Tensor, wanted: Tensor) -> Tensor:
+    """Finds the wanted True entries of each row of a mask: index of the first for 1, of the second for 2 and so on.
+
+    A binary search of the running count would do, but other engines (ONNX) have none.
+
+    Args:
+        mask: boolean, `[..., S]`.
+        wanted: integers from 1 to S, `[..., n]`.
+
+    Returns:
+        `[..., n]`; the last place where a row has fewer True entries.
+    """
+    length = mask.shape[-1]
+    count = torch.where(mask, mask.cumsum(-1), 0)  # entries that are False all go to place 0, which nobody reads
+    last = count.new_full((*mask.shape[:-1], length + 1), length - 1)
+    places = last.scatter(-1, count, torch.arange(length, device=mask.device).expand_as(count))
+    return places.gather(-1, wanted)

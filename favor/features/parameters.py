@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from favor.features.linalg import trace
+from favor.features.linalg import check_onnx, trace
 from favor.features.moments import Moments
 
 
@@ -160,6 +160,7 @@ class Parameters:
             return self.factor.new_zeros(self.factor.shape[:-2])
         if self.form == "triangular":  # a decomposition is many launches on a GPU
             return 2 * torch.diagonal(self.factor, dim1=-2, dim2=-1).abs().log().sum(-1)
+        check_onnx()
         return 2 * torch.linalg.slogdet(self.factor).logabsdet
 
     @property

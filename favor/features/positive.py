@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from favor.features.base import PositiveFeatures
-from favor.features.linalg import add_diagonal, eigh, from_spectrum, newton_schulz, trace, without_eigh
+from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments
 from favor.features.parameters import Parameters
 from favor.registry import register
@@ -197,7 +197,7 @@ class SDERF(PositiveFeatures):
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         form = without_eigh(self.factorization, second, "newton_schulz")
         if form == "cholesky":
-            factor, _ = torch.linalg.cholesky_ex(eye + second)
+            factor = cholesky(eye + second)
         elif form == "newton_schulz":
             factor = _sigma_root(second, eye)
         else:

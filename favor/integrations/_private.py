@@ -12,12 +12,34 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from favor import registry
 
 
 def in_backward() -> bool:
     """Tells whether this thread is inside a backward pass, which is where activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def always(condition: bool | torch.SymBool) -> bool:
+    """Tells whether a condition holds for all sizes that a tracer allows, without binding it to those at hand."""
+    return statically_known_true(condition)
+
+
+def replaced_by() -> str | None:
+    """Names the library, if known, that has put its own function in the place of all attention functions.
+
+    DeepSpeed does so (`UlyssesSPAttentionHF.register_with_transformers`) without a change of the names, so that no
+    backend is called.
+    """
+    for name in registry.BACKENDS:
+        own = ALL_ATTENTION_FUNCTIONS.get(name)
+        if str(getattr(own, "__module__", "")).startswith("deepspeed."):
+            return "DeepSpeed"
+    return None
 
 
 def version(tensor: Tensor) -> int:

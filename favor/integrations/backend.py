@@ -17,6 +17,7 @@ from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, state_of
+from favor.integrations.engines import check_exact_below, heads_of_process
 from favor.integrations.exact import exact_attention
 from favor.integrations.first_pass import LINEAR, note
 from favor.integrations.layer import (
@@ -145,7 +146,10 @@ def favor_attention_forward(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
-    if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+    keys = key_length if packing is None else packing.longest_key
+    if torch.compiler.is_exporting():
+        check_exact_below(keys, plan.exact_below)
+    if keys < plan.exact_below:
         _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
         return _exact(call, query, key, value), None
 
@@ -159,10 +163,13 @@ def favor_attention_forward(
     if cached is not None:
         state = state_of(cached, query, (name, plan, dict(choice), redraw))
     window = choice.get("window", plan.window) if is_self_attention(module, causal, length, key_length) else 0
+    exact_heads, drawn = choice.get("exact_heads", ()), None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        stored, exact_heads, drawn = heads_of_process(module, key.shape[1], stored, exact_heads)
     _account(module, known, f"{LINEAR}{plan.family}, M = {plan.num_features}{f', window {window}' if window else ''}")
-    estimate = _Estimate(call, plan, layer, redraw, window, state)
+    estimate = _Estimate(call, plan, layer, redraw, window, state, drawn)
     exact, linear = partial(_exact, call), partial(_linear, estimate)
-    out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
+    out = by_head(query, key, value, stored, exact_heads, exact, linear)
     return out.contiguous(), None
 
 
@@ -228,6 +235,7 @@ class _Estimate(NamedTuple):
         layer, redraw: numbers of the layer and of its draw, which choose the random directions.
         window: length of exact blocks, 0 for none.
         state: what earlier tokens left behind; None for a whole sequence.
+        key_heads: which of the heads with directions these are, see `favor.favor_attention`; None for all.
     """
 
     call: _Call
@@ -236,6 +244,7 @@ class _Estimate(NamedTuple):
     redraw: int
     window: int
     state: StreamState | None
+    key_heads: tuple[int, int] | None = None
 
 
 @torch.compiler.assume_constant_result
@@ -359,6 +368,7 @@ def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, para
         window=estimate.window,
         state=estimate.state,
         kernel=plan.kernel,
+        key_heads=estimate.key_heads,
         **({} if call.packing is None else call.packing.for_kernel()),
     )
     return out.transpose(1, 2)

@@ -25,7 +25,7 @@ _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "spe
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """What one attention layer runs.
+    """One attention layer and what it runs.
 
     Attributes:
         layer: name of its module in the model.
@@ -53,7 +53,7 @@ class LayerDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What the attention layers of a model run at a length; printed as a table.
+    """Layers of a model and what they run at a length; printed as a table.
 
     Attributes:
         model: name of its class.

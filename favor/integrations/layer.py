@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from favor import registry
 from favor.config import BACKEND
 from favor.features import Parameters
+from favor.features.linalg import inverse
 from favor.integrations._private import in_backward, version
 
 # Names in checkpoints.
@@ -222,7 +223,7 @@ def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
     assert factor is not None
     if not maps:
         return Parameters(transform, transform, factor, maps=False, log_weights=weights)
-    return Parameters(transform, torch.linalg.inv(transform), factor, shift=shift, log_weights=weights)
+    return Parameters(transform, inverse(transform), factor, shift=shift, log_weights=weights)
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:

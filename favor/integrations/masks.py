@@ -5,6 +5,7 @@ Of a mask, linear attention can use only which keys are padding.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from transformers.masking_utils import (
 )
 
 from favor.integrations._private import MaskPattern, mask_pattern
+from favor.integrations.engines import check_dispatch
 from favor.kernels.dispatch import is_tracing
 
 # Arguments that change the result: with a value, each is refused rather than dropped.
@@ -71,6 +73,8 @@ def favor_mask(
     Raises:
         ValueError: for prefix or block masks and static caches.
     """
+    if "deepspeed" in sys.modules and not is_tracing():
+        check_dispatch()
     device = kwargs.get("device")
     pattern = _pattern(mask_function)
     grows = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length

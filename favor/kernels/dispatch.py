@@ -145,15 +145,20 @@ def triton_module(name: str) -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether what tensors hold is not to be looked at: a compiler or a CUDA graph records what is done to them."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """Whether what tensors hold is not to be looked at: a compiler, a CUDA graph or torch.func has hold of them."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work, such as `grad` or `vmap`."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def plain(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors and nobody, such as a compiler, watches what is done to them."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_transformed():
         return False
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 

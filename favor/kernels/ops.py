@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from favor.kernels.dispatch import TABLE, kernel_module, pick, plain
+from favor.kernels import exported
+from favor.kernels.dispatch import TABLE, is_transformed, kernel_module, pick, plain
 from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
 # What an operator takes has to be flat; the order is that of saved graphs, and cannot change.
@@ -105,20 +106,61 @@ def _differentiate(
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
+def _one_by_one(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """Makes the rule of `torch.func.vmap` for an operator: its results for one entry after another."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        pairs = list(zip(arguments, in_dims, strict=True))
+        results = [
+            operator(*(given if dim is None else given.select(dim, entry) for given, dim in pairs))
+            for entry in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    return rule
+
+
+attention_forward.register_vmap(_one_by_one(attention_forward))
+attention_backward.register_vmap(_one_by_one(attention_backward))
+
+
 class _Eager(torch.autograd.Function):
-    """The operator without its dispatch, on which the host spends more time than on all else in a short pass."""
+    """The operator without its dispatch, on which the host spends more time than on all else in a short pass.
+
+    It also is the form that the transforms of torch.func take.
+    """
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_keep)
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _forward(*inputs)
-        _keep(ctx, inputs, output)
-        return output
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return _forward(*inputs) if plain(*inputs[:3]) else attention_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         # Where gradients are to be differentiated again, the operator says that it cannot.
         alone = plain(grads[0]) and not torch.is_grad_enabled()
-        return _differentiate(ctx, *grads, differentiate=_backward if alone else attention_backward)
+        transformed = _Backward.apply if is_transformed() else attention_backward
+        return _differentiate(ctx, *grads, differentiate=_backward if alone else transformed)
+
+
+class _Backward(torch.autograd.Function):
+    """The operator of the backward pass, as the transforms of torch.func take it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return attention_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        raise NotImplementedError("linear attention has first derivatives only, no derivatives of its gradients.")
 
 
 def linear_attention(
@@ -169,9 +211,12 @@ def linear_attention(
     Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
     proposal form of `favor.features.parameters`.
     """
-    cu_q, cu_k, *options = Geometry.of(query, key, query_bias, **geometry)
+    form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
+    if torch.compiler.is_exporting() and exported.takes(form):
+        return exported.attention(given, form)
+    cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
-    out: Tensor = (_Eager.apply(*inputs) if plain(*tensors[:3]) else attention_forward(*inputs))[0]
+    out: Tensor = (_Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs))[0]
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.attention.call import AttentionCall
+from favor.kernels import exported
 from favor.landmark import causal as landmark_causal
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
@@ -89,20 +90,27 @@ def _windowed(
     Queries are `[B, Hk, G, L, d]`, the output too.
     """
     length, lead = query.shape[3], query.shape[:2]
+    flat = [tensor.flatten(0, 1) for tensor in (query, key, value, cells)]
+    options: dict[str, Any]
+    if torch.compiler.is_exporting():
+        options = {"number": number, "scale": scale, "window": window, "blocks": exported.blocks_of(length, window)}
+        out = _blocks(*flat, **options)
+        return exported.first_rows(out, length).unflatten(0, lead)
     window = min(window, length)
     blocks = -(-length // window)
     numbers = _NUMBERS if key.device.type == "cpu" else _NUMBERS_OF_GPU
     together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
-    options: dict[str, Any] = {"number": number, "scale": scale, "window": window}
-    parts = [tensor.flatten(0, 1).split(together) for tensor in (query, key, value, cells)]
-    outs = [_blocks(*part, **options) for part in zip(*parts, strict=True)]
+    parts = [tensor.split(together) for tensor in flat]
+    options = {"number": number, "scale": scale, "window": window, "blocks": blocks}
+    outs = [_blocks(*part, **options)[:, :, :length] for part in zip(*parts, strict=True)]
     return torch.cat(outs).unflatten(0, lead)
 
 
-def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int) -> Tensor:
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int, blocks: int
+) -> Tensor:
     """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
-    length = query.shape[2]
-    missing = -length % window
+    missing = blocks * window - query.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:
         return pad(tensor, (0, 0, 0, missing)).unflatten(-2, (-1, window))
@@ -117,7 +125,7 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: in
     apart = apart.squeeze(-1)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
-    return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)
 
 
 def _raises_half_precision(query: Tensor) -> bool:

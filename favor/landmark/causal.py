@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from favor.kernels import StreamState
+from favor.kernels.dispatch import is_transformed
 from favor.kernels.stream.ragged import Waiting
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
@@ -151,7 +152,7 @@ def _joined(earlier: Tensor, later: Tensor) -> Tensor:
 
 def _checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
     """`_read`, computed again in the backward pass: it would keep a mask of queries times keys."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return _read(rows, groups, tokens, scale)
     out: Tensor = checkpoint(_read, rows, groups, tokens, scale, use_reentrant=False, preserve_rng_state=False)
     return out

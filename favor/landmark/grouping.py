@@ -10,11 +10,14 @@ attention (Vyas et al., 2020), which groups queries.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.features.moments import attention_received
+from favor.kernels.dispatch import plain
 from favor.landmark.equal import first_equal
 from favor.registry import Family, register
 
@@ -98,7 +101,7 @@ class Landmarks(Family):
             first = first_equal(key, key_mask, counts)
             is_copy = first != torch.arange(key.shape[-2], device=key.device)
             if received is not None:
-                received = sums_of(first, key.shape[-2], received.unsqueeze(-1))[0].squeeze(-1)
+                received = torch.zeros_like(received).scatter_add(-1, first, received)
             index = _choose(num_landmarks, received, is_copy, key_mask)
             chosen = key.gather(-2, index.unsqueeze(-1).expand(*index.shape, key.shape[-1]))
             chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
@@ -108,7 +111,7 @@ class Landmarks(Family):
                 # Spare landmarks, where fewer keys count than there are landmarks.
                 half_square = half_square.masked_fill(~key_mask.gather(-1, index), torch.finfo(chosen.dtype).max)
             cells = _nearest(key, directions, half_square)
-            cells.scatter_(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
+            cells = cells.scatter(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
             # Copies go where the first goes, whatever rounding says, unless they are landmarks too.
             cells = torch.where(is_copy.scatter(-1, index, False), cells.gather(-1, first), cells)
             return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
@@ -124,7 +127,8 @@ def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor 
     heavy = torch.empty(*is_copy.shape[:-1], 0, dtype=torch.int64, device=device)
     if received is not None:
         received = received.masked_fill(~rest, -2.0).masked_fill(is_copy, -1.0)
-        heavy = received.topk(min(number // 2, keys), -1).indices
+        received = pad(received, (0, number // 2), value=-3.0)  # there may be fewer keys
+        heavy = received.topk(number // 2, -1).indices.clamp(max=keys - 1)
         rest, is_copy = rest.scatter(-1, heavy, False), is_copy.scatter(-1, heavy, False)
     spaced = number - heavy.shape[-1]
     left, step = rest.sum(-1, keepdim=True), torch.arange(spaced, device=device)
@@ -139,19 +143,21 @@ def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor 
 
 def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     """Index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
-    # What stays in cache on a CPU; few launches on a GPU.
-    numbers = 2**18 if key.device.type == "cpu" else 2**26
-    size = max(64, numbers // max(directions.shape[:-1].numel(), 1))
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)
-    parts = key.reshape(columns.shape[0], -1, key.shape[-1]).split(size, dim=1)
+    rows = key.reshape(columns.shape[0], -1, key.shape[-1])
+    parts = [rows]
+    if not torch.compiler.is_exporting():  # one graph for every length has no loop
+        # What stays in cache on a CPU; few launches on a GPU.
+        numbers = 2**18 if key.device.type == "cpu" else 2**26
+        parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
     indices = [_largest(torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1)) for part in parts]
     return torch.cat(indices, 1).view(key.shape[:-1])
 
 
 def _largest(scores: Tensor) -> Tensor:
     """Index of the largest number of each row; numpy finds it several times as fast on a CPU."""
-    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+    if scores.device.type == "cpu" and plain(scores):
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.max(-1).indices
 
@@ -162,12 +168,13 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
     Cells are `[..., S]`; keys with a cell of M count nowhere.
     """
     lead, places = cells.shape[:-1], number + 1
-    first = torch.arange(0, lead.numel() * places, places, device=cells.device).view(*lead, 1)
+    heads = math.prod(lead)  # `lead.numel()` and `len` are no symbols to a tracer
+    first = torch.arange(0, heads * places, places, device=cells.device).view(*lead, 1)
     flat = (cells + first).flatten()
 
     def total(tensor: Tensor) -> Tensor:
-        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(len(flat), tensor.shape[-1])
-        empty = rows.new_zeros(lead.numel() * places, rows.shape[-1])
+        rows = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).reshape(flat.shape[0], tensor.shape[-1])
+        empty = rows.new_zeros(heads * places, rows.shape[-1])
         return empty.index_add(0, flat, rows).view(*lead, places, rows.shape[-1])[..., :number, :]
 
     return [total(tensor) for tensor in tensors]

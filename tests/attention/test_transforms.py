@@ -1,0 +1,119 @@
+"""`torch.func` over attention: grad, vjp, vmap, jacrev and gradients of single samples, against autograd."""
+
+import pytest
+import torch
+
+import favor
+from favor.features import Parameters
+
+FAMILIES = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "trig", "relu", "elu", "landmark"]
+POSITIVE = ["pos", "wderf", "landmark"]
+# PyTorch has no batching rules for its own fused attention, which landmarks use, and says so.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*would let its tokens see later ones:UserWarning", "ignore:There is a performance drop:UserWarning"
+)
+
+
+def tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, 20, 4, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def padding():
+    mask = torch.ones(3, 20, dtype=torch.bool)
+    mask[1, 13:] = False
+    mask[2, :5] = False
+    return mask
+
+
+def loss(query, key, value, mask=None, **options):
+    return favor.favor_attention(query, key, value, num_features=8, key_padding_mask=mask, **options).square().sum()
+
+
+def by_autograd(inputs, mask, **options):
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    return torch.autograd.grad(loss(*leaves, mask, **options), leaves)
+
+
+def of_one(query, key, value, mask=None, **options):
+    return loss(query[None], key[None], value[None], None if mask is None else mask[None], **options)
+
+
+CASES = [
+    *((name, {}) for name in FAMILIES),
+    *((name, {"is_causal": True}) for name in ("pos", "relu", "landmark")),
+    *((name, {"window": 4, "is_causal": causal}) for name in POSITIVE for causal in (False, True)),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("features", "options"), CASES)
+def test_grad_and_gradients_of_single_samples(features, options, masked):
+    options, mask = {"features": features, **options}, padding() if masked else None
+    inputs = tensors((3, 4), (3, 2), (3, 2))
+    wanted = by_autograd(inputs, mask, **options)
+    found = torch.func.grad(lambda *args: loss(*args, mask, **options), argnums=(0, 1, 2))(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+    each = torch.func.grad(lambda *args: of_one(*args, **options), argnums=(0, 1, 2))
+    alone = torch.func.vmap(each)(*inputs, *([] if mask is None else [mask]))
+    torch.testing.assert_close(alone, wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("features", POSITIVE)
+def test_vjp_and_jacrev(features):
+    inputs = tensors((1, 2), (1, 2), (1, 2))
+
+    def attend(*args):
+        return favor.favor_attention(*args, features=features, num_features=8)[0, 0, 3]
+
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    rows = [torch.autograd.grad(number, leaves, retain_graph=True) for number in attend(*leaves)]
+    wanted = tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+    torch.testing.assert_close(torch.func.jacrev(attend, argnums=(0, 1, 2))(*inputs), wanted)
+    out, pull = torch.func.vjp(attend, *inputs)
+    torch.testing.assert_close(pull(torch.ones_like(out)), tuple(rows.sum(0) for rows in wanted))
+
+
+def test_vmap_over_values_alone_and_over_parameters():
+    query, key, value = tensors((1, 2), (1, 2), (5, 2))
+    found = torch.func.vmap(lambda v: favor.favor_attention(query, key, v[None], features="pos", num_features=8))(value)
+    for own, one in zip(found, value, strict=True):
+        torch.testing.assert_close(own, favor.favor_attention(query, key, one[None], features="pos", num_features=8))
+    factors = torch.eye(4, dtype=torch.float64) * torch.tensor([1.0, 1.1, 1.2])[:, None, None, None]
+
+    def of(factor):
+        eye = torch.eye(4, dtype=torch.float64).expand_as(factor)
+        parameters = Parameters(eye, eye, factor)
+        return loss(query, key, value[:1], features="sderf", parameters=parameters)
+
+    found = torch.func.vmap(torch.func.grad(of))(factors.expand(3, 2, 4, 4))
+    for own, factor in zip(found, factors, strict=True):
+        leaf = factor.expand(2, 4, 4).clone().requires_grad_()
+        torch.testing.assert_close(own, torch.autograd.grad(of(leaf), leaf)[0])
+
+
+def test_second_derivatives_are_refused():
+    query, key, value = tensors((1, 2), (1, 2), (1, 2))
+
+    def total(q):
+        return torch.func.grad(lambda q: loss(q, key, value, features="pos"))(q).sum()
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.func.grad(total)(query)
+
+
+def test_models_by_functional_call():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
+    favor.configure(model, "favor+", num_features=8, exact_below=0)
+    ids, parameters = torch.randint(0, 50, (3, 12)), dict(model.named_parameters())
+
+    def total(parameters, ids):
+        return torch.func.functional_call(model, parameters, (ids[None],)).last_hidden_state.square().sum()
+
+    name = "encoder.layer.0.attention.self.query.weight"
+    alone = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)[name]
+    for own, one in zip(alone, ids, strict=True):
+        (wanted,) = torch.autograd.grad(total(parameters, one), [parameters[name]])
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)

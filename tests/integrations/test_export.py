@@ -1,0 +1,200 @@
+"""Models in programs that other engines run: one file for every length, equal to the model itself."""
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import favor
+from favor.attention.padding import Compaction
+from favor.features.linalg import inverse
+from favor.features.moments import places_of
+from favor.kernels import exported, linear_attention
+from favor.kernels.naive import naive_linear_attention
+from favor.kernels.operands import Geometry, Operands
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES |= {"vocab_size": 99, "initializer_range": 0.5}  # large weights, so that attention matters
+# Window or not, drawn or not, with parameters from the sequence or not.
+METHODS = {
+    "landmark": ("landmark", {"num_features": 8}),
+    "landmark-window": ("landmark", {"num_features": 8, "window": 8}),
+    "favor+": ("favor+", {"num_features": 16}),
+    "favor+-window": ("favor+", {"num_features": 16, "window": 8}),
+    "favor++": ("favor++", {"num_features": 16}),
+    "favor#": ("favor#", {"num_features": 16}),
+    "sderf": ("favor#", {"num_features": 16, "features": "sderf", "factorization": "newton_schulz"}),
+    "favor_relu": ("favor_relu", {"num_features": 16}),
+}
+
+
+def model_of(backend, **options):
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SIZES)).eval()
+    return favor.configure(model, backend, **{"exact_below": 0, **options})
+
+
+def batch_of(length, padding="right"):
+    generator = torch.Generator().manual_seed(length)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    mask = mask if padding == "right" else mask.flip(1)
+    return {"input_ids": torch.randint(0, 99, (2, length), generator=generator), "attention_mask": mask}
+
+
+def shapes(**limits):
+    length = torch.export.Dim("length", **{"max": 512, **limits})  # BERT has so many positions
+    return {"input_ids": {1: length}, "attention_mask": {1: length}}
+
+
+def program_of(model, **options):
+    with torch.no_grad():
+        return torch.export.export(model, (), batch_of(40), dynamic_shapes=shapes(), **options)
+
+
+def largest_difference(model, run, lengths, padding="right"):
+    """Between the model and a program, over real tokens."""
+    found = []
+    for length in lengths:
+        batch = batch_of(length, padding)
+        with torch.no_grad():
+            wanted = model(**batch).last_hidden_state
+        real = batch["attention_mask"].bool()
+        found.append((run(batch) - wanted)[real].abs().max().item())
+    return max(found)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_exported_program_takes_every_length(name):
+    backend, options = METHODS[name]
+    model = model_of(backend, **options)
+    program = program_of(model)
+    run = program.module()
+    assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, (40, 64, 7, 100)) < 1e-5
+    graphs = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert not [node for graph in graphs for node in graph.graph.nodes if "favor" in str(node.target)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_strict_export():
+    model = model_of("favor+", num_features=16)
+    run = program_of(model, strict=True).module()
+    assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, (40, 17)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["landmark", "landmark-window", "favor+", "favor+-window"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_onnx_runtime_gives_what_the_model_gives_at_every_length(name, tmp_path):
+    backend, options = METHODS[name]
+    model = model_of(backend, **options)
+    run = onnx_session(model, tmp_path)
+    assert largest_difference(model, run, (40, 64, 7)) < 1e-4
+    assert largest_difference(model, run, (33,), padding="left") < 1e-4
+    other = model_of(backend, **{**options, "num_features": 2})
+    assert largest_difference(other, run, (64,)) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_onnx_runtime_with_calibrated_parameters(tmp_path):
+    model = model_of("favor#", num_features=16)
+    favor.calibrate(model, [batch_of(64)])
+    favor.configure(model, statistics="calibrated")
+    assert largest_difference(model, onnx_session(model, tmp_path), (40, 23)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_what_onnx_does_not_have_is_named(tmp_path):
+    with pytest.raises(Exception, match=r"Cholesky factors or determinants, which ONNX does not have"):
+        onnx_session(model_of("favor#", num_features=16), tmp_path)
+
+
+def onnx_session(model, folder):
+    """Runs the model in onnxruntime, from a file for every length."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    path = str(folder / "model.onnx")
+    with torch.no_grad():
+        program = torch.onnx.export(model, (), kwargs=batch_of(40), dynamic_shapes=shapes(), dynamo=True, verbose=False)
+    program.save(path)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def run(batch):
+        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
+
+    return run
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exact_below_is_no_choice_of_a_program(strict):
+    model = model_of("favor+", exact_below=50)
+    with pytest.raises(Exception, match="exact_below=50 chooses exact or linear attention by the number of keys"):
+        program_of(model, strict=strict)
+
+
+@pytest.mark.parametrize("limits", [{"max": 49}, {"min": 50}])
+def test_lengths_on_one_side_of_exact_below_are_exported(limits):
+    model, length = model_of("favor+", exact_below=50), 40 if "max" in limits else 60
+    with torch.no_grad():
+        run = torch.export.export(model, (), batch_of(length), dynamic_shapes=shapes(**limits)).module()
+    lengths = (40, 45) if "max" in limits else (60, 81)
+    assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, lengths) < 1e-5
+
+
+def operands_of(groups, window, dtype=torch.float64, norm=1.0, hidden=True):
+    torch.manual_seed(groups)
+    key_heads, length, width, features = 2, 29, 4, 8
+    query = norm * torch.randn(2, groups * key_heads, length, width, dtype=dtype)
+    key, value = torch.randn(2, key_heads, length, width, dtype=dtype).mul(norm), torch.randn(2, key_heads, length, 3)
+    directions = torch.randn(2, 1, key_heads, features, width, dtype=dtype)
+    offset, bias = torch.randn(1, key_heads, features, dtype=dtype), torch.randn(2, key_heads, length, dtype=dtype)
+    if hidden:
+        bias[0, :, 11:] = -torch.inf
+        bias[1] = -torch.inf  # nothing at all
+        key[0, :, 12:] = torch.nan
+    query_bias = torch.randn(2, groups * key_heads, length, dtype=dtype) if window else None
+    return Operands(query, key, value.to(dtype), *directions, offset, bias, query_bias)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("window", [0, 5, 40])
+def test_plain_operations_are_the_formula(window, groups, hidden):
+    given = operands_of(groups, window, hidden=hidden)
+    form = {"window": window, "scale": 0.7}
+    found = exported.attention(given, Geometry.of(given.query, given.key, given.query_bias, **form))
+    wanted = naive_linear_attention(*given[:7], query_bias=given.query_bias, **form)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_plain_operations_stand_large_norms(window):
+    given = operands_of(1, window, dtype=torch.float32, norm=40.0, hidden=False)
+    double = [None if tensor is None else tensor.double() for tensor in given]
+    form = {"window": window, "scale": 0.7}
+    found = exported.attention(given, Geometry.of(given.query, given.key, given.query_bias, **form))
+    eager = linear_attention(*given[:7], query_bias=given.query_bias, kernel="torch", **form)
+    wanted = naive_linear_attention(*double[:7], query_bias=double[7], **form)
+    error, allowed = ((tensor.double() - wanted).abs().max() for tensor in (found, eager))
+    assert error <= 4 * allowed + 1e-6
+
+
+def test_places_of():
+    mask = torch.tensor([[False, True, True, False, True], [False] * 5])
+    assert places_of(mask, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])).tolist() == [[1, 2, 4, 4], [4, 4, 4, 4]]
+
+
+def test_compaction_is_a_stable_sort():
+    mask = torch.rand(5, 17, generator=torch.Generator().manual_seed(0)) < 0.5
+    moved = Compaction.of(mask)
+    assert moved.order.equal(torch.argsort(~mask, dim=1, stable=True))
+    assert moved.places.equal(moved.order.argsort(1))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_inverse_by_products_is_the_inverse(monkeypatch):
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(3, 32, 32, dtype=torch.float64)).Q
+    matrix = basis * torch.logspace(-3, 3, 32, dtype=torch.float64) @ basis[[1, 2, 0]]
+    wanted = inverse(matrix)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    torch.testing.assert_close(inverse(matrix), wanted, rtol=1e-6, atol=1e-8)
