@@ -98,7 +98,7 @@ class Landmarks(Family):
             first = first_equal(key, key_mask, counts)
             is_copy = first != torch.arange(key.shape[-2], device=key.device)
             if received is not None:
-                received = sums_of(first, key.shape[-2], received.unsqueeze(-1))[0].squeeze(-1)
+                received = torch.zeros_like(received).scatter_add(-1, first, received)
             index = _choose(num_landmarks, received, is_copy, key_mask)
             chosen = key.gather(-2, index.unsqueeze(-1).expand(*index.shape, key.shape[-1]))
             chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
