@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 _LINES = 8
 
@@ -28,11 +27,13 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     order = line.sort(-1).indices
     sorted_along = along.gather(-2, order.unsqueeze(-1).expand_as(along))
     reach = reach.gather(-1, order)
-    distance = torch.linalg.vector_norm(sorted_along[..., 1:, :] - sorted_along[..., :-1, :], dim=-1)
-    is_equal = distance <= torch.maximum(reach[..., 1:], reach[..., :-1])
+    place = torch.arange(key.shape[-2], device=key.device)
+    before = (place - 1).clamp(min=0)  # no slices, which would bind an exported program to some lengths
+    distance = torch.linalg.vector_norm(sorted_along - sorted_along.index_select(-2, before), dim=-1)
+    is_equal = (distance <= torch.maximum(reach, reach.index_select(-1, before))) & (place > 0)
     if mask is not None:
-        is_equal = is_equal & mask.gather(-1, order)[..., 1:]
-    run = pad((~is_equal).cumsum(-1), (1, 0))
+        is_equal = is_equal & mask.gather(-1, order)
+    run = (~is_equal).cumsum(-1) - 1
     first = torch.full_like(order, key.shape[-2]).scatter_reduce(-1, run, order, "amin")
     return torch.zeros_like(order).scatter(-1, order, first.gather(-1, run))
 
