@@ -27,10 +27,10 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     order = line.sort(-1).indices
     sorted_along = along.gather(-2, order.unsqueeze(-1).expand_as(along))
     reach = reach.gather(-1, order)
-    # Each with the one before it; the first has none.
-    distance = torch.linalg.vector_norm(sorted_along - sorted_along.roll(1, -2), dim=-1)
-    is_equal = distance <= torch.maximum(reach, reach.roll(1, -1))
-    is_equal = is_equal & (torch.arange(key.shape[-2], device=key.device) > 0)
+    place = torch.arange(key.shape[-2], device=key.device)
+    before = (place - 1).clamp(min=0)  # no slices, which would bind an exported program to some lengths
+    distance = torch.linalg.vector_norm(sorted_along - sorted_along.index_select(-2, before), dim=-1)
+    is_equal = (distance <= torch.maximum(reach, reach.index_select(-1, before))) & (place > 0)
     if mask is not None:
         is_equal = is_equal & mask.gather(-1, order)
     run = (~is_equal).cumsum(-1) - 1
