@@ -1,4 +1,4 @@
-"""Word and character error rates of a saved speech model, and how fast it recognises.
+r"""Word and character error rates of a saved speech model, and how fast it recognises.
 
     python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
         --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors

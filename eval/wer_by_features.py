@@ -1,4 +1,4 @@
-"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
+r"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
 
     python -m favor.eval.wer_by_features --model_name_or_path out/asr --data_dir LibriSpeech \
         --train_split train-clean-100 --eval_splits dev-clean test-clean --max_train_steps 1000 \

@@ -1,4 +1,4 @@
-"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
+r"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
 
     python -m favor.eval.glue --data_dir DIR --tasks mrpc rte --backends sdpa favor+ favor#:saderf \
         --seeds 0 1 2 --output_dir out/glue --results eval/results --exact_below 0 --num_train_epochs 3
