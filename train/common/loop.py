@@ -136,11 +136,10 @@ def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
     The caller appends an entry to `run.progress.history` before it goes on.
     """
     quiet = not run.accelerator.is_local_main_process
-    bar = tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet)
-    while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
-        train_epoch(run, arguments, bar)
-        yield len(run.progress.history) + 1
-    bar.close()
+    with tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet) as bar:
+        while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
+            train_epoch(run, arguments, bar)
+            yield len(run.progress.history) + 1
 
 
 def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:

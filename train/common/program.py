@@ -18,6 +18,8 @@ DEBUG = "--debug"
 # Exit codes: of argparse for what a user can mend, and of a shell for Ctrl-C.
 MENDABLE, STOPPED = 2, 130
 ERRORS = (ValueError, OSError, ImportError, FloatingPointError, SafetensorError)
+# What accelerate tells the processes it starts; it ends with a traceback of its own if one of them fails.
+LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 # Seconds in which a launcher has ended the other processes once the first one has said what is wrong.
 PATIENCE = 2.0
 
@@ -57,7 +59,8 @@ def end(message: str, code: int) -> NoReturn:
     """Says a last line and ends this process; of several that say the same, only the first is heard."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
-    print(message, file=sys.stderr, flush=True)
+    launched = "; what follows is of accelerate launch" if LAUNCHED in os.environ else ""
+    print(message + launched, file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -74,6 +77,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {near[0]}?" if near else ""
 
 
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value.value if isinstance(value, Enum) else value)
+
+
 class Formatter(argparse.RawDescriptionHelpFormatter):
     """Shows a description as it is written, and the default of an option whose help does not say it."""
 
@@ -85,8 +92,8 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         if hidden or "efault" in text:
             return text
         values = default if isinstance(default, list | tuple) else [default]
-        shown = " ".join(str(value.value if isinstance(value, Enum) else value) for value in values)
-        return f"{text} (default: {shown})".replace("%", "%%") if "%" in shown else f"{text} (default: {shown})"
+        shown = " ".join(_shown(value) for value in values).replace("%", "%%")
+        return f"{text} (default: {shown})"
 
 
 class Parser(argparse.ArgumentParser):

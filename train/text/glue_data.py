@@ -136,10 +136,8 @@ def get_task(name: str) -> Task:
         ValueError: for an unknown name; the message lists the nine.
     """
     if name.lower() not in TASKS:
-        known = ", ".join(TASKS)
-        raise ValueError(
-            f"unknown GLUE task {name!r}: task_name must be one of {known}{did_you_mean(name.lower(), TASKS)}"
-        )
+        near = did_you_mean(name.lower(), TASKS) or ";"
+        raise ValueError(f"unknown GLUE task {name!r}{near} task_name must be one of {', '.join(TASKS)}")
     return TASKS[name.lower()]
 
 
