@@ -22,8 +22,8 @@ from favor.train.common import state as files
 KEEP = 2
 RESULTS = "all_results.json"
 SETTINGS = "settings.json"
-# Every process holds the whole model, so that the first one can write all of it.
-WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+# No process holds the whole model, so that none could write all of it.
+SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class States:
 
     def check(self) -> None:
         """Raises ValueError if a process does not hold the whole model."""
-        if self.accelerator.distributed_type not in WHOLE:
+        if self.accelerator.distributed_type in SPREAD:
             name = self.accelerator.distributed_type.value
             raise ValueError(
                 f"checkpoints are written of models that every process holds as a whole, got {name}: leave out "
@@ -139,8 +139,9 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     if problems:
         if accelerator.is_main_process:
             remove(partial)
-        whole = checkpoints(folder)
-        after = f"{whole[-1].name} is whole: make room and go on with --resume" if whole else "there is none before it"
+        after = "there is no checkpoint before it"
+        if whole := checkpoints(folder):
+            after = f"{whole[-1].name} is whole: make room and go on with --resume"
         raise OSError(f"{problems[0]}; {after}")
     if accelerator.is_main_process:
         os.replace(partial, final)
@@ -158,7 +159,8 @@ def resume(states: States, folder: Path) -> Path | None:
     Raises:
         ValueError: if there are checkpoints and none can be used.
     """
-    accelerator, found, problems = states.accelerator, checkpoints(folder), []
+    accelerator, found = states.accelerator, checkpoints(folder)
+    problems: list[str] = []
     for path in reversed(found):
         problem = None
         try:

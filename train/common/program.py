@@ -109,8 +109,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, program: str, text: str | None, *kinds: Any, abbreviations: bool = False) -> None:
-        options = {"formatter_class": Formatter, "allow_abbrev": abbreviations}
-        super().__init__(*kinds, prog=program, description=text, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"prog": program, "description": text, "formatter_class": Formatter}
+        options["allow_abbrev"] = abbreviations
+        super().__init__(*kinds, **options)
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -177,4 +178,4 @@ class DataclassParser(Parser, HfArgumentParser):
     def parse_some(self, words: Sequence[str] | None) -> tuple[tuple[Any, ...], list[str]]:
         """The dataclasses of a command line, and the words that are for none of them."""
         *found, rest = self.parse_args_into_dataclasses(words, return_remaining_strings=True)  # type: ignore[arg-type]
-        return tuple(found[: len(self.dataclass_types)]), rest
+        return tuple(found[: len(list(self.dataclass_types))]), rest

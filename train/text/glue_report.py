@@ -181,7 +181,7 @@ def _base_name(results: dict[str, Any]) -> str:
 def _license(results: dict[str, Any]) -> str:
     """License in the model card of the base model, else "unknown"."""
     try:
-        card = metadata_load(cached_file(results["model_name_or_path"], "README.md"))
+        card = metadata_load(str(cached_file(results["model_name_or_path"], "README.md")))
     except (OSError, ValueError, yaml.YAMLError):
         return "unknown"
     return str((card or {}).get("license", "unknown"))

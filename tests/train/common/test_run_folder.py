@@ -6,9 +6,11 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -208,6 +210,22 @@ def test_ctrl_c_while_a_checkpoint_is_written_leaves_no_half_of_it(train, tmp_pa
     with pytest.raises(KeyboardInterrupt, match="stopped at step 2; it has no checkpoint to go on from"):
         train(**SETTINGS)
     assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+def test_a_model_that_is_spread_over_processes_has_no_checkpoints():
+    def states(kind):
+        return checkpoint.States(SimpleNamespace(distributed_type=kind, scaler=None), {})
+
+    states(DistributedType.MULTI_GPU).check()
+    with pytest.raises(ValueError, match="every process holds as a whole, got FSDP: leave out --checkpointing_steps"):
+        states(DistributedType.FSDP).check()
+
+
+def test_the_scale_of_half_precision_is_kept(tmp_path):
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0))
+    state.write(tmp_path, "scaler", scaler.state_dict())
+    other.load_state_dict(state.read(tmp_path, "scaler"))
+    assert other.state_dict() == scaler.state_dict()
 
 
 def states_of_optimizers():
