@@ -284,7 +284,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_results(parser, "variance")
     arguments = parser.parse_args(argv)
     if arguments.sets < 1 or arguments.length < 2 or min(arguments.sigmas) <= 0:
-        parser.error("--sets must be at least 1, --length at least 2 and every sigma positive")
+        parser.error("--sets must be at least 1, --length at least 2 and all of --sigmas positive")
     arguments.sigmas = sorted(arguments.sigmas)
     return arguments
 
