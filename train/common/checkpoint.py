@@ -91,8 +91,7 @@ class States:
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".pkl", ".bin"))
         if pickled:
             raise files.DamagedError(
-                f"it holds {pickled[0]}, a pickle as favor wrote it before it had checkpoints without code: go on with "
-                "the favor that wrote it"
+                f"it holds {pickled[0]}, a pickle, which can run code: only the earlier favor that wrote it goes on with it"
             )
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
         for name, part in self.parts.items():
