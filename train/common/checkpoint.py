@@ -91,7 +91,7 @@ class States:
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".pkl", ".bin"))
         if pickled:
             raise files.DamagedError(
-                f"it holds {pickled[0]}, a pickle, which can run code: only the earlier favor that wrote it goes on with it"
+                f"it holds {pickled[0]}, a pickle, which can run code: go on with the earlier favor that wrote it"
             )
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
         for name, part in self.parts.items():

@@ -90,7 +90,7 @@ def test_pickles_of_older_checkpoints_are_refused(name, stopped, train, tmp_path
         shutil.rmtree(folder)
         folder.mkdir()
         torch.save({"x": Evil(tmp_path / "trace")}, folder / name)
-    with pytest.raises(ValueError, match=rf"no checkpoint in .*checkpoint-4: it holds {name}, a pickle .*--overwrite"):
+    with pytest.raises(ValueError, match=rf"no checkpoint in .*checkpoint-4: it holds {name}, a pickle, .*--overwrite"):
         train(flags=("resume",), **SETTINGS)
     assert not (tmp_path / "trace").exists()
     # Nothing was renamed: the favor that wrote them can go on.
