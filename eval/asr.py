@@ -1,4 +1,4 @@
-"""Word and character error rates of a saved speech model, and how fast it recognises.
+r"""Word and character error rates of a saved speech model, and how fast it recognises.
 
     python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
         --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser
 
 import favor
 from favor.eval.common import report
 from favor.models.conformer import ConformerConfig, ConformerProcessor
 from favor.train.asr import HUB
 from favor.train.common.arguments import BackendArguments, check_positive, option
+from favor.train.common.program import DataclassParser, program
 from favor.train.speech.arguments import Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
 from favor.train.speech.data import Utterance, long_enough
 from favor.train.speech.loaders import evaluation_loader
@@ -216,8 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     kinds: Any = (BackendArguments, EvaluationArguments)
-    parser = HfArgumentParser(kinds, description=__doc__, allow_abbrev=False)
-    backend, arguments = parser.parse_args_into_dataclasses(words)
+    backend, arguments = DataclassParser("favor.eval.asr", __doc__, kinds).parse(words)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
     folder.mkdir(parents=True, exist_ok=True)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
@@ -246,5 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.asr", main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    cli()

@@ -21,6 +21,7 @@ from favor.eval.common import launch
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.report import table, write_files
 from favor.eval.glue import demo_task
+from favor.train.common.program import Parser, program
 
 BACKENDS = ("sdpa", "favor+", "favor++", "favor#", "favor#:landmark")
 LABELS = {"sdpa": "exact (sdpa)"}
@@ -34,10 +35,10 @@ COSINE_ROWS = 32
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the demo; the defaults are made for ten minutes on two cores, installation included."""
-    parser = argparse.ArgumentParser(prog="favor.eval.demo", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
-    parser.add_argument("--max_train_steps", type=int, default=64)
-    parser.add_argument("--num_features", type=int, default=64)
+    parser = Parser("favor.eval.demo", __doc__)
+    parser.add_argument("--output_dir", type=Path, default=Path("out/demo"), help="folder of the results")
+    parser.add_argument("--max_train_steps", type=int, default=64, help="optimizer steps of each training")
+    parser.add_argument("--num_features", type=int, default=64, help="random features, or landmarks, per head")
     return parser.parse_args(argv)
 
 
@@ -120,10 +121,15 @@ def write_report(
     return lines
 
 
+def best_linear(results: dict[str, dict[str, Any]]) -> str:
+    """The linear backend with the highest accuracy."""
+    return max((name for name in results if name != "sdpa"), key=lambda name: results[name]["metrics"]["accuracy"])
+
+
 def usage_lines(folder: Path) -> list[str]:
     """Explains how to go on with a model the demo has made."""
     return [
-        "Load a fine-tuned model; it remembers its backend and its options:",
+        "Load the best linear model; it remembers its backend and its options:",
         "",
         "    import favor.models",
         "    from transformers import AutoModelForSequenceClassification, AutoTokenizer",
@@ -164,10 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = f"; about {left * took:.0f} s more" if left else ""
         say(f"accuracy {100 * results[backend]['metrics']['accuracy']:.1f} %, {took:.0f} s{more}")
     print("\n".join(["", *write_report(results, cosines, arguments), ""]))
-    folder = arguments.output_dir / launch.Backend.parse("favor#").slug
+    folder = arguments.output_dir / launch.Backend.parse(best_linear(results)).slug
     print("\n".join([*usage_lines(folder), "", f"written to {arguments.output_dir}/demo.md and demo.json"]))
     return 0
 
 
+cli = program("favor.eval.demo", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

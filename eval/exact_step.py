@@ -22,9 +22,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.optim import ProxBoundSGD, bound_coefficients, bound_matvec, exact_step_
 from favor.optim.single import single_direction
+from favor.train.common.program import Parser, program
 
 DAMPING = 0.01
 LIMIT = 1.5
@@ -101,13 +102,20 @@ def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.exact_step", __doc__)
-    parser.add_argument("--labels", type=int, nargs="+", default=[1000, 3000, 10_000, 30_000, 100_000], metavar="N")
+    parser = Parser("favor.eval.exact_step", __doc__, abbreviations=True)
+    parser.add_argument(
+        "--labels",
+        type=int,
+        nargs="+",
+        default=[1000, 3000, 10_000, 30_000, 100_000],
+        metavar="N",
+        help="numbers of labels",
+    )
     parser.add_argument("--inputs", type=int, default=512, help="d")
-    parser.add_argument("--repeats", type=int, default=51)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=51, help="times that each is measured")
+    parser.add_argument("--warmup", type=int, default=5, help="times that each runs before it is measured")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     add_results(parser, "exact_step")
     arguments = parser.parse_args(argv)
     if len(set(arguments.labels)) < 2 or min(*arguments.labels, arguments.inputs) < 2:
@@ -164,5 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.exact_step", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -32,10 +32,10 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.eval.common.program import make_parser
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.pretrained import load_exact
+from favor.train.common.program import Parser, program
 from favor.train.text.attention_student import relative_error
 from favor.train.text.samples import samples
 
@@ -151,7 +151,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the command line."""
-    parser = make_parser("favor.eval.feature_weights", __doc__)
+    parser = Parser("favor.eval.feature_weights", __doc__, abbreviations=True)
     parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
     parser.add_argument("--text", required=True, help="to calibrate on: UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
@@ -161,10 +161,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held_out_samples", type=int, default=8, help="samples of each other text")
     parser.add_argument("--num_features", type=int, default=64, help="features with weights")
     parser.add_argument("--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="without weights")
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64])
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]")
+    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0 for none")
+    parser.add_argument(
+        "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="what is compared"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the directions")
-    parser.add_argument("--results", type=Path, default=Path("eval/results"))
+    parser.add_argument("--results", type=Path, default=Path("eval/results"), help="folder of the results")
     parser.add_argument("--name", default="feature_weights", help="file name of the results, without ending")
     return parser.parse_args(argv)
 
@@ -303,5 +305,8 @@ def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(fig)
 
 
+cli = program("favor.eval.feature_weights", main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    cli()

@@ -22,8 +22,9 @@ from transformers import DynamicCache
 
 import favor
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.speed.models import Model
+from favor.train.common.program import Parser, program
 
 TOLERANCE = 1e-3
 WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
@@ -31,18 +32,18 @@ WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.generation", __doc__)
+    parser = Parser("favor.eval.generation", __doc__, abbreviations=True)
     add = parser.add_argument
     add("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="L", help="tokens before")
     add("--backend", choices=favor.BACKENDS[:4], default="favor+", help="the causal form needs no calibration")
-    add("--num_features", type=int, default=256)
-    add("--window", type=int, default=0)
+    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
+    add("--window", type=int, default=0, help="tokens of exact blocks; 0 for none")
     add("--layers", type=int, default=2, help="of the decoder, 768 wide, 12 heads, 4 key heads")
-    add("--batch_size", type=int, default=1)
+    add("--batch_size", type=int, default=1, help="sequences of a batch")
     add("--tokens", type=int, default=20, help="timed after each context")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--device", default="cpu")
-    add("--seed", type=int, default=0)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the numbers")
+    add("--device", default="cpu", help="where it runs")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     add_results(parser, "generation_cpu")
     arguments = parser.parse_args(argv)
     sizes = (*arguments.contexts, arguments.num_features, arguments.layers, arguments.batch_size)
@@ -160,5 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.generation", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

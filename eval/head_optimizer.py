@@ -34,12 +34,13 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.optim import head_report, head_tasks
 from favor.eval.optim.head_report import Entry, label
 from favor.eval.optim.head_tasks import HeadTask
 from favor.optim import SoftmaxBound
 from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.program import Parser, program
 
 TASKS = ("fashion", "sst2", "text")
 MILESTONES = (1, 2, 5)
@@ -316,17 +317,23 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.head_optimizer", __doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
-    parser.add_argument("--heads", nargs="+", choices=("adamw", "sgd", "bound"), default=["adamw", "sgd", "bound"])
+    parser = Parser("favor.eval.head_optimizer", __doc__, abbreviations=True)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="which tasks")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        choices=("adamw", "sgd", "bound"),
+        default=["adamw", "sgd", "bound"],
+        help="attention heads",
+    )
     parser.add_argument("--images_dir", type=Path, help=f"folder of {head_tasks.IMAGES}")
     parser.add_argument("--glue_dir", type=Path, help="folder of GLUE's TSV files")
     parser.add_argument("--text_file", type=Path, help="a long text, plain or compressed")
     parser.add_argument("--sst2_samples", type=int, default=640, help="training sentences of sst2")
     parser.add_argument("--text_tokens", type=int, default=64_000, help="training words of text")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--epochs", type=int, nargs="+", default=list(MILESTONES), help="after which to compare")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; made if it is not there")
     add_results(parser, "head_optimizer")
     arguments = parser.parse_args(argv)
@@ -369,5 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found))
 
 
+cli = program("favor.eval.head_optimizer", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

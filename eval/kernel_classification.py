@@ -29,9 +29,10 @@ from torch import Tensor
 
 from favor import features
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.figures.kernel_data import BUNDLED, UCI, Dataset, load, split
 from favor.eval.figures.kernel_report import checks, plot, report_lines
+from favor.train.common.program import Parser, program
 
 ALPHA = -0.5
 POSITIVE = ("pos", "gerf", "saderf", "aderf", "sderf", "cderf")
@@ -196,12 +197,18 @@ def evaluate(
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.kernel_classification", __doc__)
+    parser = Parser("favor.eval.kernel_classification", __doc__, abbreviations=True)
     parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
     parser.add_argument("--datasets", nargs="+", help="default: the eight UCI sets, without a folder the bundled ones")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--num_features", type=int, nargs="+", default=[16, 32, 64, 128], metavar="M")
-    parser.add_argument("--scales", type=float, nargs="+", default=list(np.logspace(-2, 2, 10)), metavar="S")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="what is compared"
+    )
+    parser.add_argument(
+        "--num_features", type=int, nargs="+", default=[16, 32, 64, 128], metavar="M", help="numbers of random features"
+    )
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=list(np.logspace(-2, 2, 10)), metavar="S", help="of the kernel"
+    )
     parser.add_argument(
         "--feature_seeds", type=int, default=50, help="draws of the features, in validation and in test"
     )
@@ -257,5 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found_checks))
 
 
+cli = program("favor.eval.kernel_classification", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -21,7 +21,7 @@ import torch
 
 from favor.eval.common import report
 from favor.eval.common.launch import Backend
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.speech import long_form_report
 from favor.eval.speech.long_form_cell import (
     RATE,
@@ -37,6 +37,7 @@ from favor.eval.speech.long_form_cell import (
 )
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
 from favor.models.conformer.configuration_conformer import PRESETS, subsampled_frames
+from favor.train.common.program import Parser, program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
@@ -49,7 +50,7 @@ EAGER_MATRICES = 3
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.long_form", __doc__, abbreviations=False)
+    parser = Parser("favor.eval.long_form", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, nargs="+", default=[1, 2, 5, 10, 20, 60], metavar="M", help="of audio")
     add("--backends", nargs="+", default=["favor#", *EXACT], help="sdpa, eager, favor#, favor+, favor++, favor#:sderf")
@@ -62,8 +63,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--max_quadratic_minutes", type=float, default=20.0, help="sdpa and eager are skipped above")
     add("--repeats", type=int, default=3, help="of recordings up to 2 minutes")
     add("--long_repeats", type=int, default=1, help="of longer ones")
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     add_results(parser, "long_form_cpu")
     arguments = parser.parse_args(argv)
     try:
@@ -243,5 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(each.holds for each in found))
 
 
+cli = program("favor.eval.long_form", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -30,11 +30,12 @@ from typing import Any
 import torch
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.optim.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
 from favor.eval.optim.majorization_methods import METHODS, Configuration, Method, Score, search
 from favor.eval.optim.majorization_report import checks, plot, report_lines, summary, thinned
 from favor.eval.optim.majorization_steps import CONVERGED, Trace, initial_head, run
+from favor.train.common.program import Parser, program
 
 QUICK = ("synthetic", "digits", "breast_cancer")
 TUNING_SHARE = 10
@@ -141,11 +142,15 @@ def described(result: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.majorization", __doc__)
-    parser.add_argument("--datasets", nargs="+", choices=list(LAM_SUM), default=list(QUICK), metavar="NAME")
+    parser = Parser("favor.eval.majorization", __doc__, abbreviations=True)
+    parser.add_argument(
+        "--datasets", nargs="+", choices=list(LAM_SUM), default=list(QUICK), metavar="NAME", help="which data"
+    )
     parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
     parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    parser.add_argument(
+        "--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help="what is compared"
+    )
     parser.add_argument("--epochs", type=float, default=30, help="passes over the data (see above)")
     parser.add_argument("--trials", type=int, default=10, help="configurations that are tried, at most")
     parser.add_argument("--seeds", type=int, default=1, help="runs with the configuration that was chosen")
@@ -190,5 +195,8 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+cli = program("favor.eval.majorization", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

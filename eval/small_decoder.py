@@ -7,7 +7,6 @@ No pretrained decoder comes with a package, so the figures for decoders are of o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from favor.train.common.program import Parser, program
 from favor.train.text.samples import read_text
 
 END = "<|endoftext|>"
@@ -29,16 +29,16 @@ def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the folder."""
-    parser = argparse.ArgumentParser(prog="favor.eval.small_decoder", description=__doc__.split("\n")[0])
+    parser = Parser("favor.eval.small_decoder", __doc__, abbreviations=True)
     parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
-    parser.add_argument("--output_dir", required=True, type=Path)
-    parser.add_argument("--vocab_size", type=int, default=4096)
-    parser.add_argument("--hidden_size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--key_heads", type=int, default=2)
-    parser.add_argument("--positions", type=int, default=8192)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder of the results")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the vocabulary")
+    parser.add_argument("--hidden_size", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--key_heads", type=int, default=2, help="heads of keys and values")
+    parser.add_argument("--positions", type=int, default=8192, help="longest sequence")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     given = parser.parse_args(argv)
     tokenizer = make_tokenizer(read_text(given.text), given.vocab_size)
     config = LlamaConfig(
@@ -62,5 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.small_decoder", main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    cli()

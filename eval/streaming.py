@@ -25,7 +25,7 @@ from torch import Tensor
 
 import favor
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.models.conformer import (
     ConformerConfig,
     ConformerFeatureExtractor,
@@ -33,6 +33,7 @@ from favor.models.conformer import (
     ConformerStream,
 )
 from favor.models.conformer.configuration_conformer import PRESETS
+from favor.train.common.program import Parser, program
 
 RATE = 16000
 EXACT = "sdpa"
@@ -47,18 +48,18 @@ ADVANCE_SECONDS = 5.12
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.streaming", __doc__, abbreviations=False)
+    parser = Parser("favor.eval.streaming", __doc__)
     add = parser.add_argument
     add("--pieces_ms", type=int, nargs="+", default=[40, 80, 160, 320, 640], metavar="MS", help="lengths of pieces")
     add("--minutes", type=float, nargs="+", default=[0, 0.5, 2, 5], metavar="M", help="after which pieces are timed")
-    add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT])
+    add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT], help="what is compared")
     add("--preset", choices=tuple(PRESETS), default="small", help="size of a causal model with random weights")
     add("--model_name_or_path", help="a trained causal ConformerForCTC in its place")
     add("--num_features", type=int, default=128, help="of the FAVOR backends")
     add("--repeats", type=int, default=40, help="pieces timed each time")
     add("--check_seconds", type=float, default=5.0, help="of audio for the comparison with the whole")
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     add_results(parser, "streaming_cpu")
     arguments = parser.parse_args(argv)
     for name in ("pieces_ms", "minutes", "backends"):
@@ -316,5 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(each.holds for each in found))
 
 
+cli = program("favor.eval.streaming", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.speed import measure
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+from favor.train.common.program import Parser, program
 
 TOLERANCE = 1e-3  # the naive recursion is in float32
 # What a path of probability 0 adds: finite, because the gradient of logaddexp(-inf, -inf) is NaN.
@@ -266,17 +267,24 @@ def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.transducer_loss", __doc__)
+    parser = Parser("favor.eval.transducer_loss", __doc__, abbreviations=True)
     sizes = ["4x200x50x128", "4x200x50x1024", "8x400x100x256"]
-    parser.add_argument("--sizes", type=Cell.parse, nargs="+", default=[*map(Cell.parse, sizes)], metavar="BxTxUxV")
+    parser.add_argument(
+        "--sizes",
+        type=Cell.parse,
+        nargs="+",
+        default=[*map(Cell.parse, sizes)],
+        metavar="BxTxUxV",
+        help="batch, frames, tokens and vocabulary",
+    )
     parser.add_argument("--width", type=int, default=128, help="of the joint network")
     parser.add_argument("--max_cells", type=int, default=4096, help="of joint_transducer_loss")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
     parser.add_argument("--kernels", nargs="+", choices=("torch", "triton"), help="default: torch; on CUDA both")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="times that each is measured")
     parser.add_argument("--seconds_per_cell", type=float, default=30.0, help="a slower method is repeated less often")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     add_results(parser, "transducer_loss")
     parser.add_argument("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -335,5 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.transducer_loss", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

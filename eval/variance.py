@@ -30,7 +30,8 @@ from torch import Tensor
 
 from favor import features
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
+from favor.train.common.program import Parser, program
 
 SIZE = 8
 DIM = SIZE * SIZE
@@ -260,17 +261,30 @@ def plot(results: Table, sigmas: Sequence[float], path: Path) -> None:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.variance", __doc__)
+    parser = Parser("favor.eval.variance", __doc__, abbreviations=True)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
     parser.add_argument("--sets", type=int, default=5, help="pairs of sets of a regime")
     parser.add_argument("--length", type=int, default=1024, help="vectors of a set")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[round(0.1 * i, 1) for i in range(1, 11)])
-    parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES, metavar="REGIME")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument(
+        "--sigmas",
+        type=float,
+        nargs="+",
+        default=[round(0.1 * i, 1) for i in range(1, 11)],
+        help="standard deviations, or radii, of queries and keys",
+    )
+    parser.add_argument(
+        "--regimes",
+        nargs="+",
+        default=list(REGIMES),
+        choices=REGIMES,
+        metavar="REGIME",
+        help="how queries and keys are drawn",
+    )
     add_results(parser, "variance")
     arguments = parser.parse_args(argv)
     if arguments.sets < 1 or arguments.length < 2 or min(arguments.sigmas) <= 0:
-        parser.error("--sets must be at least 1, --length at least 2 and every sigma positive")
+        parser.error("--sets must be at least 1, --length at least 2 and all of --sigmas positive")
     arguments.sigmas = sorted(arguments.sigmas)
     return arguments
 
@@ -302,5 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found))
 
 
+cli = program("favor.eval.variance", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -1,4 +1,4 @@
-"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
+r"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
 
     python -m favor.eval.wer_by_features --model_name_or_path out/asr --data_dir LibriSpeech \
         --train_split train-clean-100 --eval_splits dev-clean test-clean --max_train_steps 1000 \
@@ -39,13 +39,13 @@ from favor.eval import asr as evaluation
 from favor.eval.approximation.heads import mean_of_values
 from favor.eval.common import launch
 from favor.eval.common.launch import Backend
-from favor.eval.common.program import make_parser
 from favor.eval.speech import wer_report as report
 from favor.eval.speech.wer_report import EXACT, UNIFORM
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.train import asr
 from favor.train.common import checkpoint
+from favor.train.common.program import Parser, program
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import long_enough
 from favor.train.speech.model import make_model, make_processor
@@ -128,13 +128,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     Raises:
         ValueError: for an arm that is none, or a rest that sets what the evaluation sets itself.
     """
-    parser = make_parser("favor.eval.wer_by_features", __doc__, abbreviations=False)
+    parser = Parser("favor.eval.wer_by_features", __doc__)
     parser.add_argument("--model_name_or_path", help="trained with exact attention; default: each arm from new weights")
-    parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]")
+    parser.add_argument(
+        "--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="what is compared"
+    )
     parser.add_argument(
         "--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="of FAVOR arms that name none"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="which seeds")
     parser.add_argument("--output_dir", type=Path, required=True, help="one folder an arm and seed, below it")
     parser.add_argument("--results", type=Path, default=Path("eval/results"), help="where the report goes")
     parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
@@ -272,5 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
+cli = program("favor.eval.wer_by_features", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -1,6 +1,7 @@
 """Every program that is started by hand: it is importable under its name, and `--help` explains its options."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,31 @@ def test_every_program_explains_itself(program, answers):
     code, printed = answers[program]
     assert code == 0
     assert "--output_dir" in printed or "--results" in printed
+
+
+def options(printed: str) -> dict[str, str]:
+    """The help of each option, by how it is written."""
+    found, name = {}, None
+    for line in printed.partition("\noptions:\n")[2].splitlines():
+        if line.startswith("  -") or (line and not line.startswith(" ")):
+            name, _, text = line.strip().partition("  ")
+            assert name not in found, f"{name} is listed twice"
+            found[name] = text
+        elif name is not None:
+            found[name] += line
+    return {name: " ".join(text.split()) for name, text in found.items() if name.startswith("-")}
+
+
+@pytest.mark.parametrize("program", programs())
+def test_every_option_is_explained_once_and_has_one_default(program, answers):
+    found = options(answers[program][1])
+    assert len(found) > 2
+    assert "--debug" in found
+    for name, text in found.items():
+        assert len(text) > 2, f"{name} has no help"
+        assert "default: None" not in text
+        assert text.lower().count("default: ") + text.count("Default ") < 2, f"{name}: {text}"
+        assert re.fullmatch(r"--?[a-z_0-9]+(, --help)?( .*)?", name), name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

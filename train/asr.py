@@ -1,4 +1,4 @@
-"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention.
+r"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention.
 
     accelerate launch -m favor.train.asr --data_dir LibriSpeech --train_split train-clean-100 --eval_splits dev-clean \
         --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
@@ -26,6 +26,8 @@ from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED
 from favor.train.common.average import weight_average
 from favor.train.common.optimizers import adamw_groups
+from favor.train.common.pretrained import check_model
+from favor.train.common.program import program
 from favor.train.speech.arguments import Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import make_loaders
@@ -110,15 +112,16 @@ def train_model(
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
     bare = accelerator.unwrap_model(prepared[0])
     average = weight_average(bare, train.ema_decay) if train.ema_decay else None
-    clipped, states = list(model.parameters()), [] if average is None else [average]
-    run = loop.start(accelerator, prepared, train, seed, folder, clipped, *states)
+    clipped, others = list(model.parameters()), {} if average is None else {"average": average}
+    run = loop.start(accelerator, prepared, train, seed, folder, clipped, **others)
     if average is not None:
         run.after_step = lambda: average.update_parameters(bare)
     final = bare if average is None else average.module
-    last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
+    with loop.stoppable(run):
+        last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
     if accelerator.is_main_process:
-        final.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        checkpoint.save_pretrained(folder, final, processor)
+        accelerator.print(report.load_line(final, folder))
     for tracker in accelerator.trackers:
         tracker.finish()
     seconds = {"train": sum(u.seconds or 0 for u in utterances)}
@@ -173,13 +176,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments, files or transcripts that cannot be used; the message says which and why.
         FloatingPointError: if the loss is not finite.
     """
-    arguments = Arguments.parse(argv, __doc__)
+    arguments = Arguments.parse(argv, __doc__, "favor-asr")
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:
         transformers.utils.logging.set_verbosity_error()
     settings = arguments.settings(accelerator.num_processes)
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    for path in (arguments.model.model_name_or_path, arguments.model.processor_name_or_path):
+        check_model(path)
     with accelerator.main_process_first():
         data = load_data(arguments)
     hours = sum(utterance.seconds or 0 for utterance in data[0]) / 3600
@@ -201,12 +206,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def cli() -> None:
-    """The console script: its exit status must not be what `main` returns."""
+def start() -> None:
+    """Runs the program in processes of its own."""
     main()
     # Not in `main`: several trainings may follow one another in the processes of one launch.
     Accelerator().end_training()
 
+
+cli = program("favor-asr", start)
 
 if __name__ == "__main__":
     cli()

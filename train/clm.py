@@ -1,4 +1,4 @@
-"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention.
+r"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention.
 
     accelerate launch -m favor.train.clm --model_name_or_path DIR --train_file book.txt --max_length 1024 \
         --attn_implementation favor# --features landmark --window 128 --exact_below 0 --output_dir out/adapted
@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from favor.integrations.layer import attention_modules, decodes_or_is_causal
+from favor.train.common.program import program
 from favor.train.text import language
 
 
@@ -68,13 +69,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
     words = sys.argv[1:] if argv is None else argv
-    return language.run_program(language.Arguments.parse(argv, __doc__), OBJECTIVE, words)
+    return language.run_program(language.Arguments.parse(argv, __doc__, "favor-clm"), OBJECTIVE, words)
 
 
-def cli() -> None:
-    """The console script: its exit status must not be what `main` returns."""
-    main()
-
+cli = program("favor-clm", main)
 
 if __name__ == "__main__":
     cli()

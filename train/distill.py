@@ -1,4 +1,4 @@
-"""Gives a pretrained model linear attention that is close to its exact attention.
+r"""Gives a pretrained model linear attention that is close to its exact attention.
 
     accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
         --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
@@ -27,7 +27,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, HfArgumentParser, get_scheduler
+from transformers import AutoTokenizer, get_scheduler
 
 import favor
 from favor import features as families
@@ -36,12 +36,15 @@ from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, stored_choice
 from favor.integrations.stored import store_parameters
+from favor.train.common import report
 from favor.train.common.arguments import check_positive, option
-from favor.train.common.checkpoint import write_json
-from favor.train.common.pretrained import load_exact
+from favor.train.common.checkpoint import save_pretrained, write_json
+from favor.train.common.pretrained import check_model, load_exact
+from favor.train.common.program import DataclassParser, did_you_mean, program
 from favor.train.text.attention_student import AttentionStudent
-from favor.train.text.samples import samples
+from favor.train.text.samples import check_text, samples
 
+NAME = "favor.train.distill"
 RESULTS = "distillation.json"
 
 
@@ -87,7 +90,10 @@ class DistillArguments:
             )
         if self.attn_implementation not in registry.BACKENDS:
             known = ", ".join(registry.BACKENDS)
-            raise ValueError(f"attn_implementation must be one of {known}; got {self.attn_implementation!r}")
+            raise ValueError(
+                f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
+                + did_you_mean(self.attn_implementation.lower(), registry.BACKENDS)
+            )
         landmarks = not self.family.takes_parameters
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
             raise ValueError(
@@ -240,8 +246,9 @@ def finite(loss: Tensor, step: int) -> float:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Distils as the command line says; returns what it writes to `distillation.json`."""
-    parser = HfArgumentParser(DistillArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    (arguments,) = DataclassParser(NAME, __doc__, [DistillArguments]).parse(argv)
+    check_model(arguments.model_name_or_path)
+    check_text(arguments.train_file)
     # A pooler or another head may have no part in the loss.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(kwargs_handlers=[parallel])
@@ -285,8 +292,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     if accelerator.is_main_process:
         folder = Path(arguments.output_dir)
-        accelerator.unwrap_model(model).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        bare = accelerator.unwrap_model(model)
+        save_pretrained(folder, bare, tokenizer)
+        accelerator.print(report.load_line(bare, folder))
         write_json(folder / RESULTS, results)
         for part_of, values in (("attention", losses), ("model", model_losses)):
             if values:
@@ -296,10 +304,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def cli() -> None:
-    """Console entry."""
-    main()
+cli = program(NAME, main)
 
 
 if __name__ == "__main__":
-    main()
+    cli()

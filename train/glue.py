@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
+r"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
 
     accelerate launch -m favor.train.glue --model_name_or_path bert-base-uncased --task_name mrpc \
         --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/mrpc
@@ -10,7 +10,6 @@ output folder mean and standard deviation. Runs on CPU, one GPU, or several, as 
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 import sys
@@ -27,7 +26,8 @@ import favor
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED, Arguments, ModelArguments
 from favor.train.common.optimizers import make_optimizer
-from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer
+from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
+from favor.train.common.program import program
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.text.glue_loaders import make_loaders
@@ -99,20 +99,21 @@ def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) ->
     tokenizer = load_tokenizer(arguments.model)
     run, eval_loaders = prepare_run(arguments, data, tokenizer, seed, folder)
     accelerator, progress = run.accelerator, run.progress
-    for _ in loop.epochs(run, arguments.train):
-        entry = evaluate(run, eval_loaders, data.task)
-        progress.history.append(entry)
-        accelerator.log(entry["metrics"], step=progress.step)
-        accelerator.print(
-            f"\nseed {seed}, epoch {entry['epoch']}, step {progress.step}: {report.describe(entry['metrics'])}"
-        )
+    with loop.stoppable(run):
+        for _ in loop.epochs(run, arguments.train):
+            entry = evaluate(run, eval_loaders, data.task)
+            progress.history.append(entry)
+            accelerator.log(entry["metrics"], step=progress.step)
+            accelerator.print(
+                f"\nseed {seed}, epoch {entry['epoch']}, step {progress.step}: {report.describe(entry['metrics'])}"
+            )
     last = progress.history[-1]
     if last["constant"]:
         accelerator.print(f"WARNING: seed {seed} predicts the same for every sample; try another learning rate")
     model = accelerator.unwrap_model(run.model)
     if accelerator.is_main_process:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        checkpoint.save_pretrained(folder, model, tokenizer)
+        accelerator.print(report.load_line(model, folder, AutoModelForSequenceClassification))
     for tracker in accelerator.trackers:
         tracker.finish()
     backend = model.config._attn_implementation
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments, files or rows that cannot be used; the message says which and why.
     """
-    arguments = Arguments.parse(argv, __doc__)
+    arguments = Arguments.parse(argv, __doc__, "favor-glue")
     train, task = arguments.train, get_task(arguments.data.task_name)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:
@@ -165,6 +166,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     settings = arguments.settings(accelerator.num_processes)
     for folder in {output, *folders.values()}:
         checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    check_model(arguments.model.model_name_or_path)
     with accelerator.main_process_first():
         data = load_glue(task.name, arguments.data.data_dir, arguments.data.skip_bad_rows)
     data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
@@ -174,7 +176,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for seed, folder in folders.items():
         finished = folder / checkpoint.RESULTS
         if train.resume and finished.exists():
-            per_seed += json.loads(finished.read_text())["per_seed"]
+            per_seed += checkpoint.read_json(finished)["per_seed"]
             continue
         if accelerator.is_main_process:
             checkpoint.start_run(folder, settings, train.overwrite_output_dir)
@@ -200,10 +202,7 @@ def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
 
 
-def cli() -> None:
-    """The console script: its exit status must not be what `main` returns."""
-    main()
-
+cli = program("favor-glue", main)
 
 if __name__ == "__main__":
     cli()

@@ -1,4 +1,4 @@
-"""Go on with the pre-training of a masked language model, with exact or FAVOR attention.
+r"""Go on with the pre-training of a masked language model, with exact or FAVOR attention.
 
     accelerate launch -m favor.train.mlm --model_name_or_path bert-base-uncased --train_file book.txt \
         --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/adapted
@@ -22,6 +22,7 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from favor.train.common.arguments import option
 from favor.train.common.batches import mix
+from favor.train.common.program import program
 from favor.train.text import language
 
 
@@ -95,13 +96,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    return language.run_program(Arguments.parse(argv, __doc__), OBJECTIVE, sys.argv[1:] if argv is None else argv)
+    return language.run_program(
+        Arguments.parse(argv, __doc__, "favor-mlm"), OBJECTIVE, sys.argv[1:] if argv is None else argv
+    )
 
 
-def cli() -> None:
-    """The console script: its exit status must not be what `main` returns."""
-    main()
-
+cli = program("favor-mlm", main)
 
 if __name__ == "__main__":
     cli()

@@ -1,4 +1,4 @@
-"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both.
+r"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both.
 
     accelerate launch -m favor.train.nst --teacher out/asr --generations 3 --keep .7 \
         --unlabelled_split train-clean-360 --data_dir LibriSpeech --train_split train-clean-100 \
@@ -17,7 +17,6 @@ the untranscribed split happens to have are only used to report the error rate o
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import shutil
 import sys
@@ -27,18 +26,20 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import HfArgumentParser
 
 from favor.models.conformer import ConformerConfig, ConformerProcessor
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.arguments import check_positive, option
+from favor.train.common.pretrained import check_model
+from favor.train.common.program import DataclassParser, program
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
 from favor.train.speech.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
 from favor.train.speech.sources import load_speech
 
+NAME = "favor-nst"
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
 
 
@@ -101,9 +102,11 @@ def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments
     Raises:
         ValueError: for arguments that neither program knows or that cannot be used, before anything runs.
     """
-    parser = HfArgumentParser(NstArguments, description=__doc__, allow_abbrev=False)  # type: ignore[arg-type]
-    nst, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    student = asr_arguments.Arguments.parse([*rest, "--output_dir", nst.output_dir])
+    parser, of_students = DataclassParser(NAME, __doc__, [NstArguments]), asr_arguments.Arguments.parser(program=NAME)
+    (nst,), rest = parser.parse_some(argv)
+    groups, unknown = of_students.parse_some([*rest, "--output_dir", nst.output_dir])
+    of_students.refuse(unknown, parser.options())
+    student = asr_arguments.Arguments(*groups)
     source = nst.unlabelled_dir or student.data.data_dir
     if source is None or not Path(source).exists():
         raise ValueError(
@@ -171,7 +174,7 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
     if found is None:
         kinds, name = ", ".join(kind.__name__ for kind in MODELS.values()), (config.architectures or ["none"])[0]
         raise ValueError(f"teacher must be one of {kinds}, got {name} in {folder}")
-    model: Any = MODELS[found].from_pretrained(folder)
+    model: Any = MODELS[found].from_pretrained(folder, use_safetensors=True)
     return model.to(accelerator.device).eval(), ConformerProcessor.from_pretrained(folder)
 
 
@@ -260,7 +263,7 @@ def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
 def train(task: Task, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """The results of a training with the given arguments; a finished one is not done again."""
     done = folder / checkpoint.RESULTS
-    found = json.loads(done.read_text()) if done.exists() else None
+    found = checkpoint.read_json(done) if done.exists() else None
     # Nobody writes before all have looked.
     task.accelerator.wait_for_everyone()
     if found is None:
@@ -280,7 +283,7 @@ def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
     if own_processor(task) is None:
         words = [*without(words, OF_NEW_PROCESSORS), "--processor_name_or_path", str(teacher)]
     results = train(task, folder, [*words, "--extra_manifests", *manifests])
-    choice = json.loads((folder / CHOICE).read_text())
+    choice = checkpoint.read_json(folder / CHOICE)
     return entry(number, folder, results) | {"teacher": str(teacher), "pseudo_labels": choice}
 
 
@@ -297,7 +300,7 @@ def first_generation(task: Task) -> tuple[Path, dict[str, Any]]:
         return folder, entry(0, folder, train(task, folder, task.rest))
     folder = Path(task.nst.teacher)
     results = folder / checkpoint.RESULTS
-    return folder, entry(0, folder, json.loads(results.read_text()) if results.exists() else {})
+    return folder, entry(0, folder, checkpoint.read_json(results) if results.exists() else {})
 
 
 def table(generations: Sequence[dict[str, Any]]) -> str:
@@ -325,6 +328,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments or speech that cannot be used, or a teacher of whose labels none is left.
     """
     nst, student, rest = parse(argv)
+    for path in (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path):
+        check_model(path)
     if nst.teacher is not None:
         fingerprint(nst.teacher)
     accelerator = Accelerator(mixed_precision=student.train.mixed_precision)
@@ -350,10 +355,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def cli() -> None:
-    """The console script: its exit status must not be what `main` returns."""
-    main()
-
+cli = program(NAME, main)
 
 if __name__ == "__main__":
     cli()

@@ -31,10 +31,10 @@ from favor.eval.approximation import report
 from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.eval.common.program import make_parser
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules
 from favor.train.common.pretrained import load_exact
+from favor.train.common.program import Parser, program
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import samples
 
@@ -43,19 +43,27 @@ COMPARED = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf"
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the command line."""
-    parser = make_parser("favor.eval.approximation", __doc__)
+    parser = Parser("favor.eval.approximation", __doc__, abbreviations=True)
     parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
     parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--samples", type=int, default=8, help="samples, evenly spaced over the text")
-    parser.add_argument("--backends", nargs="+", default=list(COMPARED), metavar="NAME[:FEATURES]")
-    parser.add_argument("--num_features", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 128])
+    parser.add_argument(
+        "--backends", nargs="+", default=list(COMPARED), metavar="NAME[:FEATURES]", help="what is compared"
+    )
+    parser.add_argument(
+        "--num_features",
+        nargs="+",
+        type=int,
+        default=[64, 128, 256],
+        help="random features, or landmarks, per head; several are compared",
+    )
+    parser.add_argument("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0 for none")
     parser.add_argument("--converted", nargs="*", default=[], help="checkpoints made from MODEL")
     parser.add_argument("--data_dir", help="GLUE as TSV files: adds STS-B, for models with embeddings")
     parser.add_argument("--sts_pairs", type=int, help="so many pairs of STS-B; default all")
     parser.add_argument("--seed", type=int, default=0, help="of random directions and masks")
-    parser.add_argument("--results", type=Path, default=Path("eval/results"))
+    parser.add_argument("--results", type=Path, default=Path("eval/results"), help="folder of the results")
     parser.add_argument("--name", default="approximation", help="file name of the results, without ending")
     return parser.parse_args(argv)
 
@@ -154,5 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.approximation", main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    cli()

@@ -95,20 +95,19 @@ def _diagnostics(results: Results) -> list[str]:
     best = best_variant(results)
     uniform = by_head(results.heads.errors[Variant(MEAN, None, 0, 0)])
     errors = by_head(results.heads.errors[best])
-    numbers = sorted(next(iter(results.heads.diagnostics.values())))
     rows = [
         f"rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M "
         f"({math.log(best.num_features):.1f} at M = {best.num_features}). |x|, |y|: root mean squared norms of queries "
-        "and keys times the root of the scale.",
+        "and keys times the root of the scale. Attention layers count from 0, as in the picture.",
         "",
     ]
     options = f"M = {best.num_features}, window {best.window}"
     head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}` {options}"]
     body = []
-    for place, number in enumerate(numbers):
-        cells = [f"{values[n][place].mean():.1f} ({values[n][place].max():.1f})" for n in ("rho", "|x|", "|y|")]
-        cells += [f"{t[place].mean():.2f} ({t[place].max():.2f})" for t in (uniform, errors)]
-        body.append([str(number), *cells])
+    for layer in range(len(uniform)):
+        cells = [f"{values[n][layer].mean():.1f} ({values[n][layer].max():.1f})" for n in ("rho", "|x|", "|y|")]
+        cells += [f"{t[layer].mean():.2f} ({t[layer].max():.2f})" for t in (uniform, errors)]
+        body.append([str(layer), *cells])
     return rows + table(head, body)
 
 

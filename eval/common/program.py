@@ -6,18 +6,6 @@ import argparse
 from pathlib import Path
 
 
-def make_parser(program: str, text: str | None, *, abbreviations: bool = True) -> argparse.ArgumentParser:
-    """Makes the parser of a program, which shows the program's docstring as it is written.
-
-    Args:
-        program: module name, such as "favor.eval.variance".
-        text: the module's docstring.
-        abbreviations: whether the first letters of an option are enough.
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=program, description=text, formatter_class=raw, allow_abbrev=abbreviations)
-
-
 def add_results(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds `--output_dir` and `--name`, the folder of the results and their file name.
 

@@ -24,12 +24,13 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.decomposition import mixture as decomposition_mixture
 from favor.eval.decomposition import nmf as decomposition_nmf
 from favor.eval.decomposition import outliers as decomposition_outliers
 from favor.eval.decomposition import pca as decomposition_pca
 from favor.eval.decomposition import plots as decomposition_plots
+from favor.train.common.program import Parser, program
 
 PARTS = {
     "outliers": decomposition_outliers,
@@ -42,12 +43,19 @@ SWEEPS = (1, 2, 5, 10, 20, 35, 50, 100, 150, 200)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.decomposition", __doc__)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser = Parser("favor.eval.decomposition", __doc__, abbreviations=True)
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help="which parts"
+    )
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     parser.add_argument("--draws", type=int, default=5, help="outliers: random draws of malignant rows")
     parser.add_argument(
-        "--nmf_sets", nargs="+", choices=decomposition_nmf.SETS, default=list(decomposition_nmf.SETS), metavar="SET"
+        "--nmf_sets",
+        nargs="+",
+        choices=decomposition_nmf.SETS,
+        default=list(decomposition_nmf.SETS),
+        metavar="SET",
+        help="which data",
     )
     parser.add_argument("--sweeps", type=int, nargs="+", default=list(SWEEPS), metavar="N", help="nmf: to measure at")
     parser.add_argument("--starts", type=int, default=3, help="nmf: starts")
@@ -105,5 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+cli = program("favor.eval.decomposition", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -1,4 +1,4 @@
-"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
+r"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
 
     python -m favor.eval.glue --data_dir DIR --tasks mrpc rte --backends sdpa favor+ favor#:saderf \
         --seeds 0 1 2 --output_dir out/glue --results eval/results --exact_below 0 --num_train_epochs 3
@@ -23,9 +23,9 @@ from typing import Any
 
 from favor.eval.common import launch
 from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256, minilm_path
-from favor.eval.common.program import make_parser
 from favor.eval.common.report import write_files
 from favor.eval.glue import table
+from favor.train.common.program import Parser, program
 
 DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
 OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
@@ -37,11 +37,11 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     Raises:
         ValueError: if the rest sets what the evaluation varies itself.
     """
-    parser = make_parser("favor.eval.glue", __doc__, abbreviations=False)
+    parser = Parser("favor.eval.glue", __doc__)
     tasks = [column.task for column in table.COLUMNS]
     parser.add_argument("--model_name_or_path", help=f"default: the MiniLM BERT in the package {PACKAGE}")
     parser.add_argument("--data_dir", help="GLUE in its official TSV layout; default: what train.glue takes")
-    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="which tasks")
     parser.add_argument(
         "--backends",
         nargs="+",
@@ -318,5 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures or not runs else 0
 
 
+cli = program("favor.eval.glue", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

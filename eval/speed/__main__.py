@@ -28,6 +28,7 @@ from favor.eval.speed import models as speed_models
 from favor.eval.speed.cell import Cell, run_pass
 from favor.eval.speed.panel import Bench, Contender, Trial
 from favor.eval.speed.reference import TOLERANCE
+from favor.train.common.program import Parser, program
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DIRECTIONS = ("bidirectional", "causal")
@@ -38,27 +39,32 @@ TINY = 16
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments of the benchmark, defaults that depend on the device filled in."""
-    parser = argparse.ArgumentParser(prog="favor.eval.speed", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser("favor.eval.speed", __doc__)
     add = parser.add_argument
     add("--model", choices=(*speed_models.MODELS, "both"), help="time whole models instead of attention")
     add("--layers", type=int, default=12, help="layers of the models")
     add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
-    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
-    add("--passes", nargs="+", choices=PASSES, default=PASSES)
-    add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS)
+    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="which attention")
+    add("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is timed")
+    add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS, help="what is compared")
     add(
         "--features",
         nargs="+",
         default=["pos"],
         help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens",
     )
-    add("--batch_size", type=int, default=1)
-    add("--heads", type=int, default=8)
+    add("--batch_size", type=int, default=1, help="sequences of a batch")
+    add("--heads", type=int, default=8, help="attention heads")
     add("--key_heads", type=int, help="default: as many as heads")
-    add("--head_dim", type=int, default=64)
-    add("--num_features", type=int, default=256)
+    add("--head_dim", type=int, default=64, help="width of a head")
+    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
     add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="of favor_attention")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where it runs",
+    )
     add("--dtype", choices=tuple(DTYPES), help="default: fp32 on a CPU, bf16 on CUDA")
     add("--repeats", type=int, default=20, help="samples of a method in a cell, at most")
     add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
@@ -67,9 +73,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the host's share")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
     add("--threads", type=int, help="CPU threads; default: those torch takes")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of everything that is drawn")
     add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
-    add("--output_dir", type=Path, default=Path("eval/results"))
+    add("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
     add("--name", help="of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     add("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -320,5 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(result.status == "failed" for result in bench.results))
 
 
+cli = program("favor.eval.speed", main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from transformers import HfArgumentParser, SchedulerType
+from transformers import AttentionInterface, SchedulerType
 
 import favor
 from favor.optim.softmax_bound import CURVATURES
+from favor.train.common.program import DataclassParser, did_you_mean
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 DEFAULT_SEED = 42
+# How the parser shows the option of that name.
+SCHEDULE = {
+    "help": f"Schedule of the learning rate: {', '.join(kind.value for kind in SchedulerType)}.",
+    "metavar": "NAME",
+}
 # Arguments on which the result of a run does not depend.
 FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
 
@@ -27,6 +33,15 @@ def check_positive(arguments: Any, *names: str) -> None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+def check_backend(name: str | None) -> None:
+    """Raises ValueError for an attention backend that transformers does not know; a kernel of the hub has a / in it."""
+    known = [*favor.BACKENDS, "sdpa", "eager"]
+    if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
+        raise ValueError(
+            f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
+        )
 
 
 @dataclass(kw_only=True)
@@ -49,7 +64,8 @@ class BackendArguments:
     redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
 
     def __post_init__(self) -> None:
-        """Checks the options of the backend; raises ValueError."""
+        """Checks the backend and its options; raises ValueError."""
+        check_backend(self.attn_implementation)
         if self.exact_below not in (None, "auto") and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
         favor.FavorConfig.from_dict(self.favor_options())
@@ -115,7 +131,7 @@ class RunArguments:
     num_train_epochs: float = option(3.0, "Epochs.")
     max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
     gradient_accumulation_steps: int = option(1, "Forward and backward passes an optimizer step.")
-    lr_scheduler_type: SchedulerType = field(default=SchedulerType.LINEAR, metadata={"help": "Learning rate schedule."})
+    lr_scheduler_type: SchedulerType = field(default=SchedulerType.LINEAR, metadata=SCHEDULE)
     num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: by warmup_ratio.")
     warmup_ratio: float = option(0.0, "Warm-up as a part of all steps.")
     max_grad_norm: float = option(
@@ -219,16 +235,26 @@ class ArgumentGroups:
     free: ClassVar[tuple[str, ...]] = FREE
 
     @classmethod
-    def parse(cls: type[Groups], argv: list[str] | None, description: str | None = None) -> Groups:
-        """Reads a command line, without the program's name; None is that of this process.
+    def parse(
+        cls: type[Groups], argv: list[str] | None, description: str | None = None, program: str = "favor"
+    ) -> Groups:
+        """Reads a command line; options that it does not know end the process, see `Parser.refuse`.
+
+        Args:
+            argv: the words without the program's name. None is those of this process.
+            description: of the program, for its help.
+            program: its name.
 
         Raises:
             ValueError: for a value that cannot be used; the message says which, and what was expected.
         """
+        return cls(*cls.parser(description, program).parse(argv))
+
+    @classmethod
+    def parser(cls, description: str | None = None, program: str = "favor") -> DataclassParser:
+        """Makes the parser of all fields."""
         hints = get_type_hints(cls)
-        kinds: Any = [hints[group.name] for group in fields(cls)]  # type: ignore[arg-type]
-        parser = HfArgumentParser(kinds, description=description, allow_abbrev=False)
-        return cls(*parser.parse_args_into_dataclasses(argv))
+        return DataclassParser(program, description, [hints[group.name] for group in fields(cls)])  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument with its value."""

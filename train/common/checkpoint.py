@@ -6,15 +6,24 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from safetensors import SafetensorError
+
+from favor.train.common import state as files
 
 KEEP = 2
 RESULTS = "all_results.json"
 SETTINGS = "settings.json"
+# No process holds the whole model, so that none could write all of it.
+SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 @dataclass
@@ -26,7 +35,7 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """For `accelerator.register_for_checkpointing`."""
+        """For `States`."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -34,23 +43,182 @@ class Progress:
         self.step, self.loss_sum, self.history = state["step"], state["loss_sum"], state["history"]
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
+@dataclass
+class States:
+    """All that a checkpoint holds.
+
+    Attributes:
+        accelerator: of the run.
+        parts: objects with `state_dict` and `load_state_dict` by name; their states are the same in all processes.
+    """
+
+    accelerator: Accelerator
+    parts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Adds the scale of fp16 losses."""
+        if self.accelerator.scaler is not None:
+            self.parts = {**self.parts, "scaler": self.accelerator.scaler}
+
+    def check(self) -> None:
+        """Raises ValueError if a process does not hold the whole model."""
+        if self.accelerator.distributed_type in SPREAD:
+            name = self.accelerator.distributed_type.value
+            raise ValueError(
+                f"checkpoints are written of models that every process holds as a whole, got {name}: leave out "
+                "--checkpointing_steps and --resume, or train with plain data parallelism"
+            )
+
+    @property
+    def own(self) -> str:
+        """Name of what differs between processes."""
+        return f"process_{self.accelerator.process_index}"
+
+    def write(self, folder: Path) -> None:
+        """Writes the files of this process; the first one writes those of all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.accelerator.is_main_process:
+            for name, part in self.parts.items():
+                files.write(folder, name, part.state_dict())
+        files.write(folder, self.own, {"step": self.accelerator.step, "random": files.random_state()})
+
+    def load(self, folder: Path) -> None:
+        """Reads all files, then takes over what they hold.
+
+        Raises:
+            ValueError: if a file cannot be used; the message says which and why.
+        """
+        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".pkl", ".bin"))
+        if pickled:
+            raise files.DamagedError(
+                f"it holds {pickled[0]}, a pickle, which can run code: go on with the earlier favor that wrote it"
+            )
+        content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
+        for name, part in self.parts.items():
+            try:
+                part.load_state_dict(content[name])
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+                raise files.DamagedError(f"{name} does not fit this run ({type(error).__name__}: {error})") from error
+        try:
+            self.accelerator.step = content[self.own]["step"]
+            files.restore_random_state(content[self.own]["random"])
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise files.DamagedError(f"{self.own} does not fit this run ({type(error).__name__}: {error})") from error
+
+    def nbytes(self) -> int:
+        """Bytes of a checkpoint, about."""
+        return sum(files.tensor_bytes(part.state_dict()) for part in self.parts.values())
+
+
+def save_checkpoint(states: States, folder: Path, step: int) -> None:
     """Writes `folder/checkpoint-STEP` and removes all but the last two.
 
     The files go to another name first and the folder is renamed when they are complete: a `checkpoint-STEP` that exists
     is whole, whenever the process is killed. All processes call this.
+
+    Raises:
+        OSError: in all processes if one of them cannot write; those before stay, the unfinished one is removed.
     """
-    partial = folder / "checkpoint.partial"
+    accelerator, partial, final = states.accelerator, folder / "checkpoint.partial", folder / f"checkpoint-{step}"
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
+    problem = None
+    try:
+        with writing(final, states.nbytes):
+            states.write(partial)
+            if accelerator.is_main_process and (folder / SETTINGS).exists():
+                shutil.copy(folder / SETTINGS, partial)
+    except OSError as error:
+        problem = str(error)
+    except KeyboardInterrupt:
+        remove(partial)
+        raise
+    problems = [said for said in gather_object([problem]) if said]
+    if problems:
+        if accelerator.is_main_process:
+            remove(partial)
+        after = "there is no checkpoint before it"
+        if whole := checkpoints(folder):
+            after = f"{whole[-1].name} is whole: make room and go on with --resume"
+        raise OSError(f"{problems[0]}; {after}")
     if accelerator.is_main_process:
-        os.replace(partial, folder / f"checkpoint-{step}")
+        os.replace(partial, final)
         for old in checkpoints(folder)[:-KEEP]:
-            shutil.rmtree(old)
+            remove(old)
     accelerator.wait_for_everyone()
+
+
+def resume(states: States, folder: Path) -> Path | None:
+    """Takes over the last checkpoint that can be used; returns its folder, None if there are none.
+
+    All processes call this. A checkpoint that cannot be used is named in a warning and gets another name, so that the
+    next of its number can take its place.
+
+    Raises:
+        ValueError: if there are checkpoints and none can be used.
+    """
+    accelerator, found = states.accelerator, checkpoints(folder)
+    problems: list[str] = []
+    for path in reversed(found):
+        problem = None
+        try:
+            states.load(path)
+        except ValueError as error:
+            problem = " ".join(str(error).split())
+        said = [one for one in gather_object([problem]) if one]
+        if not said:
+            for number in range(len(problems)):
+                if accelerator.is_main_process:
+                    set_aside(found[-1 - number])
+            accelerator.wait_for_everyone()
+            return path
+        problems.append(f"{path.name}: {said[0]}")
+        accelerator.print(f"WARNING: {path} cannot be used: {said[0]}")
+    if problems:
+        raise ValueError(
+            f"no checkpoint in {folder} can be used: {'; '.join(problems)}. Start again with --overwrite_output_dir"
+        )
+    return None
+
+
+def set_aside(path: Path) -> None:
+    """Renames a checkpoint so that no run takes it for one."""
+    aside = path.with_name(f"{path.name}.damaged")
+    remove(aside)
+    path.rename(aside)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, or a link to one, if it is there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
+    """Saves a model, and what belongs to it, as transformers does; raises OSError as `writing`."""
+    with writing(folder, lambda: files.tensor_bytes(model.state_dict())):
+        for part in (model, *others):
+            part.save_pretrained(folder)
+
+
+@contextmanager
+def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
+    """Raises OSError with the path, what it needs and what is free if what happens inside cannot write.
+
+    Args:
+        path: of what is written.
+        size: gives its bytes.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"cannot write {path}, which needs about {size() / 1e6:.1f} MB where {free / 1e6:.1f} MB are free: {error}"
+        ) from error
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -70,8 +238,8 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
         there: whether the folder holds a run. Default None: it does with a checkpoint or results.
 
     Raises:
-        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, both are, or the run to
-            resume had other settings.
+        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, both are, the run to resume
+            had other settings, or they cannot be read.
     """
     if resume and overwrite:
         raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
@@ -82,8 +250,8 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
             f"{folder} holds a run already: continue it with --resume, start it again with --overwrite_output_dir, or "
             "choose another --output_dir"
         )
-    if there and resume and (folder / SETTINGS).exists():
-        before = json.loads((folder / SETTINGS).read_text())
+    before = saved_settings(folder) if there and resume else None
+    if before is not None:
         changed = [
             f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
             for name in sorted({*before, *settings})
@@ -93,14 +261,48 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
             raise ValueError(f"cannot resume {folder} with other settings: {'; '.join(changed)}")
 
 
+def saved_settings(folder: Path) -> dict[str, Any] | None:
+    """Settings of the run in a folder, or those that its checkpoints have a copy of; None if it has none at all.
+
+    Raises:
+        ValueError: if there are some and none can be read.
+    """
+    problem = None
+    for place in (folder, *reversed(checkpoints(folder))):
+        try:
+            if (place / SETTINGS).exists():
+                return read_json(place / SETTINGS)
+        except ValueError as error:
+            problem = problem or error
+            warnings.warn(f"{error}; looking for the copy of a checkpoint", stacklevel=2)
+    if problem is not None:
+        raise ValueError(f"{problem}: remove it to go on without a comparison of the settings")
+    return None
+
+
 def start_run(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
     """Creates a run's folder and records its settings; with `overwrite`, removes what an earlier run left."""
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
-        for path in checkpoints(folder):
-            shutil.rmtree(path)
+        for path in folder.glob("checkpoint*"):
+            remove(path)
         (folder / RESULTS).unlink(missing_ok=True)
     write_json(folder / SETTINGS, settings)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an object of JSON.
+
+    Raises:
+        ValueError: if the file holds something else; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (expected an object, got {type(content).__name__})")
+    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

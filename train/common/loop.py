@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Run:
 
     Attributes:
         clipped: the parameters whose gradients are clipped.
+        states: what a checkpoint holds.
         after_step: called after every optimizer step.
         seconds: of every optimizer step.
     """
@@ -43,6 +45,7 @@ class Run:
     steps_per_epoch: int
     total_steps: int
     clipped: list[torch.nn.Parameter]
+    states: checkpoint.States
     after_step: Callable[[], None] | None = None
     seconds: list[float] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ def start(
     seed: int,
     folder: Path,
     clipped: list[torch.nn.Parameter],
-    *states: Any,
+    **others: Any,
 ) -> Run:
     """A run at its beginning, or at its last checkpoint if it is resumed.
 
@@ -78,7 +81,10 @@ def start(
         seed: of the run.
         folder: of its checkpoints.
         clipped: the parameters whose gradients are clipped.
-        *states: what else belongs into a checkpoint, with `state_dict` and `load_state_dict`.
+        **others: what else belongs into a checkpoint, with `state_dict` and `load_state_dict`.
+
+    Raises:
+        ValueError: if there are checkpoints to resume from and none can be used, or none can be written of this model.
     """
     model, optimizer, train_loader = prepared
     steps_per_epoch = math.ceil(len(train_loader) / arguments.gradient_accumulation_steps)
@@ -88,11 +94,13 @@ def start(
     # Around the bare optimizer: a prepared scheduler would advance once for each process.
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
     progress = checkpoint.Progress()
-    accelerator.register_for_checkpointing(scheduler, progress, favor.RedrawCounter(model), *states)
-    saved = checkpoint.checkpoints(folder)
-    if arguments.resume and saved:
-        accelerator.load_state(str(saved[-1]))
-        accelerator.print(f"continuing from {saved[-1].name}, step {progress.step} of {total_steps}")
+    parts = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
+    parts |= {"progress": progress, "redraws": favor.RedrawCounter(model), **others}
+    states = checkpoint.States(accelerator, parts)
+    if arguments.resume or arguments.checkpointing_steps:
+        states.check()
+    if arguments.resume and (saved := checkpoint.resume(states, folder)):
+        accelerator.print(f"continuing from {saved.name}, step {progress.step} of {total_steps}")
     if arguments.report_to != "none":
         accelerator.init_trackers("tensorboard")
     return Run(
@@ -107,7 +115,19 @@ def start(
         steps_per_epoch,
         total_steps,
         clipped,
+        states,
     )
+
+
+@contextmanager
+def stoppable(run: Run) -> Iterator[None]:
+    """Gives a KeyboardInterrupt the words that say where the run was stopped and how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        saved = checkpoint.checkpoints(run.folder)
+        after = f"go on with --resume, from {saved[-1].name}" if saved else "it has no checkpoint to go on from"
+        raise KeyboardInterrupt(f"stopped at step {run.progress.step}; {after}") from error
 
 
 def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
@@ -116,11 +136,10 @@ def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
     The caller appends an entry to `run.progress.history` before it goes on.
     """
     quiet = not run.accelerator.is_local_main_process
-    bar = tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet)
-    while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
-        train_epoch(run, arguments, bar)
-        yield len(run.progress.history) + 1
-    bar.close()
+    with tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet) as bar:
+        while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
+            train_epoch(run, arguments, bar)
+            yield len(run.progress.history) + 1
 
 
 def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
@@ -168,5 +187,5 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
         bar.update()
         accelerator.log({"train_loss": mean_loss, "learning_rate": rate}, step=progress.step)
         if arguments.checkpointing_steps and progress.step % arguments.checkpointing_steps == 0:
-            checkpoint.save_checkpoint(accelerator, run.folder, progress.step)
+            checkpoint.save_checkpoint(run.states, run.folder, progress.step)
         clock = time.perf_counter()

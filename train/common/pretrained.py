@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
 import favor
 import favor.models
 from favor.models.stored_backend import zoo_configuration, zoo_model
 from favor.train.common.arguments import ModelArguments
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_model(path: str | None) -> None:
+    """Raises ValueError if there is no model in a folder and none of that name on the hub; None is no model."""
+    if path is None:
+        return
+    folder = Path(path).expanduser()
+    if folder.exists():
+        if not (folder / CONFIG_NAME).is_file():
+            what = f"holds no {CONFIG_NAME}" if folder.is_dir() else "is a file"
+            raise ValueError(f"expected the folder of a saved model, got {path}, which {what}")
+        return
+    problem = "and that is no name of the hub"
+    if HUB_NAME.fullmatch(path):
+        try:
+            cached_file(path, CONFIG_NAME)
+            return
+        except OSError as error:
+            problem = f"and the hub gives none of that name ({str(error).splitlines()[0]})"
+    raise ValueError(f"expected a model, got {path!r}: there is no such folder here, {problem}")
 
 
 def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:

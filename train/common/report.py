@@ -6,8 +6,10 @@ import platform
 import resource
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 PACKAGES = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluate")
 
@@ -26,6 +28,20 @@ def peak_memory(device: torch.device) -> int:
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages a result depends on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def load_line(model: PreTrainedModel, folder: Path | str, auto_class: type | None = None) -> str:
+    """Says in one line how the saved model is loaded again.
+
+    Args:
+        model: that was saved.
+        folder: where.
+        auto_class: of transformers that loads it. Default None: the model's own class.
+    """
+    name, backend = (auto_class or type(model)).__name__, model.config._attn_implementation
+    return (
+        f'load it, after import favor.models, with {name}.from_pretrained("{folder}", attn_implementation="{backend}")'
+    )
 
 
 def describe(scores: dict[str, float], std: dict[str, float | None] | None = None) -> str:

@@ -10,7 +10,15 @@ from transformers import SchedulerType
 from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
 from favor.models.conformer.tokenization_conformer import MODEL_TYPES
-from favor.train.common.arguments import FREE, ArgumentGroups, BackendArguments, RunArguments, check_positive, option
+from favor.train.common.arguments import (
+    FREE,
+    SCHEDULE,
+    ArgumentGroups,
+    BackendArguments,
+    RunArguments,
+    check_positive,
+    option,
+)
 
 ARCHITECTURES = ("ctc", "transducer")
 
@@ -103,7 +111,7 @@ class SpeechTrainArguments(RunArguments):
     max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, a process and a forward pass.")
     learning_rate: float = option(1e-3, "Peak learning rate.")
     num_train_epochs: float = option(50.0, "Epochs.")
-    lr_scheduler_type: SchedulerType = field(default=SchedulerType.COSINE, metadata={"help": "Learning rate schedule."})
+    lr_scheduler_type: SchedulerType = field(default=SchedulerType.COSINE, metadata=SCHEDULE)
     warmup_ratio: float = option(0.1, "Warm-up as a part of all steps.")
     ema_decay: float = option(
         0.999,

@@ -96,10 +96,12 @@ class Skipped:
             raise ValueError(f"of {total} utterances {self.describe(LISTED)}")
 
     def describe(self, most: int | None = None) -> str:
-        """All names and reasons, a line each; with `most`, the last so many."""
+        """All names and reasons, a line each; with `most`, the last so many of those found before the search ended."""
         lines = [f"{name}: {reason}" for name, reason in self.reasons.items()]
         hidden = 0 if most is None else max(0, len(lines) - most)
         head = f"{len(lines)} cannot be used (max_bad is {self.max_bad})"
+        if most is not None and not isinstance(self.max_bad, float):
+            head += f"{', the first unusable file' if len(lines) == 1 else ''}; what comes after was not read"
         return "\n".join([f"{head}, {hidden} not shown:" if hidden else f"{head}:", *lines[hidden:]])
 
 
@@ -147,7 +149,9 @@ def read_audio(
         raise ValueError(f"{place}: holds samples that are not finite")
     if rate != sampling_rate:
         if not resample:
-            raise ValueError(f"{place}: has {rate} Hz, expected {sampling_rate}: pass resample=True to convert it")
+            raise ValueError(
+                f"{place}: has {rate} Hz, expected {sampling_rate}: resample=True (--resample) converts it"
+            )
         samples = change_rate(samples, rate, sampling_rate)
     return samples
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from favor.train.common.program import did_you_mean
+
 HUB_ID = "nyu-mll/glue"
 MAX_SCORE = 5.0
 
@@ -134,7 +136,8 @@ def get_task(name: str) -> Task:
         ValueError: for an unknown name; the message lists the nine.
     """
     if name.lower() not in TASKS:
-        raise ValueError(f"unknown GLUE task {name!r}: task_name must be one of {', '.join(TASKS)}")
+        near = did_you_mean(name.lower(), TASKS) or ";"
+        raise ValueError(f"unknown GLUE task {name!r}{near} task_name must be one of {', '.join(TASKS)}")
     return TASKS[name.lower()]
 
 

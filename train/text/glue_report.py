@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from accelerate.state import AcceleratorState
 from evaluate import EvaluationModule
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from transformers.utils import cached_file
 
 from favor.models.stored_backend import keeps_backend
 from favor.train.common import report
@@ -91,16 +93,24 @@ def all_results(
 
 def model_card(task: Task, results: dict[str, Any], name: str) -> str:
     """README.md of an output folder: front matter as the hub reads it, then the run in words and numbers."""
+    several = len(results["seeds"]) > 1
     rows = [
-        f"| {metric} | {value:.4f} | {_deviation(results, metric)} | {results['baseline'][metric]:.4f} |"
+        [
+            metric,
+            f"{value:.4f}",
+            *([_deviation(results, metric)] if several else []),
+            f"{results['baseline'][metric]:.4f}",
+        ]
         for metric, value in results["metrics"].items()
     ]
+    head = ["metric", "value", *(["standard deviation over seeds"] if several else []), "majority baseline"]
     seconds = results["seconds_per_step"]
     settings = {
         "Task": f"GLUE {task.folder} (`{task.name}`)",
         "Data": _pairs(results["sources"]),
         "Samples": _pairs({"train": results["train_samples"], **results["eval_samples"]}),
-        "Base model": f"`{_base_model(results) or Path(results['model_name_or_path']).name}`",
+        "Base model": f"`{_base_name(results)}`",
+        "License": f"{_license(results)} (of the base model, as far as its card says)",
         "Attention backend": f"`{results['attn_implementation']}`",
         "Backend options": _pairs(results["favor"] or {}) or "none",
         "Seeds": ", ".join(map(str, results["seeds"])),
@@ -115,14 +125,12 @@ def model_card(task: Task, results: dict[str, Any], name: str) -> str:
             "",
             f"# {name}",
             "",
-            "| metric | value | standard deviation over seeds | majority baseline |",
-            "| --- | --- | --- | --- |",
-            *rows,
+            *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)),
             "",
             *(f"- {label}: {text}" for label, text in settings.items()),
             *(f"- Warning: seed {seed} ends in constant predictions" for seed in results["constant_prediction_seeds"]),
             "",
-            *_usage(results),
+            *_usage(task, results, name),
             "",
         ]
     )
@@ -150,6 +158,7 @@ def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
         pipeline_tag="text-classification",
         tags=["favor", "linear-attention", "glue"],
         base_model=_base_model(results),
+        license=_license(results),
         datasets=[HUB_ID],
         metrics=list(task.metrics),
         model_name=name,
@@ -164,27 +173,46 @@ def _base_model(results: dict[str, Any]) -> str | None:
     return None if Path(name).exists() else name
 
 
+def _base_name(results: dict[str, Any]) -> str:
+    """The base model in words: of a folder, its last two names."""
+    return _base_model(results) or "/".join(Path(results["model_name_or_path"]).resolve().parts[-2:])
+
+
+def _license(results: dict[str, Any]) -> str:
+    """License in the model card of the base model, else "unknown"."""
+    try:
+        card = metadata_load(str(cached_file(results["model_name_or_path"], "README.md")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return "unknown"
+    return str((card or {}).get("license", "unknown"))
+
+
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _deviation(results: dict[str, Any], metric: str) -> str:
-    deviation = results["metrics_std"][metric]
-    return "one seed" if deviation is None else f"{deviation:.4f}"
+    return f"{results['metrics_std'][metric]:.4f}"
 
 
-def _usage(results: dict[str, Any]) -> list[str]:
+def _usage(task: Task, results: dict[str, Any], name: str) -> list[str]:
     if len(results["seeds"]) > 1:
         return ["One folder a seed below this one holds the model of that seed."]
     # Only the zoo's own configurations save their backend; others have to be told again.
     by_itself = keeps_backend(results["model_type"]) or not results["favor"]
     backend = "" if by_itself else f', attn_implementation="{results["attn_implementation"]}"'
+    texts = ", ".join(f'"A {column}."' for column in task.sentences)
+    logits = "model(**inputs).logits[0]"
+    said = f"{logits}.item()" if task.is_regression else f"model.config.id2label[{logits}.argmax().item()]"
     return [
         "```python",
         "import favor.models",
         "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
         "",
-        f'model = AutoModelForSequenceClassification.from_pretrained("this folder"{backend})',
-        'tokenizer = AutoTokenizer.from_pretrained("this folder")',
+        f'path = "{name}"  # this folder, or its name on the hub',
+        f"model = AutoModelForSequenceClassification.from_pretrained(path{backend}).eval()",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        f'inputs = tokenizer({texts}, return_tensors="pt")',
+        f"print({said})",
         "```",
     ]

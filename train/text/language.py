@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import statistics
@@ -32,8 +31,8 @@ from favor.train.common.arguments import (
 )
 from favor.train.common.batches import EpochSampler
 from favor.train.common.optimizers import make_optimizer
-from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer
-from favor.train.text.samples import samples
+from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
+from favor.train.text.samples import check_text, samples
 
 Samples = Dataset[dict[str, Tensor]]
 
@@ -201,15 +200,16 @@ def train_model(
     progress = run.progress
     if not progress.history and not progress.step:
         accelerator.print(f"before training: {report.describe(evaluate(run, eval_loader, objective.shift))}")
-    for epoch in loop.epochs(run, arguments.train):
-        metrics = evaluate(run, eval_loader, objective.shift)
-        progress.history.append({"epoch": epoch, "step": progress.step, "metrics": metrics})
-        accelerator.log({f"eval_{name}": value for name, value in metrics.items()}, step=progress.step)
-        accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")
+    with loop.stoppable(run):
+        for epoch in loop.epochs(run, arguments.train):
+            metrics = evaluate(run, eval_loader, objective.shift)
+            progress.history.append({"epoch": epoch, "step": progress.step, "metrics": metrics})
+            accelerator.log({f"eval_{name}": value for name, value in metrics.items()}, step=progress.step)
+            accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")
     trained = accelerator.unwrap_model(run.model)
     if accelerator.is_main_process:
-        trained.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        checkpoint.save_pretrained(folder, trained, tokenizer)
+        accelerator.print(report.load_line(trained, folder, objective.auto_class))
     accelerator.end_training()
     return run, trained
 
@@ -230,8 +230,12 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
     seed = DEFAULT_SEED if train.seed is None else train.seed
     settings = arguments.settings(accelerator.num_processes) | {"seed": seed}
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
+    check_model(arguments.model.model_name_or_path)
+    for path in (arguments.text.train_file, arguments.text.eval_file):
+        if path is not None:
+            check_text(path)
     if train.resume and (folder / checkpoint.RESULTS).exists():
-        return json.loads((folder / checkpoint.RESULTS).read_text())
+        return checkpoint.read_json(folder / checkpoint.RESULTS)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         checkpoint.start_run(folder, settings, train.overwrite_output_dir)

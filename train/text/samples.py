@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import lzma
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,33 @@ def read_text(path: str | Path, max_characters: int | None = None) -> str:
     """Text of a UTF-8 file, plain or compressed (.gz, .xz).
 
     Raises:
-        ValueError: if the file is empty.
+        ValueError: if the file is not there, is no such text, or is empty.
     """
     path = Path(path)
-    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as stream:
+    with _text_of(path) as stream:
         text = stream.read(-1 if max_characters is None else max_characters)
     if not text.strip():
         raise ValueError(f"{path} holds no text")
     return text
+
+
+def check_text(path: str | Path) -> None:
+    """Raises ValueError as `read_text` does, as far as the first line that is not blank tells."""
+    with _text_of(Path(path)) as stream:
+        if not any(line.strip() for line in stream):
+            raise ValueError(f"{path} holds no text")
+
+
+@contextmanager
+def _text_of(path: Path) -> Iterator[Any]:
+    """The stream of a text file; raises ValueError if there is none or it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"expected a text file, got {path}, which is {'a folder' if path.is_dir() else 'not there'}")
+    try:
+        with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as stream:
+            yield stream
+    except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, seed: int = 0) -> Tensor:

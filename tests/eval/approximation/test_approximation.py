@@ -101,6 +101,9 @@ def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
     text_of = (tmp_path / "approximation.md").read_text()
     assert str(tmp_path) not in text_of
     assert "| `favor#:wderf` | 8 | 24 | 0.000 |" in text_of
+    # A row for each attention layer, numbered as in the heat map.
+    diagnostics = text_of.split("## Diagnostics by layer")[1].split("| layer |")[1].splitlines()[2:4]
+    assert [row.split(" | ")[0] for row in diagnostics] == ["| 0", "| 1"]
     assert (tmp_path / "approximation.png").stat().st_size > 10_000
 
 

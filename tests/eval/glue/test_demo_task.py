@@ -134,3 +134,13 @@ def test_the_demo_runs(tmp_path, capsys, monkeypatch):
     assert cosines["sdpa"] == pytest.approx(1.0, abs=1e-5)
     assert all(0.0 < cosines[name] < 0.999 for name in names[1:])
     assert "| favor++ |" in (tmp_path / "demo.md").read_text()
+    # The folder to go on with is that of the best linear model.
+    scores = {name: content["results"][name]["metrics"]["accuracy"] for name in names[1:]}
+    best = launch.Backend.parse(max(scores, key=scores.get)).slug
+    assert f'from_pretrained("{tmp_path / best}")' in printed
+
+
+def test_the_model_to_go_on_with_is_the_best_linear_one():
+    scores = {"sdpa": 0.77, "favor+": 0.5, "favor#": 0.5, "favor#:landmark": 0.762}
+    results = {name: {"metrics": {"accuracy": value}} for name, value in scores.items()}
+    assert demo.best_linear(results) == "favor#:landmark"

@@ -241,6 +241,10 @@ def test_channels_and_rates(tmp_path):
     converted = read_audio(tmp_path / "high.wav", resample=True)
     expected = np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
     np.testing.assert_allclose(converted[500:-500], expected[500:-500], atol=5e-3)
+    with pytest.raises(
+        ValueError, match=r"high\.wav: has 44100 Hz, expected 16000: resample=True \(--resample\) converts"
+    ):
+        read_audio(tmp_path / "high.wav")
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, -0.5])

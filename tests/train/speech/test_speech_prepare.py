@@ -57,6 +57,13 @@ def test_bad_files_over_the_limit(mixed, limit):
         load_speech(mixed, "dev", max_bad=limit)
 
 
+def test_a_search_that_ends_at_the_first_bad_file_says_so(mixed):
+    with pytest.raises(
+        ValueError, match=r"1 cannot be used .*, the first unusable file; what comes after was not read"
+    ):
+        load_speech(mixed, "dev")
+
+
 def test_nothing_left(mixed):
     for path in mixed.rglob("*.flac"):
         path.write_bytes(b"")

@@ -1,7 +1,6 @@
 """The training program as users start it: `accelerate launch`, a kill in the middle, two processes."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -105,12 +104,14 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     assert results["metrics"]["spearmanr"] == pytest.approx(expected["spearmanr"], abs=1e-9)
     assert results["metrics"]["pearson"] == pytest.approx(expected["pearson"], abs=1e-4)
 
-    # As if both processes had been killed in the second epoch.
+    # As if both processes had been killed in the second epoch, and the files of one were damaged.
     before = load_file(tmp_path / "two" / "model.safetensors")
-    shutil.rmtree(tmp_path / "two" / "checkpoint-12")
+    (tmp_path / "two" / "checkpoint-12" / "process_1.json").write_text("")
     for name in ("all_results.json", "model.safetensors"):
         (tmp_path / "two" / name).unlink()
-    assert "continuing from checkpoint-9" in fork("favor.train.glue", *words, *rate, "--resume", processes=2)
+    printed = fork("favor.train.glue", *words, *rate, "--resume", processes=2)
+    assert "checkpoint-12 cannot be used: process_1.json cannot be read" in printed
+    assert printed.count("continuing from checkpoint-9") == 1
     after = load_file(tmp_path / "two" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "two" / "all_results.json").read_text())["metrics"] == results["metrics"]

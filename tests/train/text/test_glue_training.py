@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -81,6 +82,25 @@ def test_learns_a_learnable_task_and_says_so_everywhere(train, tmp_path, glue_fo
     for text in ("`favor+`", "num_features 16", "exact_below 0", "Seeds: 42", f"torch {torch.__version__}"):
         assert text in card
     assert str(tmp_path) not in card
+    assert head["license"] == "unknown"  # the base model has no card that says it
+    assert "deviation" not in card  # of one seed
+
+
+@pytest.mark.parametrize(("task", "said"), [("stsb", r"-?\d+\.\d+"), ("mnli", "entailment|neutral|contradiction")])
+def test_the_example_of_a_model_card_runs(task, said, train, bert_folder, tmp_path, capsys, monkeypatch):
+    shutil.copytree(bert_folder, tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    backend = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
+    train(task, model_name_or_path=tmp_path / "base", max_train_steps=1, **backend)
+    printed = capsys.readouterr().out
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["license"] == "mit"
+    monkeypatch.chdir(tmp_path)
+    exec(card.split("```python\n")[1].split("```")[0], {})
+    assert re.fullmatch(said, capsys.readouterr().out.strip())
+    # The last lines of the program say the same.
+    (line,) = re.findall("load it, after import favor.models, with (.*)", printed)
+    assert eval(line, {"AutoModelForSequenceClassification": AutoModelForSequenceClassification}).config.favor
 
 
 def test_bert_with_a_favor_backend_is_saved_as_performer_bert(train, tmp_path):

@@ -1,0 +1,243 @@
+"""How programs talk to their user: errors in one line, near misses, Ctrl-C, checks before a model loads."""
+
+import argparse
+import gzip
+import os
+import sys
+
+import pytest
+import transformers
+from launching import LAUNCH, TWO
+
+from favor.eval import small_decoder, variance
+from favor.train import asr, clm, distill, glue, mlm, nst
+from favor.train.common import loop
+from favor.train.common.program import Formatter, Parser, did_you_mean, program
+
+PROGRAMS = {"glue": glue, "mlm": mlm, "clm": clm, "asr": asr, "nst": nst}
+
+
+@pytest.fixture
+def start(monkeypatch, capsys):
+    """Starts a program as a command line does; returns its exit code and what it said on stderr."""
+
+    def call(module, *words, environment=()):
+        for name in ("RANK", "ACCELERATE_MIXED_PRECISION"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in dict(environment).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            module.cli()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Makes it an error to load the weights of a model."""
+
+    def load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    for kind in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
+        monkeypatch.setattr(kind, "from_pretrained", load)
+    monkeypatch.setattr(distill, "load_exact", load)
+
+
+def assert_one_line(said, code, name, *parts):
+    assert code == 2
+    assert said.startswith(f"{name}: error: ")
+    assert said.count("\n") == 1
+    for part in parts:
+        assert part in said
+
+
+@pytest.fixture
+def wrong_files(tmp_path):
+    """Files and folders that are not what they are given for."""
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(10_000))[:500])
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"task_name": "rtte"}, ["unknown GLUE task 'rtte': did you mean rte? task_name must be one of cola"]),
+        ({"attn_implementation": "favour#"}, ["got 'favour#': did you mean favor#?"]),
+        ({"attn_implementation": "FAVOR+"}, ["did you mean favor+?"]),
+        ({"model_name_or_path": "./nowhere"}, ["'./nowhere': there is no such folder here"]),
+        (
+            {"model_name_or_path": "out/nowhere"},
+            ["'out/nowhere': there is no such folder here, and the hub gives none"],
+        ),
+        ({"model_name_or_path": "folder"}, ["which holds no config.json"]),
+        ({"data_dir": "nowhere"}, ["data_dir must be an existing folder, got nowhere"]),
+        ({"learning_rate": "fast"}, ["argument --learning_rate: invalid float value: 'fast'"]),
+        ({"task_name": None}, ["the following arguments are required: --task_name"]),
+        ({"num_feature": 3}, ["unknown option --num_feature: did you mean --num_features?"]),
+        ({"something": 3}, ["unknown option --something: --help lists all"]),
+    ],
+)
+def test_glue_names_what_is_wrong(changes, parts, start, bert_folder, glue_folder, wrong_files, no_model, monkeypatch):
+    monkeypatch.chdir(wrong_files)
+    settings = {"model_name_or_path": bert_folder, "task_name": "sst2", "data_dir": glue_folder, "output_dir": "run"}
+    given = {name: value for name, value in {**settings, **changes}.items() if value is not None}
+    code, said = start(glue, *(word for name, value in given.items() for word in (f"--{name}", value)))
+    assert_one_line(said, code, "favor-glue", *parts)
+    assert not (wrong_files / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("nothing.txt", "expected a text file, got nothing.txt, which is not there"),
+        ("folder", "which is a folder"),
+        ("empty.txt", "empty.txt holds no text"),
+        ("bytes.txt", "bytes.txt cannot be read as UTF-8 text"),
+        ("cut.txt.gz", "cut.txt.gz cannot be read as UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("name", ["favor-mlm", "favor-clm", "favor.train.distill"])
+def test_texts_are_checked_before_the_model(name, file, part, start, bert_folder, wrong_files, no_model, monkeypatch):
+    monkeypatch.chdir(wrong_files)
+    module = {"favor-mlm": mlm, "favor-clm": clm}.get(name, distill)
+    code, said = start(module, "--model_name_or_path", bert_folder, "--train_file", file, "--output_dir", "run")
+    assert_one_line(said, code, name, part)
+
+
+def test_students_and_teachers_know_their_options(start, tmp_path):
+    words = ("--output_dir", tmp_path / "run", "--unlabelled_dir", tmp_path)
+    for wrong, right in (("--beam_siz", "--beam_size"), ("--num_mel_bin", "--num_mel_bins")):
+        code, said = start(nst, *words, wrong, 1)
+        assert_one_line(said, code, "favor-nst", f"unknown option {wrong}: did you mean {right}?")
+    code, said = start(nst, *words, "--teacher", tmp_path / "nowhere")
+    assert_one_line(said, code, "favor-nst", f"expected a model, got '{tmp_path / 'nowhere'}'")
+
+
+def test_a_folder_in_use_is_one_line(start, bert_folder, glue_folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "all_results.json").write_text("{}")
+    words = ("--model_name_or_path", bert_folder, "--task_name", "sst2", "--data_dir", glue_folder)
+    code, said = start(glue, *words, "--output_dir", tmp_path / "run")
+    assert_one_line(said, code, "favor-glue", "holds a run already: continue it with --resume")
+
+
+def test_evaluations_speak_the_same_way(start, wrong_files, monkeypatch):
+    monkeypatch.chdir(wrong_files)
+    code, said = start(small_decoder, "--text", "nothing.txt", "--output_dir", "run")
+    assert_one_line(said, code, "favor.eval.small_decoder", "expected a text file, got nothing.txt")
+    code, said = start(variance, "--sgimas", 1)
+    assert_one_line(said, code, "favor.eval.variance", "unknown option --sgimas: did you mean --sigmas?")
+    code, said = start(variance, "--sets", 0)
+    assert_one_line(said, code, "favor.eval.variance", "--sets must be at least 1")
+
+
+def test_debug_shows_where(start, bert_folder, monkeypatch):
+    words = ["--model_name_or_path", str(bert_folder), "--task_name", "rtte", "--output_dir", "run"]
+    monkeypatch.setattr(sys, "argv", ["program", *words, "--debug"])
+    with pytest.raises(ValueError, match="unknown GLUE task 'rtte'"):
+        glue.cli()
+    assert sys.argv == ["program", *words]
+    assert "(--debug shows where)" in start(glue, *words)[1]
+
+
+def test_ctrl_c_says_how_to_go_on(start, bert_folder, glue_folder, tmp_path, monkeypatch):
+    original = loop.checkpoint.save_checkpoint
+
+    def press(*given):
+        original(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.checkpoint, "save_checkpoint", press)
+    words = ["--model_name_or_path", bert_folder, "--task_name", "sst2", "--data_dir", glue_folder]
+    words += ["--output_dir", tmp_path / "run", "--max_train_steps", 9, "--checkpointing_steps", 6]
+    code, said = start(glue, *words)
+    assert code == 130
+    assert said.splitlines()[-1] == "favor-glue: stopped at step 6; go on with --resume, from checkpoint-6"
+    assert "Traceback" not in said
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint*")) == ["checkpoint-6"]
+
+
+def run_of(main):
+    """A module with nothing but a program."""
+
+    class Module:
+        cli = staticmethod(program("name", main))
+
+    return Module
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback(start):
+    def fail():
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        run_of(fail).cli()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("one\n  two"), "name: error: one two (--debug shows where)\n"),
+        (FileNotFoundError(2, "No such file or directory", "x.txt"), "name: error: x.txt: No such file or directory ("),
+        (OSError(), "name: error: OSError ("),
+        (KeyboardInterrupt(), "\nname: stopped\n"),
+    ],
+)
+def test_errors_become_lines(error, said, start):
+    def fail():
+        raise error
+
+    code, found = start(run_of(fail))
+    assert found.startswith(said)
+    assert code == (130 if isinstance(error, KeyboardInterrupt) else 2)
+
+
+def test_exit_codes_are_those_of_the_program(start):
+    assert start(run_of(lambda: 3))[0] == 3
+    assert start(run_of(lambda: {"metrics": 1}))[0] == 0
+    # Under a launcher the lines that follow are not ours.
+    said = start(run_of(lambda: int("x")), environment={"ACCELERATE_MIXED_PRECISION": "no"})[1]
+    assert said.endswith("; what follows is of accelerate launch\n")
+
+
+def test_options_may_be_written_with_hyphens_and_are_listed_once():
+    parser = Parser("name", "Text.\n\n    example \\\n        more")
+    parser.add_argument("--num_features", type=int, default=3, help="so many")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1e-5], help="5 %% of it")
+    parser.add_argument("--seed", type=int, help="Default 42.")
+    parser.add_argument("--needed", required=True, help="that")
+    for words in (["--num-features", "7"], ["--num-features=7"], ["--num_features", "7"]):
+        assert parser.parse_args([*words, "--needed", "x-y"]).num_features == 7
+    text = parser.format_help()
+    assert "    example \\\n        more" in text
+    assert "num-features" not in text
+    for line in ("so many (default: 3)", "5 % of it (default: 0.5 1e-05)", "Default 42.\n", "that (required)"):
+        assert line in text
+    assert isinstance(parser, argparse.ArgumentParser)
+    assert parser.formatter_class is Formatter
+
+
+def test_near_misses():
+    assert did_you_mean("--num_feature", ["--num_features", "--features"]) == ": did you mean --num_features?"
+    assert did_you_mean("--entirely_else", ["--num_features"]) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [(*LAUNCH, "--num_processes", 1), (*LAUNCH, *TWO)], ids=["one", "two"])
+def test_the_line_comes_first_under_accelerate_launch(launch, bert_folder, tmp_path):
+    import subprocess
+
+    words = ("-m", "favor.train.glue", "--model_name_or_path", bert_folder, "--task_name", "rtte", "--output_dir", "o")
+    done = subprocess.run(list(map(str, (*launch, *words))), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[0].startswith("favor-glue: error: unknown GLUE task 'rtte': did you mean rte?")
+    assert lines[0].endswith("; what follows is of accelerate launch")
+    # None of the lines below is a traceback through this package.
+    assert not [line for line in lines if "favor" in line and "File" in line]

@@ -1,0 +1,327 @@
+"""What `--resume` reads: files without code, the last checkpoint that is whole, and words for everything else."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from favor.optim import CombinedOptimizer, SoftmaxBound
+from favor.train import glue, mlm
+from favor.train.common import checkpoint, state
+
+PARTS = ("model", "optimizer", "scheduler", "progress", "redraws", "process_0")
+SETTINGS = {"max_train_steps": 6, "checkpointing_steps": 2}
+
+
+class Evil:
+    """Pickled, it leaves a file behind wherever it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the two runs below are trained, once."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def stopped(train, kept, tmp_path, monkeypatch):
+    """A run that ended after step 4 of 6; the folder `whole` beside it has one that was not stopped."""
+
+    def stop_at(self, name, value, original=checkpoint.Progress.__setattr__):
+        if name == "step" and value > 4:
+            raise KeyboardInterrupt
+        original(self, name, value)
+
+    if not (kept / "whole").exists():
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
+            with pytest.raises(KeyboardInterrupt, match="stopped at step 4; go on with --resume, from checkpoint-4"):
+                train(output=kept / "run", **SETTINGS)
+        train(output=kept / "whole", **SETTINGS)
+    for name in ("run", "whole"):
+        shutil.copytree(kept / name, tmp_path / name)
+    return tmp_path / "run"
+
+
+def assert_equal_to_the_whole_run(folder):
+    one, other = (load_file(path / "model.safetensors") for path in (folder, folder.parent / "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_is_json_and_safetensors(stopped):
+    names = {path.name for path in (stopped / "checkpoint-4").iterdir()}
+    assert names == {"settings.json", *(f"{part}.{kind}" for part in PARTS for kind in ("json", "safetensors"))}
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_poisoned_file_is_never_run(part, kind, stopped, train, tmp_path, capsys):
+    path = stopped / "checkpoint-4" / f"{part}.{kind}"
+    torch.save({"x": Evil(tmp_path / "trace")}, path)
+    train(flags=("resume",), **SETTINGS)
+    printed = capsys.readouterr().out
+    assert f"WARNING: {path.parent} cannot be used: {path.name} cannot be read" in printed
+    assert "continuing from checkpoint-2, step 2 of 6" in printed
+    assert not (tmp_path / "trace").exists()
+    assert_equal_to_the_whole_run(stopped)
+
+
+OLD = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_pickles_of_older_checkpoints_are_refused(name, stopped, train, tmp_path):
+    for folder in checkpoint.checkpoints(stopped):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        torch.save({"x": Evil(tmp_path / "trace")}, folder / name)
+    with pytest.raises(ValueError, match=rf"no checkpoint in .*checkpoint-4: it holds {name}, a pickle, .*--overwrite"):
+        train(flags=("resume",), **SETTINGS)
+    assert not (tmp_path / "trace").exists()
+    # Nothing was renamed: the favor that wrote them can go on.
+    assert [path.name for path in checkpoint.checkpoints(stopped)] == ["checkpoint-2", "checkpoint-4"]
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def dangle(folder):
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.parent / "nowhere")
+
+
+DAMAGE = {
+    "model": lambda folder: truncate(folder / "model.safetensors"),
+    "optimizer": lambda folder: truncate(folder / "optimizer.safetensors"),
+    "counts": lambda folder: truncate(folder / "redraws.json"),
+    "missing": lambda folder: (folder / "process_0.json").unlink(),
+    "empty": lambda folder: (folder / "progress.json").write_text(""),
+    "deep": lambda folder: (folder / "scheduler.json").write_text("[" * 100_000),
+    "other": lambda folder: (folder / "progress.json").write_text('{"dict": [["step", 4]]}'),
+    "model of another shape": lambda folder: state.write(folder, "model", {"weight": torch.ones(2)}),
+    "link": dangle,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, stopped, train, capsys):
+    DAMAGE[damage](stopped / "checkpoint-4")
+    train(flags=("resume",), **SETTINGS)
+    printed = capsys.readouterr().out
+    assert f"WARNING: {stopped / 'checkpoint-4'} cannot be used: " in printed
+    assert "continuing from checkpoint-2" in printed
+    assert_equal_to_the_whole_run(stopped)
+    # Those that were written since are the ones to go on from.
+    assert [path.name for path in checkpoint.checkpoints(stopped)] == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
+    for folder in checkpoint.checkpoints(stopped):
+        truncate(folder / "model.safetensors")
+    message = r"no checkpoint in .*run can be used: checkpoint-4: model\.safetensors .*; checkpoint-2: .*--overwrite"
+    with pytest.raises(ValueError, match=message):
+        train(flags=("resume",), **SETTINGS)
+    assert train(flags=("overwrite_output_dir",), **SETTINGS)["steps"] == 6
+    assert_equal_to_the_whole_run(stopped)
+
+
+def test_damaged_settings_are_those_of_the_checkpoint(stopped, train):
+    truncate(stopped / "settings.json")
+    with (
+        pytest.warns(UserWarning, match=r"settings\.json is damaged"),
+        pytest.raises(ValueError, match=r"cannot resume .*learning_rate was"),
+    ):
+        train(flags=("resume",), learning_rate=1e-3, **SETTINGS)
+    with pytest.warns(UserWarning, match=r"settings\.json is damaged"):
+        train(flags=("resume",), **SETTINGS)
+    assert_equal_to_the_whole_run(stopped)
+
+
+def test_damaged_settings_without_a_copy_are_an_error(stopped, train):
+    for path in stopped.rglob("settings.json"):
+        path.write_text("{")
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(ValueError, match=r"run/settings\.json is damaged .*: remove it"),
+    ):
+        train(flags=("resume",), **SETTINGS)
+
+
+def test_damaged_results_are_named(train, tmp_path):
+    train()
+    truncate(tmp_path / "run" / "all_results.json")
+    with pytest.raises(ValueError, match=r"all_results\.json is damaged"):
+        train(flags=("resume",))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_path, monkeypatch):
+    original = state.save_file
+
+    def full(tensors, path):
+        if path.parent.name == "checkpoint.partial" and full.left == 0:
+            path.write_bytes(b"half")
+            raise error
+        full.left -= 1
+        original(tensors, path)
+
+    full.left = len(PARTS) + 1
+    monkeypatch.setattr(state, "save_file", full)
+    message = (
+        r"cannot write .*checkpoint-4, which needs about \d+\.\d MB where \d+\.\d MB are free: .*No space left.*; "
+        "checkpoint-2 is whole: make room and go on with --resume"
+    )
+    with pytest.raises(OSError, match=message):
+        train(**SETTINGS)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint-2"]
+    monkeypatch.undo()
+    train(output="whole", **SETTINGS)
+    train(flags=("resume",), **SETTINGS)
+    assert_equal_to_the_whole_run(tmp_path / "run")
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_leaves_no_half_of_it(train, tmp_path, monkeypatch):
+    original = state.save_file
+
+    def interrupted(tensors, path):
+        original(tensors, path)
+        if path.name == "scheduler.safetensors":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(state, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2; it has no checkpoint to go on from"):
+        train(**SETTINGS)
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+def test_a_model_that_is_spread_over_processes_has_no_checkpoints():
+    def states(kind):
+        return checkpoint.States(SimpleNamespace(distributed_type=kind, scaler=None), {})
+
+    states(DistributedType.MULTI_GPU).check()
+    with pytest.raises(ValueError, match="every process holds as a whole, got FSDP: leave out --checkpointing_steps"):
+        states(DistributedType.FSDP).check()
+
+
+def test_the_scale_of_half_precision_is_kept(tmp_path):
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0))
+    state.write(tmp_path, "scaler", scaler.state_dict())
+    other.load_state_dict(state.read(tmp_path, "scaler"))
+    assert other.state_dict() == scaler.state_dict()
+
+
+def states_of_optimizers():
+    """Nested lists, numbers as keys, numbers of tensors and tensors of none."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    inputs, labels = torch.randn(7, 3), torch.randint(5, (7,))
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    combined = CombinedOptimizer(torch.optim.AdamW(model[0].parameters()), SoftmaxBound(model[1]))
+
+    def closure():
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        return loss
+
+    for optimizer in (lbfgs, combined):
+        for _ in range(2):
+            if optimizer is combined:
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+    return [lbfgs.state_dict(), combined.state_dict()]
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_states_of_optimizers_come_back_as_they_were(number, tmp_path):
+    tree = states_of_optimizers()[number]
+    state.write(tmp_path, "optimizer", tree)
+    assert equal(state.read(tmp_path, "optimizer"), tree)
+
+
+def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
+    base = torch.arange(6, dtype=torch.float64).view(2, 3)
+    tree = {
+        "a.b": {"c": torch.zeros(2)},
+        "a": {"b.c": torch.ones(2), 3: [(), [], {}, None, True, 1, 1.5, "text", float("inf"), 1e-310, 2**70]},
+        "views": (base, base.T, base[:, 1], base, base[:0], torch.tensor(3), torch.tensor(True)),
+        "kinds": [torch.ones(2, dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.int64, torch.uint8)],
+    }
+    state.write(tmp_path, "tree", tree)
+    found = state.read(tmp_path, "tree")
+    assert equal(found, tree)
+    assert found["views"][0] is found["views"][3]
+    with pytest.raises(TypeError, match=r"tree\.a: a checkpoint holds numbers, texts, tensors"):
+        state.write(tmp_path, "tree", {"a": threading.Lock()})
+    with pytest.raises(TypeError, match="tree: keys must be"):
+        state.write(tmp_path, "tree", {(1, 2): 0})
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.gauss(0, 1), np.random.standard_normal(3).tolist(), torch.randn(3).tolist()
+
+    draw()
+    state.write(tmp_path, "random", state.random_state())
+    expected = draw()
+    state.restore_random_state(state.read(tmp_path, "random"))
+    assert draw() == expected
+
+
+def test_no_program_reads_pickles():
+    """`--resume` and all that belongs to it."""
+    root = Path(glue.__file__).parent
+    for path in root.rglob("*.py"):
+        content = path.read_text()
+        for name in (
+            "torch.load",
+            "load_state(",
+            "save_state(",
+            "import pickle",
+            "allow_pickle=True",
+            "np.load",
+            "dill",
+        ):
+            assert name not in content, f"{path}: {name}"
+
+
+def test_the_average_and_the_settings_of_mlm_are_files_without_code(bert_folder, text, tmp_path):
+    words = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(tmp_path / "run")]
+    mlm.main([*words, "--max_length", "32", "--max_train_steps", "2", "--checkpointing_steps", "1"])
+    kinds = {path.suffix for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
+    assert kinds == {".json", ".safetensors"}
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["max_train_steps"] == 2
