@@ -8,6 +8,8 @@ computes on every device. Gradients pass through the means; which key belongs to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -91,19 +93,20 @@ def _windowed(
     length, lead = query.shape[3], query.shape[:2]
     flat = [tensor.flatten(0, 1) for tensor in (query, key, value, cells)]
     if torch.compiler.is_exporting():
-        out = _blocks(*flat, number, scale, window, exported.blocks_of(length, window))
+        out = _blocks(*flat, number=number, scale=scale, window=window, blocks=exported.blocks_of(length, window))
         return exported.first_rows(out, length).unflatten(0, lead)
     window = min(window, length)
     blocks = -(-length // window)
     numbers = _NUMBERS if key.device.type == "cpu" else _NUMBERS_OF_GPU
     together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
     parts = [tensor.split(together) for tensor in flat]
-    outs = [_blocks(*part, number, scale, window, blocks)[:, :, :length] for part in zip(*parts, strict=True)]
+    options: dict[str, Any] = {"number": number, "scale": scale, "window": window, "blocks": blocks}
+    outs = [_blocks(*part, **options)[:, :, :length] for part in zip(*parts, strict=True)]
     return torch.cat(outs).unflatten(0, lead)
 
 
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int, blocks: int
+    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, *, number: int, scale: float, window: int, blocks: int
 ) -> Tensor:
     """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]
