@@ -45,7 +45,8 @@ class FavorConfig:
             what `favor.train.distill` learned for each head; not for causal layers.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
             error. "auto" (default) is the length where the two take equally long, measured by `favor.eval.speed` for
-            each kind of device: see `exact_threshold`. 0 never runs exact attention.
+            each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported program
+            (`torch.export`, ONNX) cannot choose by length, so one for lengths on both sides needs 0.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 

@@ -1,4 +1,8 @@
-"""Engines that run a model otherwise than one process of Python does: what attention has to know of them, or refuse."""
+"""Engines that run a model otherwise than one process of Python does: what attention has to know of them, or refuse.
+
+Some call nothing of favor, so that nothing here can notice them: vLLM loads a model of transformers with an attention
+of its own, whatever `config.favor` says, and so do other servers.
+"""
 
 from __future__ import annotations
 

@@ -91,23 +91,21 @@ def _windowed(
     """
     length, lead = query.shape[3], query.shape[:2]
     flat = [tensor.flatten(0, 1) for tensor in (query, key, value, cells)]
-    options: dict[str, Any]
     if torch.compiler.is_exporting():
-        options = {"number": number, "scale": scale, "window": window, "blocks": exported.blocks_of(length, window)}
-        out = _blocks(*flat, **options)
+        out = _blocks(*flat, number=number, scale=scale, window=window, blocks=exported.blocks_of(length, window))
         return exported.first_rows(out, length).unflatten(0, lead)
     window = min(window, length)
     blocks = -(-length // window)
     numbers = _NUMBERS if key.device.type == "cpu" else _NUMBERS_OF_GPU
     together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
     parts = [tensor.split(together) for tensor in flat]
-    options = {"number": number, "scale": scale, "window": window, "blocks": blocks}
+    options: dict[str, Any] = {"number": number, "scale": scale, "window": window, "blocks": blocks}
     outs = [_blocks(*part, **options)[:, :, :length] for part in zip(*parts, strict=True)]
     return torch.cat(outs).unflatten(0, lead)
 
 
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, number: int, scale: float, window: int, blocks: int
+    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, *, number: int, scale: float, window: int, blocks: int
 ) -> Tensor:
     """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]

@@ -16,7 +16,7 @@ import favor
 from favor.integrations.engines import Share
 from tests.processes import run_two
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 16}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 16}
 SIZES |= {"vocab_size": 50, "initializer_range": 0.5}
 IDS = torch.arange(80).view(2, 40) * 7 % 50
 
@@ -68,6 +68,10 @@ def compare_with_one_process(rank, address):
         if not error < 1e-4:
             wrong[name] = error
     assert not wrong, wrong
+    model = tensor_parallel(llama(), mesh)
+    model.config.num_key_value_heads = 6
+    with pytest.raises(ValueError, match="has 2 of 6 key heads in one of 2 processes"):
+        outputs(model)
     dist.destroy_process_group()
 
 
