@@ -75,7 +75,7 @@ def test_far_beyond_the_norms_of_heads_few_tokens_are_enough(tokens, size):
     x, y = size * torch.randn(2, 100, tokens, 16, generator=torch.Generator().manual_seed(0))
     params, exact = (features.SDERF(factorization=form).fit(x, y) for form in ("newton_schulz", "eigh"))
     assert params.factor.isfinite().all()
-    assert (params.sigma - exact.sigma).norm() < 1e-4 * exact.sigma.norm()
+    assert (params.sigma - exact.sigma).norm() < 1e-3 * exact.sigma.norm()
 
 
 def test_gradients_pass_where_eigenvalues_are_equal():

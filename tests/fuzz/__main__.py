@@ -1,4 +1,4 @@
-"""Fuzzes the library; see `tests.fuzz`."""
+"""Fuzzes the library: draws calls at random, and prints the simplest one of each kind that fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import sys
 import time
 import traceback
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -16,64 +17,62 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 
 from . import attention, generation, invariants
-from .simplify import simplify
+from .simplify import simplify, written
 
-PARTS: dict[str, tuple[ModuleType, Any]] = {
-    "attention": (attention, invariants.check),
-    "generation": (generation, generation.check),
-}
+# What draws, and what checks.
+PARTS = {"attention": (attention, invariants), "generation": (generation, generation)}
+REFUSED = "refused"
+_SHOWN = 3  # failures of one kind
 
 
-def failure(check: Any, call: Any) -> str:
-    """Says what is wrong with a call; empty if nothing is."""
+def outcome(checks: ModuleType, call: Any) -> str:
+    """Says what is wrong with a call; empty if nothing is, and `REFUSED` if it is rightly refused."""
     try:
-        check(call)
+        return "" if checks.check(call) else REFUSED
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} in {os.path.basename(where.filename)}, {where.name}: {str(error)[:300]}"
-    return ""
 
 
 def kind_of(message: str) -> str:
-    """A failure without its numbers, to count failures of one kind together."""
+    """A failure without its numbers."""
     return "".join(letter for letter in message if not letter.isdigit())[:120]
 
 
-def report(what: str, check: Any, call: Any, message: str) -> None:
+def report(number: int, draws: ModuleType, checks: ModuleType, call: Any) -> None:
     """Prints a failure with the simplest call that fails in the same way."""
-    simplest = simplify(call, lambda simpler: kind_of(failure(check, simpler)) == kind_of(message))
-    module = "generation" if what == "generation" else "attention"
-    checks = "generation" if what == "generation" else "invariants"
-    print(f"\nFAILED: {failure(check, simplest)}")
-    print(f"  from tests.fuzz.{module} import {type(call).__name__}")
-    print(f"  from tests.fuzz.{checks} import check")
-    print(f"  check({simplest})\n", flush=True)
+    kind = kind_of(outcome(checks, call))
+    simplest = simplify(call, lambda simpler: kind_of(outcome(checks, simpler)) == kind)
+    print(f"\nnumber {number}: {outcome(checks, simplest)}")
+    print(f"  from {draws.__name__} import {type(call).__name__}")
+    print(f"  from {checks.__name__} import check")
+    print(f"  check({written(simplest)})\n", flush=True)
 
 
 def main() -> int:
+    """Runs the program; returns 1 if a call failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--what", choices=PARTS, default="attention")
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="equal seeds draw equal calls")
-    parser.add_argument("--first", type=int, default=0, help="number of the first call of this seed")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call, to begin in the middle")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    module, check = PARTS[args.what]
-    start, refused, kinds = time.perf_counter(), 0, {}
-    for number in range(args.first, args.first + args.calls):
-        call = module.draw(random.Random(f"{args.what} {args.seed} {number}").choice)
-        message = failure(lambda call: refusals.append(check(call)), call) if (refusals := []) is not None else ""
-        refused += refusals == [False]
-        if message:
-            kinds[kind_of(message)] = kinds.get(kind_of(message), 0) + 1
-            if kinds[kind_of(message)] <= 3:
-                print(f"number {number}: {message}")
-                report(args.what, check, call, message)
-        done = number - args.first + 1
-        if done % max(args.calls // 20, 1) == 0:
+    draws, checks = PARTS[args.what]
+    start, kinds, refused = time.perf_counter(), Counter(), 0
+    for done in range(1, args.calls + 1):
+        number = args.first + done - 1
+        call = draws.draw(random.Random(f"{args.what} {args.seed} {number}").choice)
+        found = outcome(checks, call)
+        refused += found == REFUSED
+        if found not in ("", REFUSED):
+            kinds[kind_of(found)] += 1
+            if kinds[kind_of(found)] <= _SHOWN:
+                report(number, draws, checks, call)
+        if done % max(args.calls // 20, 1) == 0 or done == args.calls:
             rate = done / (time.perf_counter() - start)
-            print(f"{done} calls, {refused} refused, {sum(kinds.values())} failed, {rate:.0f} a second", flush=True)
-    for kind, count in sorted(kinds.items(), key=lambda pair: -pair[1]):
+            print(f"{done} calls, {refused} refused, {kinds.total()} failed, {rate:.0f} a second", flush=True)
+    for kind, count in kinds.most_common():
         print(f"{count} x {kind}")
     return 1 if kinds else 0
 

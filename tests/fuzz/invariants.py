@@ -20,7 +20,7 @@ _MODERATE = 15.0
 
 
 def check(call: Call) -> bool:
-    """Runs a call and all that it is compared with.
+    """Runs a call, with its gradients, and two of the calls that it is compared with, which its seed chooses.
 
     Returns:
         False if the call was refused, by a ValueError that is right.
@@ -38,11 +38,9 @@ def check(call: Call) -> bool:
     run.check_output(out)
     run.check_gradients(out)
     if run.is_comparable:
-        run.check_padding(out)
-        run.check_rows(out)
-        run.check_past(out)
-        run.check_pieces(out)
-        run.check_exact(out)
+        comparisons = [run.check_padding, run.check_rows, run.check_past, run.check_pieces, run.check_exact]
+        for first in (call.seed, call.seed + 2):
+            comparisons[first % len(comparisons)](out)
     return True
 
 

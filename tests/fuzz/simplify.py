@@ -36,3 +36,9 @@ def _simpler(call: Any) -> Iterator[Any]:
             yield replace(call, **{field.name: max(value / 2, default)})
     if hasattr(call, "keys") and call.length == call.keys:  # of self-attention
         yield from (replace(call, length=less, keys=less) for less in (call.length // 2, call.length - 1) if less > 0)
+
+
+def written(call: Any) -> str:
+    """A call as Python, without what is default."""
+    given = [f"{f.name}={value!r}" for f in fields(call) if (value := getattr(call, f.name)) != f.default]
+    return f"{type(call).__name__}({', '.join(given)})"

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from . import attention, generation, invariants
+from .__main__ import main
 from .attention import Call
 from .generation import Generation
 from .simplify import simplify
@@ -39,3 +40,19 @@ def test_the_simplest_failure_is_found():
     found = simplify(call, lambda call: call.length == call.keys > 6 and call.key_norm > 30)
     assert found == Call(length=7, keys=7, key_norm=found.key_norm)
     assert 30 < found.key_norm <= 60
+
+
+def test_a_failure_is_printed_as_the_simplest_call_and_counted(monkeypatch, capsys):
+    def check(call):
+        assert call.features != "wderf" or call.length < 3, f"{call.length} tokens"
+        return True
+
+    monkeypatch.setattr(invariants, "check", check)
+    monkeypatch.setattr("sys.argv", ["fuzz", "--calls", "100"])
+    assert main() == 1
+    printed = capsys.readouterr().out
+    assert "check(Call(features='wderf', length=3))" in printed
+    assert "\n100 calls, 0 refused, " in printed
+    monkeypatch.setattr(invariants, "check", lambda call: False)
+    assert main() == 0
+    assert "100 calls, 100 refused, 0 failed" in capsys.readouterr().out
