@@ -17,7 +17,7 @@ from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import CACHE_LAYER, state_of
+from favor.integrations.cache import cached_layer, state_of
 from favor.integrations.layer import (
     WEIGHTS_OF,
     decodes,
@@ -121,7 +121,7 @@ def favor_attention_forward(
     causal = causal_of(module, is_causal)
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
     plan, choice = _plan(backend, options, query.device.type, causal), stored_choice(module)
-    state, cached = kwargs.get("favor_state"), getattr(key, CACHE_LAYER, None)
+    state, cached = kwargs.get("favor_state"), cached_layer(key, value, causal)
     length, key_length = query.shape[2], key.shape[2]
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packing = padding = None
