@@ -43,7 +43,7 @@ from favor.eval.common.program import make_parser
 from favor.eval.speech import wer_report as report
 from favor.eval.speech.wer_report import EXACT, UNIFORM
 from favor.integrations.adapt.observe import Observation
-from favor.integrations.masks import causal_of, favor_mask, key_padding, refuse
+from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.train import asr
 from favor.train.common import checkpoint
 from favor.train.speech import arguments as asr_arguments
@@ -80,18 +80,17 @@ def uniform_mean_forward(
         attention_mask: from `favor_mask`; padded frames do not count.
         scaling: not used, as no logits are.
         dropout: probability that a value is left out, as in the FAVOR backends.
-        is_causal: default `module.is_causal`; then the mean is over the frames up to the query's.
+        is_causal: default what the mask or the module says; if causal, the mean is over the frames up to the query's.
         **kwargs: refused if they would change the result.
 
     Returns:
         `[B, L, H, dv]`, contiguous, and None.
     """
     refuse(kwargs, module)
-    causal = causal_of(module, is_causal)
-    padding = key_padding(attention_mask, query.shape[0], query.shape[2], key.shape[2], causal)
+    sees = visibility(module, attention_mask, is_causal, (query.shape[0], query.shape[2], key.shape[2]))
     if dropout > 0:
         value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-    seen = Observation(0, module, query, key, value, padding, causal, 1.0, output=value)
+    seen = Observation(0, module, query, key, value, sees.padding, sees.causal, 1.0, output=value)
     return mean_of_values(seen).transpose(1, 2).contiguous(), None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,25 +41,53 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
-def is_packed_mask(mask_function: Callable[..., Any]) -> bool:
-    """Tells whether a mask function of transformers is causal or bidirectional within packed sequences, and no more.
+class MaskPattern(NamedTuple):
+    """Which keys a mask function of transformers shows to each query, padding left out.
+
+    Attributes:
+        causal: whether a query sees earlier keys only.
+        reach: keys at most so many tokens away are seen; None for all.
+        packed: whether each query sees the keys of its own packed sequence only.
+    """
+
+    causal: bool
+    reach: int | None = None
+    packed: bool = False
+
+
+def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
+    """Tells what a mask function of transformers does; None if it is no pattern known here, such as a prefix or blocks.
 
     transformers combines masks as nested functions, and the parts are found in their closures.
     """
-    parts, kinds = [mask_function], set()
+    parts, names, windows = [mask_function], set(), set()
     while parts:
         part = parts.pop()
-        kinds.add(part.__qualname__.split(".")[0])
-        for cell in part.__closure__ or ():
+        names.add(part.__qualname__.split(".")[0])
+        for variable, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
             inner = cell.cell_contents
+            if variable == "sliding_window":
+                windows.add(inner)
             parts += [f for f in (inner if isinstance(inner, tuple) else (inner,)) if callable(f)]
-    return "packed_sequence_mask_function" in kinds and kinds <= _PARTS_OF_PACKED
+    packed = "packed_sequence_mask_function" in names
+    found = _PATTERNS.get(frozenset(names - _JOINTS))
+    if found is None or len(windows) > 1:
+        return None
+    causal, beyond = found
+    reach = None if beyond is None else windows.pop() + beyond
+    return MaskPattern(causal, reach, packed)
 
 
-_PARTS_OF_PACKED = {
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-    "and_masks",
-    "causal_mask_function",
-    "bidirectional_mask_function",
+# Parts that only join others, or cut a batch into its packed sequences.
+_JOINTS = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks", "or_masks"}
+_BOTH_WAYS = "bidirectional_mask_function"
+# Whether a mask is causal, and how far a query sees beyond `sliding_window` tokens; None for all keys.
+_PATTERNS: dict[frozenset[str], tuple[bool, int | None]] = {
+    frozenset({"causal_mask_function"}): (True, None),
+    frozenset({_BOTH_WAYS}): (False, None),
+    frozenset({"causal_mask_function", "sliding_window_overlay"}): (True, -1),
+    frozenset({_BOTH_WAYS, "sliding_window_bidirectional_overlay"}): (False, 0),
+    # Gemma 3 as an encoder: a causal mask or a function that shows everything; a causal mask or its mirror image.
+    frozenset({"causal_mask_function", "Gemma3TextModel"}): (False, None),
+    frozenset({"causal_mask_function", "sliding_window_overlay", "_bidirectional_window_overlay"}): (False, -1),
 }

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from favor import registry
 from favor.attention import favor_attention
@@ -17,7 +16,8 @@ from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import cached_layer, state_of
+from favor.integrations.cache import CACHE_LAYER, state_of
+from favor.integrations.exact import exact_attention
 from favor.integrations.layer import (
     WEIGHTS_OF,
     decodes,
@@ -27,7 +27,7 @@ from favor.integrations.layer import (
     stored_choice,
     stored_parameters,
 )
-from favor.integrations.masks import causal_of, exact_mask, favor_mask, key_padding, refuse
+from favor.integrations.masks import Visibility, favor_mask, refuse, visibility
 from favor.integrations.stored import number_layers, number_layers_of_new_models, weights_of
 from favor.kernels import StreamState
 from favor.registry import AnyFamily
@@ -101,10 +101,10 @@ def favor_attention_forward(
         module: the attention module; its config holds the options, `config.favor`.
         query: `[B, H, L, d]`.
         key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
-        attention_mask: from `favor_mask`, or any mask that `key_padding` accepts.
+        attention_mask: from `favor_mask`, or any mask that `favor.integrations.masks.visibility` reads.
         scaling: factor of the logits, default 1/sqrt(d).
         dropout: probability, 0 in evaluation.
-        is_causal: default `module.is_causal`.
+        is_causal: asked where the mask does not say it; default `module.is_causal`.
         **kwargs: what else the model passes; refused if it would change the result. `cu_seq_lens_q`, `cu_seq_lens_k`,
             `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
@@ -116,30 +116,33 @@ def favor_attention_forward(
         ValueError: naming what is not supported and what to use instead.
     """
     refuse(kwargs, module)
-    if kwargs.get("sliding_window") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    causal = causal_of(module, is_causal)
+    lengths = [kwargs.get(name) for name in _LENGTHS]
+    packed = lengths[0] is not None or lengths[1] is not None
+    cached = getattr(key, CACHE_LAYER, None)
+    length, key_length = query.shape[2], key.shape[2]
+    # A state has the keys of earlier tokens in it; a mask tells of all.
+    known = key_length if cached is None else cached.length
+    shape = (query.shape[0], length, known)
+    sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"), packed)
+    if cached is not None and sees.padding is not None:
+        sees = sees._replace(padding=sees.padding[:, known - key_length :])
+    packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
+    call = _Call(module, sees, scaling, dropout, packing)
+    if sees.reach is not None or sees.dense:  # a local layer stays as the model meant it
+        return _exact(call, query, key, value, attention_mask), None
+
+    causal = sees.causal
     options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
     plan, choice = _plan(backend, options, query.device.type, causal), stored_choice(module)
-    state, cached = kwargs.get("favor_state"), cached_layer(key, value, causal)
-    length, key_length = query.shape[2], key.shape[2]
-    lengths = [kwargs.get(name) for name in _LENGTHS]
-    packing = padding = None
-    if lengths[0] is not None or lengths[1] is not None:
-        packing = Packing.of(query, key, causal, *lengths)
-        if attention_mask is not None and attention_mask.numel():
-            raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
-    else:
-        # A state has the keys of earlier tokens in it; a mask tells of all.
-        known = key_length if cached is None else cached.length
-        padding = key_padding(attention_mask, query.shape[0], length, known, causal)
-        padding = padding if padding is None else padding[:, known - key_length :]
+    state = kwargs.get("favor_state")
+    if cached is not None and not causal:  # cross attention, whose keys do not grow
+        cached.keep(key, value)
+        cached = None
     if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
-    call = _Call(module, causal, scaling, dropout, padding, packing)
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
         return _exact(call, query, key, value), None
 
@@ -224,18 +227,16 @@ class _Call(NamedTuple):
 
     Attributes:
         module: the attention module.
-        causal: whether queries see earlier keys only.
+        sees: which keys the queries see.
         scaling: factor of the logits; None for 1/sqrt(d).
         dropout: probability that an attention weight is dropped.
-        padding: boolean `[B, S]`, True for real keys; None without padding.
         packing: where packed sequences begin and end; None for a batch of rows.
     """
 
     module: nn.Module
-    causal: bool
+    sees: Visibility
     scaling: float | None
     dropout: float
-    padding: Tensor | None
     packing: Packing | None
 
 
@@ -346,14 +347,10 @@ def by_head(
     return joined[:, :, order].flatten(2, 3)
 
 
-def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Computes softmax attention `[B, L, H, dv]`, of packed sequences one by one."""
-    parts = [(query, key, value)] if call.packing is None else call.packing.split(query, key, value)
-    outs = []
-    for q, k, v in parts:
-        mask = exact_mask(call.padding, q.shape[2], k.shape[2], call.causal, q)
-        outs.append(sdpa_attention_forward(call.module, q, k, v, mask, call.dropout, call.scaling, call.causal)[0])
-    return outs[0] if call.packing is None else torch.cat(outs, dim=1)
+def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    module, sees, scaling, dropout, packing = call
+    options = {"mask": mask, "scaling": scaling, "dropout": dropout, "packing": packing}
+    return exact_attention(module, (query, key, value), sees, **options)
 
 
 def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:
@@ -368,8 +365,8 @@ def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, para
         value,
         features=registry.FAMILIES[plan.family](**dict(plan.options)),
         num_features=plan.num_features,
-        key_padding_mask=call.padding,
-        is_causal=call.causal,
+        key_padding_mask=call.sees.padding,
+        is_causal=call.sees.causal,
         scale=call.scaling,
         seed=plan.seed,
         layer=estimate.layer,

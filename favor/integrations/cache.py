@@ -96,8 +96,8 @@ class StreamLayer(CacheLayerMixin):
             cache.layers[number] = self
         return self.state
 
-    def decline(self, key: Tensor, value: Tensor) -> None:
-        """Keeps keys and values in place of a state, for a layer whose attention is not causal.
+    def keep(self, key: Tensor, value: Tensor) -> None:
+        """Gives its place in the cache to a layer that keeps keys, since attention is not causal.
 
         Args:
             key, value: of all tokens so far.
@@ -262,20 +262,6 @@ class FavorCache(DynamicCache):
         states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StreamLayer)]
         others = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
         return sum(states) + sum(tensor.nbytes for tensor in others if tensor is not None)
-
-
-def cached_layer(key: Tensor, value: Tensor, is_causal: bool) -> StreamLayer | None:
-    """Gives the layer of a `FavorCache` that keys come from; None without one, and for attention that is not causal.
-
-    Args:
-        key, value: of a call of attention.
-        is_causal: whether queries see earlier keys only.
-    """
-    layer: StreamLayer | None = getattr(key, CACHE_LAYER, None)
-    if layer is not None and not is_causal:
-        layer.decline(key, value)
-        return None
-    return layer
 
 
 def state_of(layer: StreamLayer, query: Tensor, options: Any) -> StreamState:

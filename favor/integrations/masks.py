@@ -6,7 +6,7 @@ Of a mask, linear attention can use only which keys are padding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from favor.integrations._private import is_packed_mask
+from favor.integrations._private import MaskPattern, mask_pattern
 from favor.kernels.dispatch import is_tracing
 
 # Arguments that change the result: with a value, each is refused rather than dropped.
@@ -32,6 +32,22 @@ _REFUSED = {
 }
 
 
+class Visibility(NamedTuple):
+    """Which keys each query of a call sees.
+
+    Attributes:
+        causal: whether a query sees earlier keys only.
+        reach: keys at most so many tokens away are seen, as in layers with a sliding window; None for all.
+        padding: boolean `[B, S]`, True for real keys; None if all are.
+        dense: whether the layer is local in another way, which only its mask of all pairs says.
+    """
+
+    causal: bool
+    reach: int | None = None
+    padding: Tensor | None = None
+    dense: bool = False
+
+
 def favor_mask(
     batch_size: int,
     q_length: int,
@@ -42,72 +58,151 @@ def favor_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor:
     """Mask function of the FAVOR backends, called by transformers once a forward pass.
 
     Returns:
-        None if no key is padding, else a boolean `[B, 1, q_length, kv_length]` view that holds B x kv_length numbers
-        (stride 0 over the queries; causality is left to the attention function). Sliding-window layers, which stay
-        exact, get transformers' own full mask. Packed sequences get an empty mask of width 0: they are read from
-        their lengths, and refused by the attention function where it gets none.
+        A boolean view of B x kv_length numbers, `[B, 1, q_length, kv_length]` if the mask is causal and
+        `[B, 1, 1, kv_length]` if not, which shows the padding only. What else the mask says is its attribute
+        `favor_visibility`, a `Visibility`, which the attention function goes by. Packed sequences get an empty mask of
+        width 0: they are read from their lengths, and refused by the attention function where it gets none. Local
+        layers with chunks or blocks, and those that a compiler records, get transformers' own mask of all pairs.
 
     Raises:
         ValueError: for prefix or block masks and static caches.
     """
-    if local_size is not None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            **kwargs,
-        )
-    if mask_function is causal_mask_function:
-        if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-            raise ValueError(
-                "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
-                'Use the default cache_implementation, or attn_implementation="sdpa".'
-            )
-    elif mask_function is not bidirectional_mask_function:
-        # A tracer cannot look into it, and transformers there gives every decoder without a mask a packed one.
-        if is_tracing() or is_packed_mask(mask_function):
-            return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=kwargs.get("device"))
+    device = kwargs.get("device")
+    pattern = _pattern(mask_function)
+    grows = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    if local_size is not None and (pattern is None or not grows):
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
+        mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
+        return _record(mask, Visibility(causal=False, dense=True))
+    # A tracer cannot look into a mask function, and transformers there gives every decoder without a mask a packed one.
+    if pattern is None and is_tracing():
+        return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    if pattern is None:
         raise ValueError(
             "favor attention supports causal and bidirectional masks with padding; this mask adds a prefix or blocks, "
             'which would be ignored. Use attn_implementation="sdpa".'
         )
-    if attention_mask is None:
-        return None
-    padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    if padding.shape[1] < kv_length:
-        padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    if not is_tracing() and bool(padding.all()):
-        return None
-    return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+    if pattern.packed:
+        mask = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+        return _record(mask, Visibility(pattern.causal, pattern.reach))
+    if pattern.causal and not grows:
+        raise ValueError(
+            "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
+            'Use the default cache_implementation, or attn_implementation="sdpa".'
+        )
+    padding = None
+    if attention_mask is not None:
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        if padding.shape[1] < kv_length:
+            padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+        if not is_tracing() and bool(padding.all()):
+            padding = None
+    shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
+    shown = shown[:, None, None, :].expand(batch_size, 1, q_length if pattern.causal else 1, kv_length)
+    return _record(shown, Visibility(pattern.causal, pattern.reach, padding))
 
 
-def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, is_causal: bool) -> Tensor | None:
-    """Reads the padding from an attention mask: boolean `[B, S]`, True for real keys; None without a mask.
+def _pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
+    if mask_function is causal_mask_function:
+        return MaskPattern(causal=True)
+    if mask_function is bidirectional_mask_function:
+        return MaskPattern(causal=False)
+    return None if is_tracing() else mask_pattern(mask_function)
 
-    Masks from `favor_mask` are read in O(B S). Masks made elsewhere are accepted if they are padding, with or without
-    the causal triangle of a causal layer, and say so in every entry.
+
+def _record(mask: Tensor, visibility: Visibility) -> Tensor:
+    mask.favor_visibility = visibility  # type: ignore[attr-defined]
+    return mask
+
+
+def visibility(
+    module: nn.Module,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    shape: tuple[int, int, int],
+    sliding_window: int | None = None,
+    packed: bool = False,
+) -> Visibility:
+    """Tells which keys the queries of a layer see.
+
+    A mask from `favor_mask` says all. Of others, one with a row for each query says whether the layer is causal, and
+    one with a single row for all queries says that it is not. Without a mask, or with one that has lost its record on
+    the way (cut, or moved to another device), the argument `is_causal` is asked, and then the module.
 
     Args:
-        mask: None, `[B, S]` or `[B, 1, L, S]`; boolean (True for visible) or additive (0 and -inf or very negative).
-        batch, length, key_length: B, L, S.
-        is_causal: whether the layer is causal.
+        module: the attention module.
+        mask: what transformers passed: None, `[B, S]` or `[B, 1, L or 1, S]`; boolean (True for visible) or additive.
+        is_causal: argument of the attention function.
+        shape: B, L, S.
+        sliding_window: argument of the attention function: keys less than so many tokens away are seen.
+        packed: whether the lengths of packed sequences were passed.
 
     Raises:
-        ValueError: if the mask holds anything else, such as an additive bias for each pair.
+        ValueError: if the mask holds anything else, such as an additive bias for each pair, or nothing says whether
+            the layer is causal.
     """
-    if mask is None:
-        return None
-    if mask.ndim == 4 and mask.shape[-1] == 0 < key_length:
+    recorded = getattr(mask, "favor_visibility", None)
+    reach = None if sliding_window is None else sliding_window - 1
+    if packed:
+        if mask is not None and mask.numel() and (recorded is None or recorded.padding is not None):
+            raise ValueError("a packed batch (cu_seq_lens_q) has no padding; do not pass attention_mask.")
+        return recorded or Visibility(causal_of(module, is_causal), reach)
+    if mask is not None and mask.ndim == 4 and mask.shape[-1] == 0 < shape[2]:
         raise ValueError(_UNKNOWN_LENGTHS)
+    if recorded is not None:
+        return recorded
+    if mask is None or mask.ndim == 2 or shape[1] == 1 or _repeats_its_rows(mask) or is_tracing():
+        one_row = mask is not None and mask.ndim == 4 and mask.shape[2] == 1 < shape[1]
+        causal = False if one_row else causal_of(module, is_causal)
+        return Visibility(causal, reach, None if mask is None else key_padding(mask, *shape))
+    if reach is not None:
+        return Visibility(causal=False, dense=True)
+    claimed = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    return _of_all_pairs(mask, shape, bool(claimed))
+
+
+def _repeats_its_rows(mask: Tensor) -> bool:
+    return mask.ndim == 4 and (mask.shape[2] == 1 or mask.stride(2) == 0)
+
+
+def key_padding(mask: Tensor, batch: int, length: int, key_length: int) -> Tensor:
+    """Reads the padding `[B, S]`, True for real keys, from a mask `[B, S]` or `[B, 1, L, S]` whose rows are all equal.
+
+    Raises:
+        ValueError: if the mask has another shape, is additive with other values than 0 and very negative ones, or has
+            rows of its own for each query.
+    """
+    mask = _one_head(mask, key_length)
+    if mask.shape[1] > 1 and mask.stride(1) != 0:
+        raise ValueError(
+            f"cannot read a materialised mask of shape {(batch, 1, length, key_length)} while compiling or recording a "
+            "CUDA graph; pass a 2D one."
+        )
+    return _visible(mask[:, :1])[:, 0].expand(batch, -1)
+
+
+def _of_all_pairs(mask: Tensor, shape: tuple[int, int, int], claimed: bool) -> Visibility:
+    """Reads a mask `[B, 1, L, S]` that is padding with or without a causal triangle; the module's claim comes first."""
+    batch, length, key_length = shape
+    visible = _visible(_one_head(mask, key_length))
+    padding = visible.any(dim=1, keepdim=True)
+    triangle = torch.ones(length, key_length, dtype=torch.bool, device=mask.device).tril(key_length - length)
+    # Some models also mask the rows of padded queries; nobody reads those.
+    masked_rows = ~visible.any(-1, keepdim=True)
+    for causal in (claimed, not claimed):
+        expected = padding & triangle if causal else padding
+        if bool(((visible == expected) | masked_rows).all()):
+            return Visibility(causal, None, padding[:, 0].expand(batch, -1))
+    raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
+
+
+def _one_head(mask: Tensor, key_length: int) -> Tensor:
+    """Gives a mask as `[B, L or 1, S]`."""
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
     if mask.ndim != 4 or mask.shape[-1] < key_length:
@@ -115,44 +210,7 @@ def key_padding(mask: Tensor | None, batch: int, length: int, key_length: int, i
     mask = mask[..., :key_length]
     if mask.shape[1] > 1 and mask.stride(1) != 0:
         raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
-    mask = mask[:, 0]
-    same_rows = mask.shape[1] == 1 or mask.stride(1) == 0
-    if same_rows:
-        mask = mask[:, :1]
-    visible = _visible(mask)
-    if same_rows:
-        return visible[:, 0].expand(batch, -1)
-    if is_tracing():
-        raise ValueError(
-            f"cannot read a materialised mask of shape {tuple(mask.shape)} while compiling or recording a CUDA graph; "
-            "pass a 2D one."
-        )
-    padding = visible.any(dim=1, keepdim=True)
-    expected = padding
-    if is_causal:
-        triangle = torch.ones(length, key_length, dtype=torch.bool, device=mask.device)
-        expected = padding & triangle.tril(key_length - length)
-    # Some models also mask the rows of padded queries; nobody reads those.
-    if not bool(((visible == expected) | ~visible.any(-1, keepdim=True)).all()):
-        raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
-    return padding[:, 0].expand(batch, -1)
-
-
-def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
-    """Makes the boolean mask `[B, 1, L, S]` of exact attention, or None where its `is_causal` argument is enough.
-
-    Args:
-        padding: boolean `[B, S]`, True for real keys; None without padding.
-        length, key_length: L and S; the queries are those of the last tokens.
-        is_causal: whether queries see earlier keys only.
-        like: a tensor on the device of the mask.
-    """
-    if not is_causal or length == 1:
-        return None if padding is None else padding[:, None, None, :].expand(-1, 1, length, -1)
-    if padding is None and length == key_length:
-        return None
-    triangle = torch.ones(length, key_length, dtype=torch.bool, device=like.device).tril(key_length - length)
-    return triangle[None, None] if padding is None else triangle & padding[:, None, None, :]
+    return mask[:, 0]
 
 
 def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
@@ -175,15 +233,6 @@ def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
         raise ValueError(
             'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
         )
-    if kwargs.get("sliding_window") is not None:
-        # Local layers between global ones stay exact, as the model meant them: they are linear in length already.
-        layer_types = getattr(module.config, "layer_types", None) or ()
-        if "full_attention" not in layer_types:
-            raise ValueError(
-                f"{type(module).__name__} has sliding-window attention only, which is already linear in length; favor "
-                "attention replaces global attention. Set config.sliding_window=None for global attention, or keep "
-                'attn_implementation="sdpa".'
-            )
 
 
 def causal_of(module: nn.Module, is_causal: bool | None) -> bool:

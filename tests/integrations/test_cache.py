@@ -116,6 +116,7 @@ FEW = {"num_key_value_heads": 2, "head_dim": 8}
 HYBRIDS = {
     # Its config names a window that its attention does not have.
     "moshi": lambda: MoshiForCausalLM(MoshiConfig(**SIZES, **FEW, sliding_window=6, ffn_dim=32)),
+    # Its chunks stay exact, and keep the keys of one chunk.
     "llama4": lambda: Llama4ForCausalLM(
         Llama4TextConfig(
             **SIZES,
@@ -123,7 +124,7 @@ HYBRIDS = {
             intermediate_size=32,
             intermediate_size_mlp=32,
             num_local_experts=2,
-            attention_chunk_size=64,
+            attention_chunk_size=8,
             layer_types=["chunked_attention", "full_attention"],
         )
     ),

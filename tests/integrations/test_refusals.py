@@ -1,4 +1,4 @@
-"""What the backends refuse, and which masks they can read."""
+"""What the backends refuse."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from architectures import ARCHITECTURES, AUDIO, COMMON, mel_frames, padding_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from favor.integrations.backend import favor_attention_forward
-from favor.integrations.masks import favor_mask, key_padding
 
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 
@@ -29,12 +28,6 @@ REFUSED = {
         ),
         waveform,
         "position bias .*argument position_bias",
-    ),
-    "mistral": (
-        hf.MistralModel,
-        lambda: hf.MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=8),
-        tokens,
-        "sliding-window attention only",
     ),
     "gemma2": (
         hf.Gemma2Model,
@@ -76,11 +69,11 @@ def test_attention_weights_are_refused():
 
 
 def test_unknown_causality_is_refused():
-    model = BERT.build("favor+", exact_below=0)
-    module = model.encoder.layer[0].attention.self
+    module = BERT.build("favor+", exact_below=0).encoder.layer[0].attention.self
     del module.is_causal
+    states = torch.randn(1, 4, 5, 8)
     with pytest.raises(ValueError, match="set its attribute is_causal"):
-        model(**tokens(False))
+        favor_attention_forward("favor+", module, states, states, states, None)
 
 
 def test_a_custom_pairwise_mask_is_refused():
@@ -88,50 +81,6 @@ def test_a_custom_pairwise_mask_is_refused():
     mask = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
     with pytest.raises(ValueError, match="mask or an additive bias for each pair"):
         model(input_ids=tokens(False)["input_ids"], attention_mask=mask)
-
-
-@pytest.mark.parametrize("form", ["view", "materialised", "additive", "additive -inf", "queries masked too", "2d"])
-def test_padding_is_read_from_masks_of_any_make(form):
-    padding = padding_mask().bool()
-    mask = padding[:, None, None, :].expand(3, 1, 24, 24)
-    if form == "materialised":
-        mask = mask.contiguous()
-    elif form.startswith("additive"):
-        lowest = -torch.inf if "inf" in form else torch.finfo(torch.float32).min
-        mask = torch.zeros(3, 1, 24, 24).masked_fill(~mask, lowest)
-    elif form == "queries masked too":
-        mask = mask & padding[:, None, :, None]
-    elif form == "2d":
-        mask = padding
-    assert torch.equal(key_padding(mask, 3, 24, 24, is_causal=False), padding)
-
-
-def test_padding_is_read_from_causal_masks():
-    padding = padding_mask().bool()
-    triangle = torch.ones(5, 24, dtype=torch.bool).tril(19)
-    mask = padding[:, None, None, :] & triangle
-    assert torch.equal(key_padding(mask, 3, 5, 24, is_causal=True), padding)
-    with pytest.raises(ValueError, match="each pair"):
-        key_padding(mask, 3, 5, 24, is_causal=False)
-
-
-@pytest.mark.parametrize(
-    "mask", [torch.full((3, 1, 24, 24), -0.5), torch.ones(3, 4, 24, 24), torch.ones(3, 24, 24), torch.ones(3, 7)]
-)
-def test_other_masks_are_refused(mask):
-    with pytest.raises(ValueError, match=r"each pair|attention_mask must be"):
-        key_padding(mask, 3, 24, 24, is_causal=False)
-
-
-def test_the_mask_costs_no_square():
-    mask = favor_mask(
-        3, 24, 24, mask_function=hf.masking_utils.bidirectional_mask_function, attention_mask=padding_mask()
-    )
-    assert mask.shape == (3, 1, 24, 24)
-    assert mask.stride(2) == 0
-    assert mask.untyped_storage().nbytes() == 3 * 24
-    assert favor_mask(3, 24, 24, attention_mask=torch.ones(3, 24, dtype=torch.bool)) is None
-    assert favor_mask(3, 24, 24) is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from favor.integrations.exact import exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
-from favor.integrations.masks import causal_of, exact_mask, favor_mask, key_padding, refuse
+from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.integrations.stored import number_layers
 
 _NAME = "favor_observe"
@@ -90,15 +90,15 @@ def _observed(
     refuse(kwargs, module)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError("observing attention needs batches with padding, not packed ones (cu_seq_lens_q was given).")
-    if kwargs.get("sliding_window") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    causal, (length, key_length) = causal_of(module, is_causal), (query.shape[2], key.shape[2])
-    padding = key_padding(attention_mask, query.shape[0], length, key_length, causal)
-    mask = exact_mask(padding, length, key_length, causal, query)
-    out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)[0]
+    shape = (query.shape[0], query.shape[2], key.shape[2])
+    sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"))
+    tensors = (query, key, value)
+    out = exact_attention(module, tensors, sees, mask=attention_mask, scaling=scaling, dropout=dropout)
+    if sees.reach is not None or sees.dense:
+        return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.no_grad():
-        seen = (query, key, value, padding, causal, scale, out.transpose(1, 2))
+        seen = (*tensors, sees.padding, sees.causal, scale, out.transpose(1, 2))
         _callbacks[-1](Observation(layer_number(module), module, *seen))
     return out, None
 

@@ -1,0 +1,94 @@
+"""Local attention: each query sees the keys at most so many tokens away, exactly, in linear time and memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+_SMALLEST_BLOCK = 64  # shorter blocks of queries keep the processor busy with copies of keys
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reach: int,
+    *,
+    is_causal: bool,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Computes softmax attention within a sliding window, block by block.
+
+    A block of queries and the keys that any of them sees are one row of a batch for torch's attention. Blocks are half
+    as long as what a query sees, so that keys are copied three times at most, and no mask of all pairs is made.
+
+    Args:
+        query: `[B, H, L, d]`; the queries are those of the last L tokens.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, with Hk a divisor of H.
+        reach: query i sees keys i - reach ... i, and without causality those to i + reach too.
+        is_causal: whether queries see earlier keys only. If not, L must be S.
+        key_padding_mask: boolean `[B, S]`, True for real keys; None if all are.
+        scale: factor of the logits, default 1/sqrt(d).
+        dropout: probability that an attention weight is dropped.
+
+    Returns:
+        `[B, H, L, dv]`; zeros for queries that see no key.
+
+    Raises:
+        ValueError: if there are more queries than keys, or another number of them without causality.
+    """
+    batch, heads, length, _ = query.shape
+    key_heads, key_length = key.shape[1:3]
+    if length > key_length or (not is_causal and length != key_length):
+        raise ValueError(f"local attention aligns queries with the last keys, got {length} queries, {key_length} keys.")
+    if length == 0:
+        return value.new_zeros(batch, heads, 0, value.shape[-1])
+    reach = min(reach, key_length - 1)
+    ahead = 0 if is_causal else reach
+    block = min(max(_SMALLEST_BLOCK, (reach + ahead) // 2), length)
+    blocks = -(-length // block)
+    width = block + reach + ahead
+    width += -width % 16  # GPUs want aligned masks
+
+    # Window i of the keys begins `reach` tokens before block i of the queries.
+    cut = max(key_length - length - reach, 0)
+    before = reach - (key_length - length - cut)
+    after = (blocks - 1) * block + width - before - (key_length - cut)
+
+    def windows(rows: Tensor) -> Tensor:
+        """`[B, Hk, S, d]` to `[B * blocks, Hk, width, d]`."""
+        rows = pad(rows[:, :, cut:], (0, 0, before, after))
+        return rows.unfold(2, width, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    # Query heads of one key head stand below each other, as more queries of the same block.
+    groups = heads // key_heads
+    rows = pad(query, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).unflatten(1, (key_heads, -1))
+    rows = rows.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)
+    visible = _visible(query, key_padding_mask, (cut, before, after, key_length), (block, width, reach, ahead))
+    visible = visible.expand(batch, -1, -1, -1).flatten(0, 1)[:, None].repeat(1, 1, groups, 1)
+    out = scaled_dot_product_attention(
+        rows, windows(key), windows(value), attn_mask=visible, dropout_p=dropout, scale=scale
+    )
+    out = out.unflatten(2, (groups, block)).unflatten(0, (batch, blocks)).permute(0, 2, 3, 1, 4, 5)
+    return out.flatten(3, 4).flatten(1, 2)[:, :, :length]
+
+
+def _visible(
+    like: Tensor, padding: Tensor | None, place: tuple[int, int, int, int], sizes: tuple[int, int, int, int]
+) -> Tensor:
+    """Boolean `[B or 1, blocks, block, width]`: which keys of its window each query sees.
+
+    Args:
+        like: a tensor on the device.
+        padding: boolean `[B, S]`, True for real keys; None if all are.
+        place: keys that are cut, places before and after the keys, and S.
+        sizes: of a block and of its window, and how many keys a query sees before and after its own.
+    """
+    (cut, before, after, key_length), (block, width, reach, ahead) = place, sizes
+    real = torch.ones(1, key_length, dtype=torch.bool, device=like.device) if padding is None else padding
+    real = pad(real[:, cut:], (before, after)).unfold(1, width, block)
+    ahead_of_first = torch.arange(width, device=like.device) - torch.arange(block, device=like.device)[:, None]
+    return (ahead_of_first >= 0) & (ahead_of_first <= reach + ahead) & real[:, :, None]

@@ -1,0 +1,161 @@
+"""Masks: what the mask function records, and what is read from masks made elsewhere."""
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, padding_mask, tokens
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import favor
+from favor.integrations.masks import favor_mask, visibility
+
+PADDING = padding_mask().bool()
+BERT = next(a for a in ARCHITECTURES if a.name == "bert")
+
+
+def module(is_causal):
+    attention = torch.nn.Module()
+    attention.config, attention.is_causal = hf.BertConfig(), is_causal
+    return attention
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize(
+    ("function", "local", "causal", "reach"),
+    [
+        (causal_mask_function, None, True, None),
+        (bidirectional_mask_function, None, False, None),
+        (sliding_window_causal_mask_function(5), 5, True, 4),
+        (sliding_window_bidirectional_mask_function(5), 5, False, 5),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_says_what_is_seen_whatever_the_module_claims(function, local, causal, reach, claims, padded):
+    mask = favor_mask(3, 24, 24, mask_function=function, local_size=local, attention_mask=PADDING if padded else None)
+    assert mask.untyped_storage().nbytes() <= 3 * 24  # no square
+    sees = visibility(module(claims), mask, claims, (3, 24, 24), sliding_window=99)
+    assert (sees.causal, sees.reach, sees.dense) == (causal, reach, False)
+    assert torch.equal(sees.padding, PADDING) if padded else sees.padding is None
+    # The record is what transformers' own mask shows, pair by pair.
+    every = hf.masking_utils.sdpa_mask(
+        3, 24, 24, mask_function=function, attention_mask=PADDING, allow_is_causal_skip=False
+    )
+    distance = torch.arange(24)[:, None] - torch.arange(24)
+    shown = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    shown = shown if reach is None else shown & (distance.abs() <= reach)
+    assert torch.equal(every, shown & PADDING[:, None, None, :])
+
+
+def test_a_mask_without_padding_has_none():
+    mask = favor_mask(3, 24, 24, attention_mask=torch.ones(3, 24, dtype=torch.bool))
+    assert mask.favor_visibility.padding is None
+    assert bool(mask.all())
+
+
+def test_local_masks_of_other_patterns_show_every_pair():
+    function = chunked_causal_mask_function(6, torch.zeros(3, dtype=torch.int64))
+    mask = favor_mask(3, 24, 24, mask_function=function, local_size=6, attention_mask=PADDING)
+    chunk = torch.arange(24) // 6
+    shown = (chunk[:, None] == chunk) & torch.ones(24, 24, dtype=torch.bool).tril()
+    assert torch.equal(mask, shown & PADDING[:, None, None, :])
+    assert visibility(module(True), mask, None, (3, 24, 24)).dense
+
+
+def test_global_masks_of_other_patterns_are_refused():
+    function = and_masks(causal_mask_function, lambda batch, head, q, k: k > 3)
+    with pytest.raises(ValueError, match="prefix or blocks"):
+        favor_mask(3, 24, 24, mask_function=function)
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("form", ["materialised", "additive", "additive -inf", "queries masked too", "one row"])
+def test_padding_is_read_from_masks_of_any_make(form, claims):
+    mask = PADDING[:, None, None, :].expand(3, 1, 24, 24)
+    if form == "materialised":
+        mask = mask.contiguous()
+    elif form.startswith("additive"):
+        lowest = -torch.inf if "inf" in form else torch.finfo(torch.float32).min
+        mask = torch.zeros(3, 1, 24, 24).masked_fill(~mask, lowest)
+    elif form == "queries masked too":
+        mask = mask & PADDING[:, None, :, None]
+    elif form == "one row":
+        mask = mask[:, :, :1]
+    sees = visibility(module(claims), mask, None, (3, 24, 24))
+    assert torch.equal(sees.padding, PADDING)
+    assert not sees.causal
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_masks_without_a_record_leave_causality_to_the_module(claims):
+    for mask in (PADDING, PADDING[:, None, None, :].expand(3, 1, 24, 24), None):
+        sees = visibility(module(claims), mask, None, (3, 24, 24))
+        assert sees.causal == claims
+        assert sees.padding is None if mask is None else torch.equal(sees.padding, PADDING)
+        assert visibility(module(claims), mask, not claims, (3, 24, 24)).causal != claims
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_padding_and_causality_are_read_from_a_triangle(claims):
+    triangle = torch.ones(5, 24, dtype=torch.bool).tril(19)
+    sees = visibility(module(claims), PADDING[:, None, None, :] & triangle, None, (3, 5, 24))
+    assert torch.equal(sees.padding, PADDING)
+    assert sees.causal
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.full((3, 1, 24, 24), -0.5),
+        torch.ones(3, 4, 24, 24),
+        torch.ones(3, 24, 24),
+        torch.ones(3, 7),
+        torch.ones(3, 1, 24, 24).triu(),
+    ],
+)
+def test_other_masks_are_refused(mask):
+    with pytest.raises(ValueError, match=r"each pair|attention_mask must be"):
+        visibility(module(False), mask, None, (3, 24, 24))
+
+
+DECODER = {"vocab_size": 40, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+LEAKS = {
+    "bigbird-pegasus": lambda: hf.BigBirdPegasusForCausalLM(hf.BigBirdPegasusConfig(**DECODER, is_decoder=True)),
+    "aimv2": lambda: hf.Aimv2TextModel(
+        hf.Aimv2TextConfig(
+            vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            eos_token_id=39,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_decoders_whose_modules_say_nothing_do_not_see_the_future(name):
+    """Their modules have `is_causal=False`, and only the mask says that they are causal."""
+    torch.manual_seed(0)
+    model = favor.configure(LEAKS[name]().eval(), "landmark", exact_below=0)
+    ids, other = tokens(False)["input_ids"], tokens(False)["input_ids"].clone()
+    ids[:, -1], other[:, -1] = 39, 38
+    mask = padding_mask()  # without padding, transformers runs Aimv2 without a mask, and so not causally
+    mask[1] = 1
+    with torch.no_grad():
+        first, second = (model(input_ids=i, attention_mask=mask)[0][:, :-1] for i in (ids, other))
+    assert torch.equal(first[mask[:, :-1] == 1], second[mask[:, :-1] == 1])
+
+
+def test_encoders_whose_modules_claim_to_be_causal_see_all():
+    model = BERT.build("landmark", exact_below=0)
+    exact = BERT.build("sdpa")
+    for layer in model.encoder.layer:
+        layer.attention.self.is_causal = True
+    for padded in (False, True):
+        out, expected = (m(**tokens(padded)).last_hidden_state for m in (model, exact))
+        real = PADDING if padded else torch.ones_like(PADDING)
+        torch.testing.assert_close(out[real], expected[real], rtol=0, atol=1e-5)
