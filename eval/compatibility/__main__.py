@@ -10,7 +10,6 @@ landmarks of one key each, which are softmax attention too, and with few landmar
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import sys
@@ -25,8 +24,10 @@ import torch
 import transformers
 
 from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.report import context, shown_command, write_files
 from favor.eval.compatibility.check import BAD, CATEGORIES, check
 from favor.eval.compatibility.classes import Candidate, candidates
+from favor.eval.compatibility.report import lines_of
 
 MEMORY = 12 * 2**30
 
@@ -38,12 +39,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
     add("--classes", nargs="+", metavar="CLASS", help="only these classes")
     add("--jobs", type=int, default=2, help="processes at a time")
-    add("--seconds", type=float, default=90.0, help="longest time of one class")
+    add("--seconds", type=int, default=60, help="most processor time of one class")
     add_results(parser, "compatibility")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1 or arguments.seconds <= 0:
+        parser.error("--jobs and --seconds must be positive")
+    try:
+        arguments.found, arguments.missing = candidates(arguments.models)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.classes:
+        arguments.found = [own for own in arguments.found if own.name in arguments.classes]
+    return arguments
 
 
-def run_all(found: list[Candidate], jobs: int, seconds: float) -> Iterator[dict[str, Any]]:
+def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
     """Checks each class in a process of its own, forked from this one, and gives results as they come."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(reversed(found)), {}
@@ -51,36 +61,32 @@ def run_all(found: list[Candidate], jobs: int, seconds: float) -> Iterator[dict[
         while waiting and len(running) < jobs:
             candidate = waiting.pop()
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(candidate, there))
+            process = context.Process(target=_child, args=(candidate, there, seconds))
             process.start()
             there.close()
-            running[here] = (candidate, process, time.monotonic() + seconds)
-        ready = wait(list(running), timeout=0.5)
-        for connection, (candidate, process, end) in list(running.items()):
-            late = time.monotonic() > end
-            if connection not in ready and not late:
-                continue
+            running[here] = (candidate, process)
+        ready = wait(list(running))
+        for connection in ready:
+            candidate, process = running.pop(connection)
             own = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
-            if connection in ready:
-                try:
-                    yield connection.recv()
-                except EOFError:
-                    yield {**own, "category": "not built", "reason": "the process ended"}
-            else:
-                yield {**own, "category": "not built", "reason": f"more than {seconds:g} seconds"}
-                process.terminate()
+            try:
+                yield connection.recv()
+            except EOFError:
+                reason = f"more than {seconds} seconds of processor time, or more than {MEMORY / 2**30:g} GiB"
+                yield {**own, "category": "not built", "reason": reason}
             process.join()
             connection.close()
-            del running[connection]
 
 
-def _child(candidate: Candidate, there: Connection) -> None:
+def _child(candidate: Candidate, there: Connection, seconds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    start = time.monotonic()
+    start = time.process_time()
+    end = int(start) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))
     result = check(candidate)
-    there.send({**result, "seconds": round(time.monotonic() - start, 1)})
+    there.send({**result, "seconds": round(time.process_time() - start, 1)})
     there.close()
 
 
@@ -90,19 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    found, missing = candidates(arguments.models)
-    if arguments.classes:
-        found = [candidate for candidate in found if candidate.name in arguments.classes]
-    results = []
-    for result in run_all(found, arguments.jobs, arguments.seconds):
+    found = arguments.found
+    content = {**context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))}
+    content |= {"cannot be imported": arguments.missing, "classes": []}
+    results = content["classes"]
+    for number, result in enumerate(run_all(found, arguments.jobs, arguments.seconds), 1):
         results.append(result)
         print(f"{result['family']}.{result['class']}: {result['category']} {result['reason'][:150]}", flush=True)
-    results.sort(key=lambda result: (result["family"], result["class"]))
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    path = arguments.output_dir / f"{arguments.name}.json"
-    path.write_text(json.dumps({"missing": missing, "classes": results}, indent=1) + "\n")
+        if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves what it has found
+            results.sort(key=lambda result: (result["family"], result["class"]))
+            write_files(arguments.output_dir, arguments.name, lines_of(content), content)
     counts = Counter(result["category"] for result in results)
-    print({name: counts[name] for name in CATEGORIES})
+    print(", ".join(f"{counts[name]} {name}" for name in CATEGORIES))
     return 1 if any(counts[name] for name in BAD) else 0
 
 

@@ -15,20 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from favor.eval.compatibility.classes import Candidate
 from favor.eval.compatibility.exceptions import OWN
+from favor.eval.compatibility.generation import generation
 from favor.eval.compatibility.inputs import Inputs, all_inputs, padded
 from favor.eval.compatibility.tiny import shrink
-from favor.integrations import backend as backend_module
+from favor.eval.compatibility.watch import BACKEND, Watch
 
-BACKEND = "favor#"
 MANY, FEW, SHORT = 2048, 4, 4  # groups, groups, tokens of a window
 TOLERANCE = 1e-4
-MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 40
+MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
 SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # factor of widths, patches of a side
 WAYS = {"groups of one key": (MANY, 0), "in blocks": (MANY, SHORT)}
 CATEGORIES = ("equal", "local", "refused", "no attention", "not built", "silently exact", "wrong", "crash")
@@ -51,9 +49,15 @@ def check(candidate: Candidate) -> dict[str, Any]:
     except Exception as error:
         return {**result, **_raised(error, "loading")}
     try:
-        return {**result, **_compared(exact, model, inputs)}
+        result |= _compared(exact, model, inputs)
     except Exception as error:
         return {**result, **_raised(error, "forward")}
+    if candidate.name.endswith("ForCausalLM") and result["category"] in ("equal", "local"):
+        configure(model, FEW, SHORT)
+        result["cache"] = generation(exact, model, inputs)
+        if result["cache"].startswith(("wrong", "crash")):
+            result |= {"category": result["cache"].split(":")[0], "reason": f"FavorCache: {result['cache']}"}
+    return result
 
 
 def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
@@ -64,7 +68,7 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
     """
     model_class = candidate.load()
     own = {**OWN.get(candidate.family, {}), **OWN.get(candidate.name, {})}
-    problems = []
+    problems, tried = [], 0
     for factor, image in SIZES:
         try:
             config = shrink(model_class.config_class(), factor, image, own)
@@ -75,7 +79,7 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
         except Exception as error:
             problems.append(_short(error))
             continue
-        number = 0
+        number, tried = 0, tried + 1
         for number, inputs in enumerate(all_inputs(model, model.config), 1):
             try:
                 if run(model, inputs):
@@ -87,6 +91,8 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
         if not number:
             needed = inspect.signature(model.forward).parameters
             problems.append(f"no inputs known for {', '.join(needed)}")
+        if not number or tried == 3:
+            break
     raise NotBuiltError(" / ".join(dict.fromkeys(problems[:2] + problems[-1:])))
 
 
@@ -188,94 +194,55 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor
     return max(errors)
 
 
-class Watch:
-    """Counts calls of the backend and of the estimator, and finds attention modules that call neither."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, bool]] = []  # class of the module, and whether attention was estimated
-        self.silent: set[str] = set()
-        self._stack: list[list[bool]] = []
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        original, estimator = ALL_ATTENTION_FUNCTIONS[BACKEND], backend_module.favor_attention
-
-        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.calls.append((type(module).__name__, False))
-            for flag in self._stack:
-                flag[0] = True
-            return original(module, *args, **kwargs)
-
-        def estimate(*args: Any, **kwargs: Any) -> Any:
-            if self.calls:
-                self.calls[-1] = (self.calls[-1][0], True)
-            return estimator(*args, **kwargs)
-
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        AttentionInterface.register(BACKEND, attention)
-        backend_module.favor_attention = estimate
-        try:
-            yield
-        finally:
-            AttentionInterface.register(BACKEND, original)
-            backend_module.favor_attention = estimator
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if "Attention" in type(module).__name__:
-            self._stack.append([False])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if "Attention" in type(module).__name__ and not self._stack.pop()[0]:
-            inner = any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
-            if not inner:
-                self.silent.add(type(module).__name__)
-
-
 def _compared(exact: PreTrainedModel, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
-    watch = Watch()
-    expected, errors = run(exact, inputs), {}
+    """Category, reason and numbers of a model that has been loaded with the backend."""
     batches: dict[str, tuple[Inputs, Tensor | None]] = {"whole": (inputs, None)}
     for side in ("right", "left"):
         with contextlib.suppress(Exception):
             batch = padded(inputs, side)
             if batch is not None and run(exact, batch):
                 batches[side] = (batch, batch["attention_mask"])
+    expected = run(exact, inputs)
     configure(model, FEW, SHORT)
-    with watch():
+    with Watch().watching() as watch:
         change = distance(run(model, inputs), expected)
-    estimated = sum(own for _, own in watch.calls)
     result: dict[str, Any] = {
-        "calls": len(watch.calls),
-        "estimated": estimated,
-        "silent": sorted(watch.silent),
+        "calls": watch.calls,
+        "estimated": watch.estimated,
+        "local": watch.local,
+        "own_attention": sorted(watch.silent),
         "few": change,
-        "errors": errors,
     }
     if not watch.calls:
-        category = "silently exact" if watch.silent else "no attention"
-        return {**result, "category": category, "reason": ", ".join(sorted(watch.silent)) + " never calls a backend"}
-    worst, sdpa = 0.0, None
+        if not watch.silent:
+            return {**result, "category": "no attention", "reason": "no attention in this class"}
+        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.silent))} calls no backend"}
+    if watch.exact:
+        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.exact))} is not estimated"}
+    errors, of_sdpa = _errors(exact, model, batches), False
+    result |= {"errors": errors, "padding": sorted(set(batches) - {"whole"})}
+    if not max(errors.values()) < TOLERANCE:
+        with contextlib.suppress(Exception):
+            sdpa = _errors(switched(exact, "sdpa"), model, batches)
+            result["errors_to_sdpa"] = sdpa
+            pairs = zip(errors.values(), sdpa.values(), strict=True)
+            of_sdpa = all(min(pair) < TOLERANCE for pair in pairs)
+        if not of_sdpa:
+            return {**result, "category": "wrong", "reason": f"relative error {max(errors.values()):.1e}"}
+    if not watch.estimated:
+        return {**result, "category": "local", "reason": "all layers see a window or a chunk, and stay exact"}
+    notes = ["as sdpa, from which eager differs"] if of_sdpa else []
+    notes += ["hardly depends on attention"] if change < TOLERANCE else []
+    return {**result, "category": "equal", "reason": "; ".join(notes)}
+
+
+def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, Any]) -> dict[str, float]:
+    errors = {}
     for way, (number, window) in WAYS.items():
         configure(model, number, window)
         for name, (batch, mask) in batches.items():
-            reference = run(exact, batch)
-            error = distance(run(model, batch), reference, mask)
-            errors[f"{way}, {name}"] = error
-            worst = max(worst, error)
-            if not error < TOLERANCE:
-                with contextlib.suppress(Exception):
-                    sdpa = sdpa or switched(exact, "sdpa")
-                    errors[f"sdpa to eager, {name}"] = distance(run(sdpa, batch), reference, mask)
-    result["worst"] = worst
-    if not worst < TOLERANCE:
-        return {**result, "category": "wrong", "reason": f"relative error {worst:.1e}"}
-    if not estimated:
-        sliding = "local" if change < TOLERANCE else "wrong"
-        return {**result, "category": sliding, "reason": "no layer estimates attention"}
-    reason = "hardly depends on attention" if change < TOLERANCE else ""
-    return {**result, "category": "equal", "reason": reason}
+            errors[f"{way}, {name}"] = distance(run(model, batch), run(exact, batch), mask)
+    return errors
 
 
 def _raised(error: Exception, where: str) -> dict[str, Any]:

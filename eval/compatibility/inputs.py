@@ -27,7 +27,11 @@ def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
         if not all(name in parameters for name in more):
             continue
         for name in dict.fromkeys([main, *_MAIN]):
-            if name not in parameters or name in more or (more and name == "inputs_embeds" and "input_ids" in parameters):
+            if (
+                name not in parameters
+                or name in more
+                or (more and name == "inputs_embeds" and "input_ids" in parameters)
+            ):
                 continue
             others = [other for other in dict.fromkeys([*needed, *more]) if other != name]
             if name in _ENCODED and "decoder_input_ids" in parameters and "decoder_input_ids" not in others:
@@ -85,7 +89,8 @@ def _generator(seed: int = 0) -> torch.Generator:
 
 def _ids(config: Any, seed: int = 0, length: int = LENGTH) -> Tensor:
     sizes = [value for value in _values(config, "vocab_size") if value > 0] or [32]
-    return torch.randint(5, max(6, min(*sizes, 100) - 8 if len(sizes) > 1 else min(sizes[0], 100) - 8), (BATCH, length), generator=_generator(seed))
+    high = max(6, min([*sizes, 100]) - 8)  # below the special tokens
+    return torch.randint(5, high, (BATCH, length), generator=_generator(seed))
 
 
 def _values(config: Any, name: str) -> list[int]:
@@ -129,9 +134,11 @@ def _candidates(name: str, config: Any) -> list[Any]:
     """Values that an argument may take, likeliest first."""
     normal = lambda *shape: torch.randn(*shape, generator=_generator())  # noqa: E731
     if name in ("input_ids", "decoder_input_ids", "text_input_ids"):
-        books = [v for field in ("num_codebooks", "num_quantizers", "num_channels") for v in _values(config, field) if v > 3][:1]
+        books = [
+            v for field in ("num_codebooks", "num_quantizers", "num_channels") for v in _values(config, field) if v > 3
+        ][:1]
         several = [_ids(config).unsqueeze(-1).expand(-1, -1, n).contiguous() for n in books]
-        short = [_ids(config)[:, :16]] if LENGTH > _first(config, ("max_position_embeddings",), 512) else []
+        short = [_ids(config)[:, :16]] if _first(config, ("max_position_embeddings",), 512) < LENGTH else []
         return [*short, _ids(config), *several]
     if "pixel_values" in name or name in ("images", "image", "pixel_features"):
         channels = _first(config, ("num_channels", "in_channels", "in_chans"), 3)
@@ -140,7 +147,9 @@ def _candidates(name: str, config: Any) -> list[Any]:
         videos = [normal(BATCH, frames[0], channels, *size) for size in _image_sizes(config)[:2]]
         patch = _first(config, ("patch_size",), 4)
         flat = [normal(32, channels * patch * patch * n) for n in (1, 2)]
-        return [*videos, *images] if "video" in name else [*images, *videos, *flat, normal(BATCH, 32, channels * patch**2)]
+        return (
+            [*videos, *images] if "video" in name else [*images, *videos, *flat, normal(BATCH, 32, channels * patch**2)]
+        )
     if name == "input_features":
         mels = [v for field in ("num_mel_bins", "feature_size", "n_mels", "input_size") for v in _values(config, field)]
         mels = list(dict.fromkeys([*mels, 80, 128]))
@@ -160,7 +169,14 @@ def _candidates(name: str, config: Any) -> list[Any]:
         times = _first(config, ("temporal_patch_size",), 1)
         flat = [normal(32, times * channels * patch**2)] if name == "hidden_states" else []
         return [*(normal(BATCH, LENGTH, width) for width in _width(config)), *flat]
-    if name in ("attention_mask", "pixel_mask", "mask", "padding_mask", "input_features_mask", "encoder_attention_mask"):
+    if name in (
+        "attention_mask",
+        "pixel_mask",
+        "mask",
+        "padding_mask",
+        "input_features_mask",
+        "encoder_attention_mask",
+    ):
         sides = [torch.ones(BATCH, *size, dtype=torch.long) for size in _image_sizes(config)]
         lengths = [torch.ones(BATCH, n, dtype=torch.long) for n in (LENGTH, 96)]
         return sides if name == "pixel_mask" else [*lengths, lengths[1].bool()]

@@ -21,7 +21,9 @@ _LAYERS = re.compile(
     r"^(n_layers?|depth|(\w+_)?num_(hidden_)?layers|num_(encoder|decoder|hidden|cross)\w*_layers|(en|de)coder_layers|"
     r"\w+_(num_)?layers|num_(encoder_|transformer_)?blocks|num_hidden_layers_\w+)$"
 )
-_NOT_LAYERS = re.compile(r"feat_extract|adapter|conv|residual|dense|shared|mlp_only|max_window|kv|nextn|mtp|indices|proj")
+_NOT_LAYERS = re.compile(
+    r"feat_extract|adapter|conv|residual|dense|shared|mlp_only|max_window|kv|nextn|mtp|indices|proj"
+)
 _EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
 _WIDTH = re.compile(
     r"hidden|dim$|dim_|_dim|d_model|d_inner|d_ff|d_kv|n_embd|n_inner|width|embed|rank|intermediate|ffn|channels|"
