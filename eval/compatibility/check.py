@@ -91,7 +91,7 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
         if not number:
             needed = inspect.signature(model.forward).parameters
             problems.append(f"no inputs known for {', '.join(needed)}")
-        if not number or tried == 3:
+        if not number or tried == 5:
             break
     raise NotBuiltError(" / ".join(dict.fromkeys(problems[:2] + problems[-1:])))
 
