@@ -47,7 +47,9 @@ class EvaluationArguments:
     splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")
     batch_seconds: float = option(200.0, "Seconds of audio, padding included, a forward pass.")
-    max_samples: int | None = option(None, "The first so many utterances of a split only.")
+    max_samples: int | None = option(
+        None, "So many utterances of a split only, evenly spaced over its order, which is by speaker in LibriSpeech."
+    )
     max_bad: float = option(
         0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
     )
@@ -129,6 +131,14 @@ def recognise(
         for index, text in zip(indices, transcribe(model, inputs, processor.tokenizer, beam_size), strict=True):
             texts[index] = text
     return texts, time.perf_counter() - start
+
+
+def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[Utterance]:
+    """The middle ones of so many equal parts of the utterances, in order; all for None or more than there are."""
+    total = len(utterances)
+    if number is None or number >= total:
+        return list(utterances)
+    return [utterances[(2 * part + 1) * total // (2 * number)] for part in range(number)]
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
@@ -225,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options["sampling_rate"] = processor.feature_extractor.sampling_rate
     for split in arguments.splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
-        utterances = long_enough(utterances[: arguments.max_samples], processor, skipped)
+        utterances = long_enough(evenly_spaced(utterances, arguments.max_samples), processor, skipped)
         result, rows = evaluate_split(model, processor, utterances, arguments)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

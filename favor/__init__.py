@@ -13,8 +13,10 @@ from favor.attention import favor_attention
 from favor.config import FavorConfig
 from favor.integrations.adapt.calibrate import calibrate
 from favor.integrations.adapt.convert import convert
-from favor.integrations.backend import configure, register, register_features
+from favor.integrations.backend import register, register_features
 from favor.integrations.cache import FavorCache
+from favor.integrations.configure import configure
+from favor.integrations.describe import describe
 from favor.integrations.layer import RedrawCounter
 
 __version__ = version("favor")
@@ -26,6 +28,7 @@ __all__ = [
     "calibrate",
     "configure",
     "convert",
+    "describe",
     "favor_attention",
     "features",
     "register_features",

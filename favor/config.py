@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from favor import registry
 from favor.kernels import KERNELS
 
 STATISTICS = ("batch", "calibrated", "corrected")
+MOST_FEATURES = 2**18  # 64 MiB of directions per head of 64: more is a slip of the pen
+BACKEND = "attn_implementation"  # entry of `config.favor` that names the backend of a saved model; no option
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class FavorConfig:
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        self._check_integer("num_features", minimum=1)
+        self._check_integer("num_features", minimum=1, maximum=MOST_FEATURES)
         self._check_integer("seed")
         self._check_integer("redraw_interval", minimum=0)
         self._check_integer("window", minimum=0)
@@ -101,6 +104,8 @@ class FavorConfig:
         if (given is None or family.factorizations) and self.factorization not in forms:
             choices = ", ".join(map(repr, forms))
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
+        if given is not None:
+            self._check_ignored(family, called, given)
         if self.window and not family.supports_window:
             raise ValueError(
                 f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
@@ -113,12 +118,28 @@ class FavorConfig:
         if self.kernel not in ("auto", "torch") and not family.has_kernel and (given is None or "kernel" in given):
             raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 
-    def _check_integer(self, name: str, minimum: int | None = None) -> None:
+    def _check_ignored(self, family: type[registry.Family], called: str, given: Collection[str]) -> None:
+        """Raises a ValueError for options that were asked for now and that a family does not read."""
+        ignored = []
+        if not family.counts_features:
+            ignored.append("num_features")
+        if not family.is_drawn:
+            ignored += ["orthogonal", "seed", "redraw_interval"]
+        if called in registry.BACKENDS and len(registry.BACKENDS[called]) == 1 and self.features != family.name:
+            ignored.append("features")
+        for name in ignored:
+            default = type(self).__dataclass_fields__[name].default
+            if name in given and getattr(self, name) != default:
+                raise ValueError(f"{called} attention does not read {name}, got {name}={getattr(self, name)!r}.")
+
+    def _check_integer(self, name: str, minimum: int | None = None, maximum: int | None = None) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an integer, got {value!r}.")
         if minimum is not None and value < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"{name} must be at most {maximum}, got {value}.")
 
     def exact_threshold(self, device_type: str, is_causal: bool, family: str | None = None) -> int:
         """Number of keys from which on the estimator runs.
@@ -142,16 +163,20 @@ class FavorConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | None) -> FavorConfig:
-        """Validated options from a dictionary; absent ones take their defaults.
+        """Validated options from a dictionary; absent ones take their defaults, and the name of a backend is left out.
 
         Raises:
-            ValueError: for an unknown option; the message lists the known ones.
+            ValueError: for an unknown option; the message lists the known ones. TypeError: if it is no dictionary.
         """
-        options = dict(options or {})
+        if not isinstance(options, Mapping | None):
+            raise TypeError(f"config.favor must be a dictionary of options, got {options!r}.")
+        options = {name: value for name, value in (options or {}).items() if name != BACKEND}
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(known))
+        unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
+            near = get_close_matches(unknown[0], known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"unknown option {', '.join(unknown)}{hint}; the options are {', '.join(known)}.")
         return cls(**options)
 
 

@@ -6,6 +6,7 @@ backends, calibration, programs) asks the class.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 
@@ -23,6 +24,7 @@ class Family:
         learns_matrices: whether `favor.calibrate(..., feature_weights=True)` changes its parameters by gradient steps.
         supports_window: whether it estimates exp(x . y) itself, and can share a normaliser with exact blocks of tokens.
         supports_state: whether causal attention can go on from a state of fixed size.
+        counts_features: whether the option `num_features` chooses how many features or groups it has.
         is_drawn: whether it has random directions, which depend on a seed.
         has_kernel: whether Triton kernels compute it.
         pooled_options: keyword arguments of the class where statistics of some texts have to serve for others.
@@ -41,6 +43,7 @@ class Family:
     learns_matrices: bool = False
     supports_window: bool = False
     supports_state: bool = False
+    counts_features: bool = True
     is_drawn: bool = True
     has_kernel: bool = False
     pooled_options: dict[str, Any] = {}  # noqa: RUF012
@@ -86,14 +89,19 @@ def get(name: str, **options: Any) -> Any:
 
     Args:
         name: "trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "relu", "elu", "landmark", or one
-            that was registered.
+            that was registered; or a backend, which stands for the family that it runs by default.
         **options: keyword arguments of the class, such as `alpha`.
 
     Raises:
         ValueError: if the name is unknown; the message lists the known ones.
     """
+    if name not in FAMILIES and name in BACKENDS:
+        name = family_of(name, None).name
     if name not in FAMILIES:
-        raise ValueError(f"features must be one of {', '.join(sorted(FAMILIES))}; got {name!r}.")
+        near = get_close_matches(str(name).lower(), [*FAMILIES, *BACKENDS], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = f"{', '.join(sorted(FAMILIES))}, or a backend ({', '.join(BACKENDS)})"
+        raise ValueError(f"features must be one of {known}; got {name!r}.{hint}")
     return FAMILIES[name](**options)
 
 

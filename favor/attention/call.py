@@ -139,6 +139,20 @@ class AttentionCall:
             return compiled_directions(*draw)
         return directions(draw)
 
+    def query_padding(self, length: int, key_length: int) -> Tensor | None:
+        """Mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
+
+        Without a mask of their own they are the tokens of the keys: the last ones in causal attention, all of them
+        where there are as many queries as keys.
+
+        Args:
+            length, key_length: L and S.
+        """
+        if self.query_mask is not None or self.key_mask is None:
+            return self.query_mask
+        own = self.is_causal or length == key_length
+        return self.key_mask[:, key_length - length :] if own else None
+
     def _check_masks(self, query: Tensor, key: Tensor) -> None:
         batch, length, key_length = query.shape[0], query.shape[2], key.shape[2]
         if self.is_causal and length > key_length:

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from favor import features as families
 from favor.attention import linear, signed
 from favor.attention.call import AttentionCall, CallOptions
-from favor.attention.padding import Compaction
+from favor.attention.padding import Compaction, finite_padding
 from favor.features import PositiveFeatures, SignedFeatures
 from favor.landmark import Landmarks
 from favor.landmark import attention as landmark
@@ -66,7 +66,8 @@ def favor_attention(
         num_features: number of features (or landmarks) M, default 256. More is closer to softmax and slower.
         key_padding_mask: boolean `[B, S]`, True for real keys; None if there is no padding.
         query_padding_mask: boolean `[B, L]`, True for the queries that count in statistics. Defaults to
-            `key_padding_mask` where L equals S (self-attention). Causal attention does not read it.
+            `key_padding_mask` where L equals S (self-attention). Causal attention takes no statistics. Other queries
+            are padding: NaN and infinity there count as 0, so that gradients of real tokens are finite.
         is_causal: query i sees keys 0 ... S - L + i (queries are the last ones, as with a cache).
         scale: positive factor of the logits, default 1/sqrt(d).
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
@@ -125,6 +126,9 @@ def favor_attention(
     given, length, compaction = query.dtype, query.shape[2], None
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)
+    padding = call.query_padding(length, key.shape[2])
+    if padding is not None:
+        query = finite_padding(query, padding)
     if call.key_mask is not None and _has_blocks(family, call, length == key.shape[2]):
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:

@@ -73,9 +73,7 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
             stacklevel=4,
         )
         return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
-    query_mask = call.query_mask
-    if query_mask is None and query.shape[2] == key.shape[2]:
-        query_mask = call.key_mask
+    query_mask = call.query_padding(query.shape[2], key.shape[2])
     parts = [(query, key)] if packing is None else packing.split(query, key)
     moments = [_moments(family, q, k, query_mask, call.key_mask, call.scale) for q, k in parts]
     return family.fit_moments(moments[0] if packing is None else Moments.cat(moments))

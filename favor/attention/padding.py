@@ -1,4 +1,4 @@
-"""Padding moved to the end, so that blocks of tokens begin with the first real one wherever the padding is."""
+"""Padding: what it holds is harmless, and moved to the end blocks of tokens begin with the first real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 from favor.kernels.dispatch import is_tracing
+
+
+def finite_padding(query: Tensor, mask: Tensor) -> Tensor:
+    """Puts 0 in place of NaN and infinity in padded queries, whose finite numbers stay.
+
+    Nobody reads their outputs, but a product of NaN with their gradient, which is 0, would reach every key.
+
+    Args:
+        query: `[B, H, L, d]`.
+        mask: boolean `[B, L]`, True for real queries.
+    """
+    return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
 
 
 @dataclass

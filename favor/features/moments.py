@@ -186,7 +186,7 @@ def attention_received(
         wanted = (steps * rank[..., -1:]).long() + 1
         places = torch.searchsorted(rank, wanted).clamp(max=length - 1)
         index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
-        rows = x.gather(-2, index)
+        rows = x.gather(-2, index).masked_fill(rank[..., -1:, None] == 0, 0.0)  # not what padding holds
     rows = scale * rows.to(compute)
     if y.is_cuda and y.dtype != compute and y.ndim > 2:
         product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from favor.features.base import PositiveFeatures
-from favor.features.linalg import eigh, from_spectrum, newton_schulz, trace, without_eigh
+from favor.features.linalg import add_diagonal, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments
 from favor.features.parameters import Parameters
 from favor.registry import register
@@ -226,6 +226,8 @@ def _sigma_root(second: Tensor, eye: Tensor) -> Tensor:
     It takes R = (4 N^2 + 12 N + I)^(1/2), the product of the commuting roots of 2 N + (3 - 8^(1/2)) I and
     2 N + (3 + 8^(1/2)) I: each of these matrices has the condition of N and not of its square.
     """
+    # Large moments of few tokens may have eigenvalues below zero by rounding, which the iteration would blow up.
+    second = add_diagonal(second, 2 * torch.finfo(second.dtype).eps * trace(second))
     low, high = (newton_schulz(2 * second + (3 + sign * 8**0.5) * eye)[0] for sign in (-1, 1))
     root = (low @ high + high @ low) / 2
     return newton_schulz(3 * eye / 4 + second / 2 + root / 4)[0]

@@ -130,6 +130,7 @@ class ELUFeatures(SignedFeatures):
 
     name = "elu"
     is_drawn = False
+    counts_features = False
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
         """`[..., L, d]`."""

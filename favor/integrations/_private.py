@@ -5,7 +5,8 @@ Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. With another versio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -39,6 +40,57 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
         function(self)
 
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+
+
+def at_choice_of_backend(function: Callable[[PreTrainedModel, str | None, bool], str | None]) -> None:
+    """Has a function see, and change, the name of each attention backend that a model is about to take.
+
+    Only the first call in a process has an effect.
+
+    Args:
+        function: called with the model, which has no layers yet if it is being built, the name that was asked for, None
+            if none was, and whether the model is being built. Gives the name to take.
+    """
+    original: Callable[..., Any] = PreTrainedModel._check_and_adjust_attn_implementation
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def check(self: Any, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kw: Any) -> Any:
+        return original(self, function(self, attn_implementation, is_init_check), is_init_check, *args, **kw)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
+
+
+def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[None]]) -> None:
+    """Has every `save_pretrained` of a model run inside of a context. Only the first call has an effect."""
+    original: Callable[..., Any] = PreTrainedModel.save_pretrained
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with function(self):
+            return original(self, *args, **kwargs)
+
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+
+
+def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], None]) -> None:
+    """Has a function see the names of weights that `from_pretrained` did not find, before it makes them up.
+
+    Only the first call in a process has an effect.
+    """
+    original: Callable[..., Any] = PreTrainedModel._move_missing_keys_from_meta_to_device
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def move(self: Any, missing_keys: Collection[str], *args: Any, **kwargs: Any) -> Any:
+        function(self, missing_keys)
+        return original(self, missing_keys, *args, **kwargs)
+
+    PreTrainedModel._move_missing_keys_from_meta_to_device = move  # type: ignore[method-assign]
 
 
 class MaskPattern(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor import registry
 from favor.attention import favor_attention
@@ -18,17 +18,21 @@ from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, state_of
 from favor.integrations.exact import exact_attention
+from favor.integrations.first_pass import LINEAR, note
 from favor.integrations.layer import (
     WEIGHTS_OF,
     decodes,
     is_self_attention,
     layer_number,
+    layer_options,
+    layer_state,
     redraw_epoch,
     stored_choice,
     stored_parameters,
 )
+from favor.integrations.loading import register_loading
 from favor.integrations.masks import Visibility, favor_mask, refuse, visibility
-from favor.integrations.stored import number_layers, number_layers_of_new_models, weights_of
+from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
 from favor.registry import AnyFamily
 
@@ -41,7 +45,7 @@ def register() -> None:
     for name in registry.BACKENDS:
         register_backend(name)
     register_observer()
-    number_layers_of_new_models()
+    register_loading()
 
 
 def register_backend(name: str) -> None:
@@ -128,12 +132,13 @@ def favor_attention_forward(
         sees = sees._replace(padding=sees.padding[:, known - key_length :])
     packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
     call = _Call(module, sees, scaling, dropout, packing)
-    if sees.reach is not None or sees.dense:  # a local layer stays as the model meant it
+    name, options = layer_options(module, backend)
+    if name is None or sees.reach is not None or sees.dense:
+        _account(module, known, "exact: another part of the model was switched" if name is None else _local(sees))
         return _exact(call, query, key, value, attention_mask), None
 
     causal = sees.causal
-    options = tuple(sorted((getattr(module.config, "favor", None) or {}).items()))
-    plan, choice = _plan(backend, options, query.device.type, causal), stored_choice(module)
+    plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
     state = kwargs.get("favor_state")
     if cached is not None and not causal:  # cross attention, whose keys do not grow
         cached.keep(key, value)
@@ -144,6 +149,7 @@ def favor_attention_forward(
             f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
         )
     if (key_length if packing is None else packing.longest_key) < plan.exact_below:
+        _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
         return _exact(call, query, key, value), None
 
     if plan.statistics == "corrected" and (causal or decodes(module)):
@@ -154,52 +160,28 @@ def favor_attention_forward(
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
     if cached is not None:
-        state = state_of(cached, query, (backend, plan, dict(choice), redraw))
+        state = state_of(cached, query, (name, plan, dict(choice), redraw))
     window = choice.get("window", plan.window) if is_self_attention(module, causal, length, key_length) else 0
+    _account(module, known, f"{LINEAR}{plan.family}, M = {plan.num_features}{f', window {window}' if window else ''}")
     estimate = _Estimate(call, plan, layer, redraw, window, state)
     exact, linear = partial(_exact, call), partial(_linear, estimate)
     out = by_head(query, key, value, stored, choice.get("exact_heads", ()), exact, linear)
     return out.contiguous(), None
 
 
-def configure(model: PreTrainedModel, attn_implementation: str | dict[str, str] | None = None, **options: Any) -> Any:
-    """Sets FAVOR options on a live model, and the backend if one is given.
+def _account(module: nn.Module, keys: int, account: str) -> None:
+    """Tells the log what a layer runs, at the first forward pass of its model."""
+    state = layer_state(module)
+    if state is None or state.first_pass is None or state.first_pass.is_told or torch.compiler.is_compiling():
+        return
+    note(module, account, keys)
 
-    Args:
-        model: any transformers model.
-        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one.
-        **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
-            (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep them.
 
-    Returns:
-        The model.
-
-    Raises:
-        ValueError, TypeError: for an unknown option or a bad value; nothing is changed then.
-
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> import favor
-        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-        >>> model = favor.configure(BertModel(tiny), "favor#", num_features=64, exact_below=0)
-        >>> model.config.favor["num_features"]
-        64
-    """
-    configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
-    merged = {
-        key: FavorConfig.from_dict({**(getattr(config, "favor", None) or {}), **options})
-        for key, config in configs.items()
-    }
-    for key, config in configs.items():
-        backend = attn_implementation or getattr(config, "_attn_implementation", None)
-        if isinstance(backend, str) and backend in registry.BACKENDS:  # one of a dictionary checks itself when it runs
-            feature_family(backend, merged[key], options)
-    number_layers(model)
-    if attn_implementation is not None:
-        model.set_attn_implementation(attn_implementation)
-    for key, config in configs.items():
-        config.favor = merged[key].to_dict()
-    return model
+def _local(sees: Visibility) -> str:
+    """Says how a layer that the model meant to be local runs: exactly, as the model meant it."""
+    if sees.reach is None:
+        return "local: exact, with a mask of all pairs"
+    return f"local: exact, keys at most {sees.reach} tokens away"
 
 
 def model_options(config: Any) -> FavorConfig:
@@ -329,6 +311,8 @@ def by_head(
     if not exact_heads:
         return linear(query, key, value, parameters)
     number = key.shape[1]
+    if max(exact_heads) >= number:
+        raise ValueError(f"exact_heads must be key heads from 0 to {number - 1}, got {list(exact_heads)}.")
     linear_heads = [head for head in range(number) if head not in exact_heads]
     if not linear_heads:
         return exact(query, key, value)
@@ -349,8 +333,8 @@ def by_head(
 
 def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     module, sees, scaling, dropout, packing = call
-    options = {"mask": mask, "scaling": scaling, "dropout": dropout, "packing": packing}
-    return exact_attention(module, (query, key, value), sees, **options)
+    tensors = (query, key, value)
+    return exact_attention(module, tensors, sees, mask=mask, scaling=scaling, dropout=dropout, packing=packing)
 
 
 def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:

@@ -38,8 +38,16 @@ def exact_attention(
     for query, key, value in [tensors] if packing is None else packing.split(*tensors):
         if sees.reach is not None:
             padding = sees.padding if packing is None else None
-            options = {"is_causal": sees.causal, "scale": scaling, "dropout": dropout}
-            out = local_attention(query, key, value, sees.reach, key_padding_mask=padding, **options).transpose(1, 2)
+            out = local_attention(
+                query,
+                key,
+                value,
+                sees.reach,
+                is_causal=sees.causal,
+                key_padding_mask=padding,
+                scale=scaling,
+                dropout=dropout,
+            ).transpose(1, 2)
         else:
             mask = exact_mask(sees.padding, query.shape[2], key.shape[2], sees.causal, query)
             out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, sees.causal)[0]

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
+from favor import registry
+from favor.config import BACKEND
 from favor.features import Parameters
 from favor.integrations._private import in_backward, version
 
@@ -32,20 +35,43 @@ class LayerState:
     Attributes:
         number: of the layer in its model; the random directions depend on it.
         name: of the module below the base model, its key in `config.favor_layers`.
+        scope: name of the part of the model whose layers share the config of this one; empty for the whole model.
         decodes: whether the module is the cross attention of a decoder layer.
         choice: entry of the layer in `config.favor_layers`, see `favor.integrations.stored`; empty if it has none.
         calls: forward passes in training with redraws, those of recomputed activations left out.
         oldest_draw: draw of the first such pass since the last recomputation; None if none has been.
         prepared: the parameters that the buffers hold, as attention takes them; None before they were needed.
+        first_pass: of the model, for the log.
     """
 
     number: int
     name: str
+    scope: str
     decodes: bool
     choice: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     oldest_draw: int | None = None
     prepared: Prepared | None = None
+    first_pass: FirstPass | None = None
+
+
+@dataclass(eq=False)
+class FirstPass:
+    """Account of the first forward pass of a model; its layers share it.
+
+    Attributes:
+        model: name of the class of the model.
+        expected: numbers of the layers that ask for a backend.
+        seen: by layer number, what ran and why.
+        keys: the most keys of a layer.
+        is_told: whether the log has it.
+    """
+
+    model: str
+    expected: frozenset[int]
+    seen: dict[int, str] = field(default_factory=dict)
+    keys: int = 0
+    is_told: bool = False
 
 
 @dataclass(eq=False)
@@ -74,7 +100,7 @@ def change_state(module: nn.Module, **changes: Any) -> None:
 
     Args:
         module: the attention module. One without a state gets its first.
-        **changes: fields of `LayerState`; for the first state at least number, name and decodes.
+        **changes: fields of `LayerState`; for the first state at least number, name, scope and decodes.
     """
     state = layer_state(module)
     module.favor_layer = LayerState(**changes) if state is None else replace(state, **changes)  # type: ignore[assignment]
@@ -124,6 +150,43 @@ def decodes_or_is_causal(module: nn.Module) -> bool:
     if layer_state(module) is None or not hasattr(module, "config"):
         return False
     return decodes(module) or bool(getattr(module, "is_causal", False))
+
+
+def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str, Any]]:
+    """Gives the backend and the options of a layer: those of its part of the model, or else of its config.
+
+    Args:
+        module: an attention module.
+        backend: that of its config.
+
+    Returns:
+        The name, None for a layer that stays exact, and the options.
+    """
+    parts, options = getattr(module.config, "favor_parts", None), getattr(module.config, "favor", None) or {}
+    if parts:
+        state = layer_state(module)
+        around = [part for part in parts if is_inside("" if state is None else state.name, part)]
+        if not around:
+            return None, {}
+        options = parts[max(around, key=len)]
+        backend = options[BACKEND]
+    return (backend if backend in registry.BACKENDS else None), options
+
+
+def is_inside(name: str, part: str) -> bool:
+    """Tells whether a module, by its dotted name, is a part of a model or in it; "" is the whole model."""
+    return part in ("", name) or name.startswith(f"{part}.")
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Tells whether an attention module asks transformers for the function of its backend."""
+    for base in type(module).__mro__:
+        for function in vars(base).values():
+            code = getattr(function, "__code__", None)
+            space = getattr(function, "__globals__", {})
+            if code is not None and any(isinstance(space.get(name), AttentionInterface) for name in code.co_names):
+                return True
+    return False
 
 
 def stored_choice(module: nn.Module) -> dict[str, Any]:

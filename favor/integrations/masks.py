@@ -78,6 +78,7 @@ def favor_mask(
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
         mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
+        assert mask is not None
         return _record(mask, Visibility(causal=False, dense=True))
     # A tracer cannot look into a mask function, and transformers there gives every decoder without a mask a packed one.
     if pattern is None and is_tracing():

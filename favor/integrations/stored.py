@@ -17,23 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from favor.config import FavorConfig
 from favor.features import Parameters
-from favor.integrations._private import after_construction
+from favor.integrations.entries import check_entries
 from favor.integrations.layer import (
     FACTOR,
     SHIFT,
     TRANSFORM,
     WEIGHTS,
     WEIGHTS_OF,
+    FirstPass,
     change_state,
+    dispatches,
     layer_state,
     stored_choice,
 )
-
-
-def number_layers_of_new_models() -> None:
-    """Has every transformers model number its attention modules at the end of its construction."""
-    after_construction(number_layers)
 
 
 def number_layers(model: nn.Module) -> None:
@@ -45,17 +43,24 @@ def number_layers(model: nn.Module) -> None:
 
     Args:
         model: any model; the config of a transformers model is read.
+
+    Raises:
+        ValueError, TypeError: for options or entries of layers in the config that are malformed, naming the field.
     """
-    attention = {
-        name: module
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
-    }
+    attention = attention_names(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    entries = getattr(getattr(model, "config", None), "favor_layers", None)
+    config = getattr(model, "config", None)
+    FavorConfig.from_dict(getattr(config, "favor", None))
+    entries = getattr(config, "favor_layers", None)
+    check_entries(entries)
+    asking = frozenset(number for number, module in enumerate(attention.values()) if dispatches(module))
+    first_pass = FirstPass(type(model).__name__, asking)
+    scopes = _scopes({path.removeprefix(prefix): module for path, module in attention.items()})
     for number, (path, module) in enumerate(attention.items()):
         name = path.removeprefix(prefix)
-        place = {"number": number, "name": name, "decodes": _stands_in_a_decoder(path, attention)}
+        scope = scopes.get(id(getattr(module, "config", None)), "")
+        place = {"number": number, "name": name, "scope": scope, "first_pass": first_pass}
+        place["decodes"] = _stands_in_a_decoder(path, attention)
         if entries is None and layer_state(module) is not None:
             change_state(module, **place)  # a part that knows of its own, in a model that does not
             continue
@@ -63,6 +68,32 @@ def number_layers(model: nn.Module) -> None:
         change_state(module, **place, choice=own)
         if "family" in own:
             _attach(module, own["key_heads"], own["head_dim"], own.get(WEIGHTS_OF, {}).get("num_features"))
+
+
+def number_new_layers(model: nn.Module) -> None:
+    """Numbers the layers of a model if one of them has no number. A part of a numbered model keeps its own."""
+    if any(layer_state(module) is None for module in attention_names(model).values()):
+        number_layers(model)
+
+
+def attention_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Lists the modules of a model that may be attention layers, by their names in it."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
+    }
+
+
+def _scopes(attention: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Gives, for each config by its identity, the smallest part of the model that holds all layers that share it."""
+    scopes: dict[int, list[str]] = {}
+    for name, module in attention.items():
+        path, config = name.split("."), id(getattr(module, "config", None))
+        common = scopes.get(config, path)
+        equal = [a == b for a, b in zip(common, path, strict=False)]
+        scopes[config] = common[: equal.index(False) if False in equal else len(equal)]
+    return {config: ".".join(path) for config, path in scopes.items()}
 
 
 def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
@@ -157,12 +188,14 @@ def clear_choices(model: nn.Module) -> None:
 
 def _write(model: nn.Module) -> None:
     """Puts the entries of the layers into every config of the model that has or needs a list of them."""
-    states = [layer_state(module) for module in model.modules()]
-    layers = {state.name: state.choice for state in states if state is not None and state.choice}
+    states = [state for state in map(layer_state, model.modules()) if state is not None]
+    names, layers = {state.name for state in states}, {state.name: state.choice for state in states if state.choice}
     configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
     for config in configs.values():
-        if layers or hasattr(config, "favor_layers"):
-            config.favor_layers = layers
+        # A part of a model does not know the other layers of its config.
+        before = getattr(config, "favor_layers", None)
+        if layers or before is not None:
+            config.favor_layers = {k: v for k, v in (before or {}).items() if k not in names} | layers
 
 
 def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:

@@ -38,7 +38,8 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
     (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
     if 0 in (batch, length, keys):
-        return query[..., :0].sum(-1, keepdim=True).expand(-1, -1, -1, value.shape[-1])  # zeros
+        zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # of the graph
+        return zeros.expand(-1, -1, -1, value.shape[-1])
     groups, block = heads // key_heads, window or landmark_causal.BLOCK
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
@@ -58,9 +59,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
             family, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=call.state
         )
         return out.flatten(1, 2)
-    rows, query_mask = shared.flatten(2, 3), call.query_mask
-    if query_mask is None and length == keys:
-        query_mask = key_mask
+    rows, query_mask = shared.flatten(2, 3), call.query_padding(length, keys)
     cells = family.cells(
         rows if call.use_statistics else None,
         key,

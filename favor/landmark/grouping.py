@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.features.moments import attention_received
+from favor.landmark.equal import first_equal
 from favor.registry import Family, register
 
 
@@ -25,7 +26,7 @@ class Landmarks(Family):
     Half of the landmarks are the keys that receive most attention from a few queries, the other half are evenly spaced
     among the rest of the sequence. A key belongs to the landmark with the smallest mean (q.(k - c))^2 over queries q:
     the logits of its weight change least. A landmark belongs to itself, so M landmarks for M keys or fewer give exact
-    softmax attention.
+    softmax attention. Equal keys count as one: where no more than M differ, each of these is a landmark.
 
     Args:
         num_queries: queries, evenly spaced, whose exact attention tells which keys matter; default 32. It costs
@@ -94,7 +95,11 @@ class Landmarks(Family):
                 trace = torch.diagonal(metric, dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)
                 eye = torch.eye(key.shape[-1], dtype=metric.dtype, device=key.device)
                 metric = torch.where((trace > 0) & trace.isfinite(), metric, eye)
-            index = _choose(key, num_landmarks, received, key_mask)
+            first = first_equal(key, key_mask, counts)
+            is_copy = first != torch.arange(key.shape[-2], device=key.device)
+            if received is not None:
+                received = sums_of(first, key.shape[-2], received.unsqueeze(-1))[0].squeeze(-1)
+            index = _choose(num_landmarks, received, is_copy, key_mask)
             chosen = key.gather(-2, index.unsqueeze(-1).expand(*index.shape, key.shape[-1]))
             chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
             directions = chosen if metric is None else chosen @ metric
@@ -104,21 +109,31 @@ class Landmarks(Family):
                 half_square = half_square.masked_fill(~key_mask.gather(-1, index), torch.finfo(chosen.dtype).max)
             cells = _nearest(key, directions, half_square)
             cells.scatter_(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
+            # Copies go where the first goes, whatever rounding says, unless they are landmarks too.
+            cells = torch.where(is_copy.scatter(-1, index, False), cells.gather(-1, first), cells)
             return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
 
 
-def _choose(key: Tensor, number: int, received: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Indices of the landmarks, `[..., M]`: half by attention received, the others evenly spaced among the rest."""
-    rest = torch.ones(key.shape[:-1], dtype=torch.bool, device=key.device) if mask is None else mask
-    heavy = torch.empty(*key.shape[:-2], 0, dtype=torch.int64, device=key.device)
+def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor | None) -> Tensor:
+    """Indices of the landmarks, `[..., M]`: half by attention received, the others evenly spaced among the rest.
+
+    Copies of earlier keys are landmarks only where there are more landmarks than other keys.
+    """
+    keys, device = is_copy.shape[-1], is_copy.device
+    rest = ~is_copy if mask is None else mask & ~is_copy
+    heavy = torch.empty(*is_copy.shape[:-1], 0, dtype=torch.int64, device=device)
     if received is not None:
-        received = received if mask is None else received.masked_fill(~mask, -1.0)
-        heavy = received.topk(min(number // 2, key.shape[-2]), -1).indices
-        rest = rest.scatter(-1, heavy, False)
+        received = received.masked_fill(~rest, -2.0).masked_fill(is_copy, -1.0)
+        heavy = received.topk(min(number // 2, keys), -1).indices
+        rest, is_copy = rest.scatter(-1, heavy, False), is_copy.scatter(-1, heavy, False)
     spaced = number - heavy.shape[-1]
-    rank = rest.cumsum(-1)
-    wanted = (2 * torch.arange(spaced, device=key.device) + 1) * rank[..., -1:] // (2 * spaced) + 1
-    index = torch.searchsorted(rank, wanted).clamp(max=key.shape[-2] - 1)
+    left, step = rest.sum(-1, keepdim=True), torch.arange(spaced, device=device)
+    wanted = torch.where(left < spaced, step, (2 * step + 1) * left // (2 * spaced))
+    # The rest in order, then copies; all others share the place after them.
+    place = torch.where(rest, rest.cumsum(-1) - 1, keys).where(~is_copy, left + is_copy.cumsum(-1) - 1)
+    order = place.new_zeros(*place.shape[:-1], keys + 1)
+    order = order.scatter(-1, place, torch.arange(keys, device=device).expand_as(place))
+    index = order.gather(-1, wanted.clamp(max=keys - 1))
     return torch.cat([heavy, index], -1).sort(-1).values
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from favor.optim.bound import BoundCoefficients, bound_coefficients, bound_dense, bound_diagonal, bound_matvec
-from favor.optim.majorizers import CHUNK, Kronecker, row_weights, second_moment, total
+from favor.optim.majorizers import CHUNK, Kronecker, cholesky, row_weights, second_moment, total
 
 DENSE = 1e9
 TOLERANCE = 1e-6
@@ -71,14 +71,21 @@ class Exact:
         By a dense Cholesky factorization in float64 where that takes less than 1e9 operations, else by conjugate
         gradients to a residual of 1e-6 or 200 iterations, preconditioned by the mean diagonal of B and the second
         moment of the inputs.
+
+        Raises:
+            ValueError: if the curvature is not finite.
         """
         size, rows = gradient.numel(), self.reduce(self.x.new_tensor(float(len(self.x)))).item()
         if rows * size**2 + size**3 / 3 <= DENSE:
-            matrix = self.dense(len(gradient)).double()
-            matrix.diagonal().add_(damping)
-            factor = torch.linalg.cholesky(matrix)
+            factor = cholesky(self._double().dense(len(gradient)), damping)
             return torch.cholesky_solve(gradient.double().reshape(-1, 1), factor).reshape(gradient.shape).to(gradient)
         return self._conjugate_gradients(gradient, damping)
+
+    def _double(self) -> Exact:
+        """In float64 from the start: what large inputs lose in float32 is more than the damping."""
+        c = self.coefficients
+        c = replace(c, beta=c.beta.double(), kappa=c.kappa.double(), rho=c.rho.double())
+        return replace(self, x=self.x.double(), weights=self.weights.double(), coefficients=c)
 
     def _conjugate_gradients(self, gradient: Tensor, damping: float) -> Tensor:
         labels = self.reduce(self.weights @ bound_diagonal(self.coefficients))

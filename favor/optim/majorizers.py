@@ -73,10 +73,9 @@ class Kronecker:
         return Inverse(apply, degrees)
 
     def _of_inputs(self, damping: float) -> Inverse:
-        matrix = (self.labels * self.inputs).double()
-        matrix.diagonal().add_(damping)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-        return Inverse(lambda gradient: gradient @ inverse.to(gradient), len(matrix) - damping * inverse.trace().item())
+        inverse = torch.cholesky_inverse(cholesky(self.labels * self.inputs, damping))
+        degrees = len(inverse) - damping * inverse.trace().item()
+        return Inverse(lambda gradient: gradient @ inverse.to(gradient), degrees)
 
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
         """(labels (x) inputs + damping I)^{-1} gradient, `[n, d]`."""
@@ -120,10 +119,9 @@ class Blocks:
 
     def inverse(self, damping: float) -> Inverse:
         """(blocks + damping I)^{-1}."""
-        eye = torch.eye(self.blocks.shape[-1], dtype=torch.float64, device=self.blocks.device)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.blocks.double() + damping * eye))
-        trace = inverse.diagonal(dim1=-2, dim2=-1).sum().item() / len(inverse)
-        return Inverse(lambda g: (inverse.to(g) @ g.unsqueeze(-1)).squeeze(-1), len(eye) - damping * trace)
+        inverse = torch.cholesky_inverse(cholesky(self.blocks, damping))
+        degrees = inverse.shape[-1] - damping * inverse.diagonal(dim1=-2, dim2=-1).sum().item() / len(inverse)
+        return Inverse(lambda g: (inverse.to(g) @ g.unsqueeze(-1)).squeeze(-1), degrees)
 
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
         """(blocks + damping I)^{-1} gradient, `[n, d]`."""
@@ -142,6 +140,30 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, none below 0, and eigenvectors in float64."""
     values, vectors = torch.linalg.eigh(matrix.double())
     return values.clamp_min(0), vectors
+
+
+def cholesky(matrix: Tensor, damping: float) -> Tensor:
+    """Lower factor of matrix + damping I in float64, `[..., d, d]`, for matrices without negative eigenvalues.
+
+    Where rounding gave a matrix negative ones below -damping, its rounding is added to the diagonal: what is above an
+    upper bound is one too.
+
+    Raises:
+        ValueError: if the matrix is not finite.
+    """
+    wide, size = matrix.double(), matrix.shape[-1]
+    eye = torch.eye(size, dtype=torch.float64, device=matrix.device)
+    factor, failed = torch.linalg.cholesky_ex(wide + damping * eye)
+    if bool(failed.any()):
+        largest = wide.diagonal(dim1=-2, dim2=-1).amax(-1)
+        added = damping + 4 * size * torch.finfo(matrix.dtype).eps * largest
+        factor, failed = torch.linalg.cholesky_ex(wide + added[..., None, None] * eye)
+    if bool(failed.any()) or not bool(factor.isfinite().all()):
+        raise ValueError(
+            f"curvature must be finite and not negative, its largest entry is {wide.abs().max().item():.3g}: scale the "
+            "inputs of the head to a size near 1, or look for NaN and infinity in them."
+        )
+    return factor
 
 
 def row_weights(x: Tensor, weights: Tensor | None) -> Tensor:

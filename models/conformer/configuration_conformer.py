@@ -12,6 +12,7 @@ from favor.models.stored_backend import StoredBackend
 
 # Padding of labels, which no loss counts.
 IGNORED = -100
+TRANSDUCER = "ConformerForTransducer"
 PREDICTION_NETWORKS = ("lstm", "stateless")
 Count = TypeVar("Count", int, Tensor)
 
@@ -141,7 +142,16 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
 
     @property
     def inputs_to_logits_ratio(self) -> int:
-        """Samples between two outputs; the pipeline aligns its chunks to it."""
+        """Samples between two outputs; the pipeline aligns its chunks to it.
+
+        Raises:
+            ValueError: for a Transducer, whose texts of overlapping chunks cannot be joined by frames.
+        """
+        if TRANSDUCER in (self.architectures or ()):
+            raise ValueError(
+                "chunk_length_s is for CTC models, this is a Transducer: leave it out, memory and time are linear in "
+                "the length with a FAVOR backend."
+            )
         return self.feature_hop_length * self.subsampling_conv_stride**2
 
     @classmethod

@@ -17,6 +17,9 @@ NORMALIZE = ("utterance", "none")
 # Frames whose spectra exist at once: some 4 MB, whether the audio lasts a second or an hour.
 BLOCK_FRAMES = 256
 VARIANCE_FLOOR = 1e-5
+# Of measured constants. Bins of speech deviate by 2 to 4; one that deviates by less than this is empty in what was
+# measured, and what other audio has there must not be amplified more than tenfold.
+STD_FLOOR = 0.1
 TOP_HERTZ = 7500
 
 
@@ -84,12 +87,19 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
                 raise ValueError(
                     f"{name} must be {feature_size} finite numbers, one a bin, got {len(values)}: {values}."
                 )
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be positive, got {min(self.std)}.")
+        wrong = [bin for bin, value in enumerate(self.std) if value <= 0]
+        if wrong:
+            raise ValueError(
+                f"std must be positive for each bin, got {self.std[wrong[0]]} for bin {wrong[0]} of {feature_size} "
+                f"({len(wrong)} such bins): a bin without energy in the audio. Give it at least {STD_FLOOR}, as "
+                "ConformerFeatureExtractor.measured does."
+            )
 
     @classmethod
     def measured(cls, waveforms: Iterable[Any], **settings: Any) -> ConformerFeatureExtractor:
         """An extractor with fixed constants: mean and standard deviation of each bin over all frames of waveforms.
+
+        Deviations are at least 0.1: audio whose band ends early (MP3, telephones) leaves bins constant.
 
         Args:
             waveforms: float samples `[n]` in [-1, 1] each.
@@ -97,7 +107,8 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         """
         extractor = cls(**settings)
         frames = torch.cat([extractor.log_mel(waveform) for waveform in waveforms]).double()
-        return cls(normalize="none", mean=frames.mean(0).tolist(), std=frames.std(0).tolist(), **settings)
+        std = frames.std(0).clamp(min=STD_FLOOR)
+        return cls(normalize="none", mean=frames.mean(0).tolist(), std=std.tolist(), **settings)
 
     def num_frames(self, samples: int) -> int:
         """Frames of a waveform of so many samples: windows that lie inside it."""

@@ -20,9 +20,17 @@ from transformers.models.lasr.modeling_lasr import (
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.models.conformer.configuration_conformer import IGNORED, ConformerConfig, Count, subsampled_frames
+from favor.models.conformer.configuration_conformer import (
+    IGNORED,
+    TRANSDUCER,
+    ConformerConfig,
+    Count,
+    subsampled_frames,
+)
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
 from favor.models.conformer.streaming import ConformerStream
+
+_OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class ConformerPreTrainedModel(LasrPreTrainedModel):
@@ -143,6 +151,27 @@ class ConformerForCTC(ConformerPreTrainedModel):
         self.encoder = ConformerModel(config)
         self.ctc_head = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Loads a saved model, as in transformers, but no Transducer unawares.
+
+        `architectures=["ConformerForCTC"]` takes the encoder of a Transducer, with its CTC head if it has one.
+
+        Raises:
+            ValueError: for a Transducer, unless `architectures` says otherwise; a pipeline then loads it as what it is.
+        """
+        saved = config
+        if not isinstance(config, ConformerConfig):
+            given = {name: kwargs[name] for name in _OF_CONFIG if name in kwargs}
+            saved = ConformerConfig.from_pretrained(config or pretrained_model_name_or_path, **given)
+        if TRANSDUCER in (saved.architectures or ()):
+            head = "takes its CTC head alone" if saved.ctc_weight else "adds a CTC head with random weights to train"
+            raise ValueError(
+                f"{pretrained_model_name_or_path} must be a {cls.__name__}, got a Transducer: load it with "
+                f'{TRANSDUCER}.from_pretrained. architectures=["{cls.__name__}"] here {head}.'
+            )
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import AutoModelForSpeechSeq2Seq, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -49,12 +53,16 @@ class ConformerForTransducer(ConformerPreTrainedModel):
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__(config)
+        config.architectures = [type(self).__name__]  # before it is saved too: see inputs_to_logits_ratio
         self.encoder = ConformerModel(config)
         networks = {"lstm": LSTMPrediction, "stateless": StatelessPrediction}
         self.prediction = networks[config.prediction_network](config)
         self.joint = Joint(config)
         self.ctc_head = nn.Linear(config.hidden_size, config.vocab_size) if config.ctc_weight else None
         self.post_init()
+        # What is set here the pipeline leaves alone: else it asks for five beams and 256 tokens.
+        own = {"num_beams": 1, "max_length": sys.maxsize, "pad_token_id": config.pad_token_id}
+        self.generation_config = GenerationConfig(**own)
 
     @can_return_tuple
     def forward(
@@ -116,20 +124,41 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         """Logits `[..., V]` of frames `[..., C]` and predictions `[..., P]`; leading dimensions broadcast."""
         return self.joint(hidden, prediction)
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: there is a `generate`, which the pipeline calls."""
+        return True
+
     @torch.no_grad()
-    def generate(self, input_features: Tensor, attention_mask: Tensor | None = None, max_symbols: int = 10) -> Tensor:
+    def generate(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        max_symbols: int = 10,
+        generation_config: Any = None,
+    ) -> Tensor:
         """Greedy transcription: tokens `[B, U]` padded with `config.pad_token_id`.
+
+        A blank stands between equal neighbours: `decode` of a tokenizer for CTC, which takes equal neighbours for one
+        token and leaves blanks out, gives the text, as it does with `group_tokens=False`.
 
         Args:
             input_features, attention_mask: as in `forward`.
             max_symbols: tokens emitted at most in one frame. Default 10.
+            generation_config: the pipeline's; nothing of it has a meaning here. `transducer_beam` searches with a beam.
         """
         hidden, lengths = self.encode(input_features, attention_mask)
-        sequences = transducer_greedy(self, hidden, lengths, max_symbols=max_symbols)
+        blank, sequences = self.config.pad_token_id, []
+        for tokens in transducer_greedy(self, hidden, lengths, max_symbols=max_symbols):
+            after = [[blank, token] if token == last else [token] for last, token in pairwise([blank, *tokens])]
+            sequences.append([token for part in after for token in part])
         width = max((len(tokens) for tokens in sequences), default=0)
-        padded = [tokens + [self.config.pad_token_id] * (width - len(tokens)) for tokens in sequences]
+        padded = [tokens + [blank] * (width - len(tokens)) for tokens in sequences]
         return torch.tensor(padded, dtype=torch.long, device=hidden.device).reshape(len(padded), width)
 
 
+AutoModelForSpeechSeq2Seq.register(ConformerConfig, ConformerForTransducer, exist_ok=True)
+# By the name of the class the pipeline for speech recognition knows which models generate.
+MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES[ConformerConfig.model_type] = ConformerForTransducer.__name__
 if hasattr(transformers, "AutoModelForRNNT"):  # Newer than the oldest transformers that is supported.
     transformers.AutoModelForRNNT.register(ConformerConfig, ConformerForTransducer, exist_ok=True)

@@ -78,6 +78,18 @@ def test_norms_of_a_thousand_stay_finite(name, is_causal):
     assert all(t.grad.isfinite().all() for t in tensors)
 
 
+@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 12), (torch.float64, 40)], ids=str)
+def test_more_padding_at_the_left_than_a_chunk_and_large_keys(name, dtype, scale):
+    """A chunk that sees nothing says nothing about the size of what comes after it."""
+    tensors = [t.to(dtype) for t in inputs(100)]
+    tensors[:2] = [scale * t for t in tensors[:2]]
+    mask = (torch.arange(100) >= 70).expand(2, -1)
+    out = attend(*tensors, name=name, mask=mask, is_causal=True)
+    alone = attend(*[t[:, :, 70:] for t in tensors], name=name, is_causal=True)
+    torch.testing.assert_close(out[:, :, 70:], alone, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", POSITIVE)
 def test_rising_features_inside_a_chunk_do_not_underflow(name):
     """Each key outweighs all earlier ones by hundreds of nats; early queries must still see their own past."""
@@ -124,6 +136,27 @@ def test_padding_changes_nothing(name, is_causal, side):
         outside = torch.ones(3, total, dtype=torch.bool)
         outside[1, tokens] = False
         assert not tensor.grad.transpose(1, 2)[outside].any()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("length", "is_causal"), [(37, False), (37, True), (20, True)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padded_queries_may_hold_anything(name, length, is_causal, bad):
+    """Their outputs are nobody's; but 0 x NaN would be in the gradient of every key."""
+    tensors, mask = inputs(length, 37), torch.ones(2, 37, dtype=torch.bool)
+    mask[0, 30:] = mask[1, 20:25] = False
+    real = mask[:, 37 - length :]
+    found = []
+    for fill in (0.0, bad):
+        leaves = [
+            t.masked_fill(~own[:, None, :, None], fill) for t, own in zip(tensors, (real, mask, mask), strict=True)
+        ]
+        leaves = [t.requires_grad_() for t in leaves]
+        out = attend(*leaves, name=name, mask=mask, is_causal=is_causal).transpose(1, 2)[real]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, ours in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, clean, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -267,9 +300,12 @@ def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
 def test_length_zero(name, is_causal):
     query, key, value = inputs(0)
     assert attend(query, key, value, name=name, is_causal=is_causal).shape == (2, 4, 0, 5)
-    query, key, value = inputs(3, 0)
-    if not is_causal:
-        assert not attend(query, key, value, name=name).any()
+    for subset in ((0,), (1,), (2,)) if not is_causal else ():
+        tensors = [t.requires_grad_(i in subset) for i, t in enumerate(inputs(3, 0))]
+        out = attend(*tensors, name=name)
+        assert not out.any()
+        out.sum().backward()
+        assert not tensors[subset[0]].grad.any()
 
 
 @pytest.mark.parametrize("name", [name for name in POSITIVE if name != "wderf@16"])  # which covers the sequence

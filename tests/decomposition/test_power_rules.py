@@ -172,12 +172,17 @@ def test_one_epoch_is_within_its_bound(kind, eta, m):
 
 
 def test_second_eigenvalue_is_the_quotient_of_what_is_new():
-    source = np.random.default_rng(0)
     C = np.diag([3.0, 2.0, 1.0, 0.5])
-    x, last = (unit(source.normal(size=4)) for _ in range(2))
-    new = unit(last - (last @ x) * x)
-    found = second_eigenvalue(*(tensor(v) for v in (x, C @ x, last, C @ last)))
-    assert found == pytest.approx(min(new @ C @ new, x @ C @ x))
+    below = []
+    for seed in range(20):
+        source = np.random.default_rng(seed)
+        x, last = (unit(source.normal(size=4)) for _ in range(2))
+        new = unit(last - (last @ x) * x)
+        found = second_eigenvalue(*(tensor(v) for v in (x, C @ x, last, C @ last)))
+        bound = x @ C @ x * (1 - 1e-6)
+        assert found == pytest.approx(min(new @ C @ new, bound), rel=1e-9)
+        below.append(new @ C @ new < bound)
+    assert {True, False} == set(below)
     top, near = np.eye(4)[0], unit(np.array([1, 1e-3, 1e-4, 1e-4]))
     found = second_eigenvalue(*(tensor(v) for v in (top, C @ top, near, C @ near)))
     assert 1.9 < found <= 2

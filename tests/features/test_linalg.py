@@ -68,6 +68,16 @@ def test_far_beyond_the_norms_of_heads_the_parameters_stay_valid():
     assert (torch.linalg.eigvalsh(params.sigma) > 0.5).all()  # a finite variance, Theorem 4.1
 
 
+@pytest.mark.parametrize("size", [100.0, 1e3, 1e4])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_far_beyond_the_norms_of_heads_few_tokens_are_enough(tokens, size):
+    """Moments that are singular up to rounding."""
+    x, y = size * torch.randn(2, 100, tokens, 16, generator=torch.Generator().manual_seed(0))
+    params, exact = (features.SDERF(factorization=form).fit(x, y) for form in ("newton_schulz", "eigh"))
+    assert params.factor.isfinite().all()
+    assert (params.sigma - exact.sigma).norm() < 1e-4 * exact.sigma.norm()
+
+
 def test_gradients_pass_where_eigenvalues_are_equal():
     matrix = torch.eye(4, dtype=torch.float64, requires_grad=True)
     newton_schulz(matrix)[0].sum().backward()

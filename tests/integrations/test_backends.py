@@ -118,7 +118,9 @@ def test_options_are_merged_validated_and_stored():
     assert (options.num_features, options.features, options.exact_below) == (32, "saderf", 0)
     assert json.loads(json.dumps(model.config.favor)) == options.to_dict()
     before = dict(model.config.favor)
-    with pytest.raises(ValueError, match="unknown option num_feature; the options are num_features"):
+    with pytest.raises(
+        ValueError, match=r"unknown option num_feature \(did you mean num_features\?\); the options are num_features"
+    ):
         favor.configure(model, num_feature=3)
     assert model.config.favor == before
 
@@ -461,7 +463,8 @@ def test_configure_keeps_options_of_sub_models():
                        "patch_size": 4},
     )  # fmt: skip
     model = hf.CLIPModel(config)
-    favor.configure(model.vision_model, num_features=64)
+    with pytest.warns(UserWarning, match="stored num_features, which no layer reads: the backend is 'sdpa'"):
+        favor.configure(model.vision_model, num_features=64)
     favor.configure(model, "favor+", exact_below=0)
     assert model_options(model.vision_model.config).num_features == 64
     assert model_options(model.text_model.config).num_features == 256

@@ -230,3 +230,16 @@ def test_errors_say_what_was_expected():
     given = features.Parameters.identity(16, dtype=torch.float64, device="cpu")
     with pytest.raises(ValueError, match="landmark features have no parameters"):
         favor.favor_attention(*tensors, features="landmark", parameters=given)
+
+
+def test_padded_queries_choose_nothing():
+    """Blocks that hold padding alone, whose keys join the groups in the course of a causal sequence."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, 4, dtype=torch.float64, generator=generator) for n in (4, 25, 25))
+    mask = torch.ones(1, 25, dtype=torch.bool)
+    mask[:, 5:22] = False  # of the queries, the first
+    options = {"features": "landmark", "num_features": 4, "window": 1, "is_causal": True, "key_padding_mask": mask}
+    out = favor.favor_attention(query, key, value, **options)
+    query[:, :, 0] = torch.tensor([9.0, -9.0, 9.0, 9.0])
+    changed = favor.favor_attention(query, key, value, **options)
+    torch.testing.assert_close(changed[:, :, 1:], out[:, :, 1:], rtol=0, atol=0)

@@ -1,5 +1,7 @@
 """Performer Conformer: padding, causality, saving, the pipeline, the Transducer's parts."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from favor.models.conformer import (
     ConformerModel,
     ConformerProcessor,
     train_tokenizer,
+    transducer_greedy,
     transducer_loss,
 )
 from favor.models.conformer.encoder_layers import PaddedBatchNorm
@@ -244,3 +247,56 @@ def test_bad_inputs_are_refused():
         model(inputs["input_features"], inputs["attention_mask"].flip(1))
     with pytest.raises(ValueError, match="as the features, got"):
         model(inputs["input_features"], inputs["attention_mask"][:, 1:])
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.3], ids=["alone", "with a CTC head"])
+def transducer_folder(request, tmp_path_factory):
+    """A saved Transducer that emits many tokens, equal neighbours among them, with its processor."""
+    path = tmp_path_factory.mktemp("transducer")
+    tokenizer = train_tokenizer(["THE CAT SAT ON A MAT", "A DOG"], "char")
+    model = build(ConformerForTransducer, vocab_size=len(tokenizer), ctc_weight=request.param)
+    with torch.no_grad():
+        for parameter in model.joint.parameters():
+            parameter.mul_(5)
+        model.joint.head.bias[4] += 2
+    model.save_pretrained(path)
+    ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer).save_pretrained(path)
+    return path
+
+
+def test_the_pipeline_of_a_transducer_says_what_its_own_search_says(transducer_folder):
+    processor = AutoProcessor.from_pretrained(transducer_folder)
+    model = ConformerForTransducer.from_pretrained(transducer_folder)
+    audio = [np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed, size in ((0, 24000), (1, 9000))]
+    tokens = transducer_greedy(model, *model.encode(**processor(audio, sampling_rate=16000)))
+    assert any(first == second for ids in tokens for first, second in pairwise(ids))
+    expected = [processor.decode(ids, group_tokens=False, skip_special_tokens=True) for ids in tokens]
+    ids = model.generate(**processor(audio, sampling_rate=16000))
+    for grouped in (True, False):
+        assert processor.batch_decode(ids, group_tokens=grouped, skip_special_tokens=True) == expected
+    parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
+    for transcriber in (
+        pipeline("automatic-speech-recognition", model=str(transducer_folder), device="cpu"),
+        pipeline("automatic-speech-recognition", model=model, device="cpu", **parts),
+    ):
+        assert isinstance(transcriber.model, ConformerForTransducer)
+        assert [found["text"] for found in transcriber([piece.copy() for piece in audio])] == expected
+        with pytest.raises(ValueError, match="chunk_length_s is for CTC models, this is a Transducer"):
+            transcriber(audio[0].copy(), chunk_length_s=0.5, ignore_warning=True)
+
+
+def test_a_transducer_is_no_ctc_model_unless_asked_for(transducer_folder, tmp_path):
+    """A new head would have random weights; the head that is there is not what the Transducer says."""
+    with pytest.raises(ValueError, match=r"got a Transducer: load it with ConformerForTransducer.from_pretrained"):
+        AutoModelForCTC.from_pretrained(transducer_folder)
+    model = ConformerForTransducer.from_pretrained(transducer_folder)
+    action = "adds a CTC head with random weights" if model.ctc_head is None else "takes its CTC head alone"
+    with pytest.raises(ValueError, match=rf'architectures=\["ConformerForCTC"\] here {action}'):
+        ConformerForCTC.from_pretrained(transducer_folder)
+    asked = ConformerForCTC.from_pretrained(transducer_folder, architectures=["ConformerForCTC"])
+    for name, weight in model.encoder.state_dict().items():
+        assert torch.equal(asked.encoder.state_dict()[name], weight), name
+    if model.ctc_head is not None:
+        assert torch.equal(asked.ctc_head.weight, model.ctc_head.weight)
+    asked.save_pretrained(tmp_path)
+    assert isinstance(AutoModelForCTC.from_pretrained(tmp_path), ConformerForCTC)

@@ -191,7 +191,8 @@ def test_refuses_audio(extractor, raw, given, error, message):
     [
         ({"normalize": "batch"}, "normalize must be one of utterance, none"),
         ({"mean": [0.0] * 79}, "mean must be 80 finite numbers"),
-        ({"std": [0.0] * 80}, "std must be positive"),
+        ({"std": [0.0] * 80}, r"std must be positive for each bin, got 0.0 for bin 0 of 80 \(80 such bins\)"),
+        ({"std": [1.0] * 75 + [-2.0, 1.0, 0.0, 1.0, 1.0]}, r"got -2.0 for bin 75 of 80 \(2 such bins\)"),
         ({"std": [float("nan")] * 80}, "std must be 80 finite numbers"),
         ({"n_fft": 256}, "n_fft at least win_length"),
         ({"sampling_rate": 8000}, "sampling_rate must be at least 15000"),
@@ -243,6 +244,25 @@ def test_processor(tmp_path):
         processor(waveforms, "DOG", sampling_rate=RATE)
     with pytest.raises(TypeError, match="colour"):
         processor(waveforms, colour="red")
+
+
+def test_measured_constants_of_audio_whose_band_ends_early():
+    """As MP3 and telephones leave it: bins above 4 kHz are constant, and one at the edge hardly moves."""
+    waveforms = []
+    for seed in range(2):
+        spectrum = np.fft.rfft(sound(32000, seed))
+        spectrum[np.fft.rfftfreq(32000, 1 / RATE) > 4000] = 0
+        waveforms.append(np.fft.irfft(spectrum).astype(np.float32))
+    measured = ConformerFeatureExtractor.measured(waveforms)
+    rows = np.concatenate([plain_log_mel(waveform) for waveform in waveforms])
+    deviation = rows.std(0, ddof=1)
+    assert (deviation < 1e-9).sum() > 5
+    np.testing.assert_allclose(measured.mean, rows.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(measured.std, np.maximum(deviation, 0.1), rtol=1e-4)
+    features = measured(waveforms, sampling_rate=RATE).input_features[..., deviation < 1e-9]
+    assert features.abs().max() < 1e-4
+    whole = measured(sound(32000, 2), sampling_rate=RATE).input_features
+    assert whole.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [0, 1.0, 10.0])

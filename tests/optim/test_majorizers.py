@@ -1,6 +1,7 @@
 """Matrices above the curvature of a mini-batch, against that curvature written out."""
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from naive import as_array, curvature, randn
 from pairwise import pairs
 from sklearn.datasets import load_digits
 
-from favor.optim import majorizers
+from favor.optim import BBM, majorizers
 from favor.optim.exact import exact
 from favor.optim.majorizers import averaged, bohning, diagonal, geometric, kfac, spectral
 
@@ -281,3 +282,44 @@ def test_exact(order, weighted, dense, monkeypatch):
         expected = np.linalg.solve(sigma + 0.1 * np.eye(n * d), gradient.flatten().numpy()).reshape(n, d)
         atol = (1e-12 if dense else 1e-4) * np.abs(expected).max()
         np.testing.assert_allclose(k.solve(gradient, 0.1), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("rows", [64, 4])
+@pytest.mark.parametrize("name", ["exact", "bohning", "spectral", "block"])
+def test_large_inputs_in_float32_do_not_increase_the_objective(name, rows):
+    """Rounding of inputs of size 1e4 gives their second moments negative eigenvalues far below the damping."""
+    x, labels = (1e4 * randn(rows, 8)).float(), torch.arange(rows) % 5
+    head = torch.nn.Linear(8, 5)
+    torch.nn.init.zeros_(head.weight)
+    optimizer, objectives = BBM(head, curvature=name), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(head(x), labels)
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        with torch.no_grad():
+            logits = x.double() @ head.weight.double().T + head.bias.double()
+            square = sum(p.double().square().sum() for p in head.parameters())
+            objectives.append((torch.nn.functional.cross_entropy(logits, labels) + 1e-4 / 2 * square).item())
+        optimizer.step(closure)
+    assert all(after <= before * (1 + 1e-5) for before, after in pairwise(objectives))
+    assert objectives[-1] < 0.99 * objectives[0]
+
+
+def test_a_solve_with_large_inputs_in_float32_is_that_of_float64():
+    x, weight, gradient = (1e4 * randn(64, 8)).float(), (1e-4 * randn(5, 8)).float(), randn(5, 8, seed=2).float()
+    logits = x @ weight.T
+    found = exact(logits, x).solve(gradient, 1e-4)
+    sigma = batch_curvature(logits.double(), x.double())
+    expected = np.linalg.solve(sigma + 1e-4 * np.eye(40), gradient.double().flatten().numpy()).reshape(5, 8)
+    assert np.abs(found.numpy() - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_curvature_without_a_factor_says_so():
+    x = torch.full((4, 3), torch.inf)
+    for matrix in (exact(torch.zeros(4, 5), x), bohning(None, x), majorizers.block(torch.zeros(4, 5), x)):
+        with pytest.raises(ValueError, match=r"curvature must be finite .* scale the inputs"):
+            matrix.solve(torch.ones(5, 3), 1e-4)

@@ -76,7 +76,8 @@ def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -
     set_seed(seed)
     if given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
-        changes = {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
+        changes: dict[str, Any] = {"architectures": [model_class.__name__]}  # of a Transducer the encoder, for CTC
+        changes |= {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
         model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
     else:
         dropouts = ("dropout", "activation_dropout", "attention_dropout", "prediction_dropout")

@@ -16,7 +16,8 @@ from favor.features import Moments, Parameters, PositiveFeatures
 from favor.integrations.adapt.feature_weights import fit_weights
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.adapt.samples import Samples
-from favor.integrations.backend import configure, model_options
+from favor.integrations.backend import model_options
+from favor.integrations.configure import configure
 from favor.integrations.layer import attention_modules, stored_choice
 from favor.integrations.stored import store_parameters, weights_of
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from favor.config import FavorConfig, feature_family
 from favor.features import REGISTRY
 from favor.integrations.adapt.calibrate import fit_to_data
-from favor.integrations.backend import configure, model_options
+from favor.integrations.backend import model_options
+from favor.integrations.configure import configure
 from favor.integrations.layer import decodes_or_is_causal
 from favor.integrations.stored import clear_choices, update_choices
 

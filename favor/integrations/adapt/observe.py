@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from favor.integrations.exact import exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
-from favor.integrations.stored import number_layers
+from favor.integrations.stored import number_new_layers
 
 _NAME = "favor_observe"
 _callbacks: list[Callable[[Observation], None]] = []
@@ -65,7 +65,7 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }
     before = [(config, config._attn_implementation) for config in configs.values()]
-    number_layers(model)
+    number_new_layers(model)
     model.set_attn_implementation(_NAME)
     _callbacks.append(callback)
     try:

@@ -73,7 +73,7 @@ class _State:
         return cls(anchor, total, values, anchor)
 
     def move(self, anchor: Tensor) -> None:
-        """Same sums for a new, finite anchor."""
+        """Same sums for a new, finite anchor, which is no lower unless there is nothing so far."""
         decay = exp2(self.anchor - anchor)
         self.total.mul_(decay)
         self.values.mul_(decay.transpose(1, 2))
@@ -150,20 +150,21 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
         stop = min(start + size, length)
         bias = inputs.key_bias[:, prefix + start : prefix + stop]
         logits = buffer.product(inputs.keys(inputs.key, prefix + start, prefix + stop), project, LOG2E)
-        anchor = torch.maximum(state.top, logits[:, :1] + bias[:, :1] + inputs.offset)
+        logits.add_(bias).add_(inputs.offset)
+        anchor = torch.maximum(state.top, logits[:, :1])
         if inputs.hidden is not None:
             # Nothing seen so far, and the first key is hidden: the first visible one.
             visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
-            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2])) + bias.gather(1, visible)
-            anchor = torch.where(anchor == -torch.inf, first + inputs.offset, anchor)
+            first = logits.gather(1, visible.expand(-1, -1, logits.shape[2]))
+            anchor = torch.where(anchor == -torch.inf, first, anchor)
             anchor = anchor.masked_fill(anchor == -torch.inf, 0.0)  # nothing to see in this chunk either
-        top = logits.add_(bias).add_(inputs.offset - anchor).amax(1, keepdim=True)
+        top = logits.sub_(anchor).amax(1, keepdim=True)
         # A steep chunk is cut; later chunks try the full size again.
         while stop - start > 1 and bool(top.amax() > _STEEPEST):
             stop = (start + stop + 1) // 2
             top = logits[:, : stop - start].amax(1, keepdim=True)
         state.move(anchor)
-        yield _Chunk(start, stop, prefix + start, anchor, exp2(logits[:, : stop - start]), top)
+        yield _Chunk(start, stop, prefix + start, anchor, exp2(logits[:, : stop - start], _STEEPEST), top)
         start = stop
 
 
@@ -204,7 +205,7 @@ def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, T
     project, above = inputs.query_directions.transpose(1, 2), torch.full_like(shares, torch.inf)
     for start, stop, anchor in reversed(anchors):
         # Anchors rise with time, except over chunks before the first visible key.
-        decay, above = exp2((anchor - above).clamp_(max=0.0)), anchor
+        decay, above = exp2(anchor - above), anchor
         gathered.mul_(decay.transpose(1, 2))
         shares.mul_(decay)
         g, delta, log_total = saved.chunk(start, stop)
@@ -229,8 +230,9 @@ def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, T
 def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
     rows = inputs.keys(inputs.key, start, stop)
-    logits = buffer.product(rows, inputs.key_directions.transpose(1, 2), LOG2E).add_(inputs.offset - anchor)
-    return rows, exp2(logits.add_(inputs.key_bias[:, start:stop]))
+    logits = buffer.product(rows, inputs.key_directions.transpose(1, 2), LOG2E)
+    logits.add_(inputs.key_bias[:, start:stop]).add_(inputs.offset).sub_(anchor)
+    return rows, exp2(logits, _STEEPEST)
 
 
 def _store_keys(

@@ -33,13 +33,18 @@ class Buffer:
         return torch.baddbmm(out, rows, columns, beta=0.0, alpha=factor, out=out)
 
 
-def exp2(logits: Tensor) -> Tensor:
+def exp2(logits: Tensor, most: float = 0.0) -> Tensor:
     """2^logits, in place, for `logits` relative to a term of the same sum.
 
     On a CPU, natural exponents below the normal numbers take up to 200 times as long (exp of MKL), and products with
     subnormal numbers 100 times. So this is base 2, and what is too small to count is 0.
+
+    Args:
+        logits: at most `most`, but for rounding: where two ways to the same logarithm round it differently, and it is
+            very large, their difference would overflow.
+        most: 0 if they are relative to the largest term or to the whole sum.
     """
-    return vanish(logits.exp2_())
+    return vanish(logits.clamp_(max=most).exp2_())
 
 
 def vanish(weights: Tensor) -> Tensor:

@@ -94,6 +94,18 @@ def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
     assert words.count("| test | greedy |") == words.count("| test | beam 3 |") == 1
 
 
+def test_some_utterances_are_spread_over_the_split(ctc, corpus, tmp_path):
+    """Sorted by speaker, the first ones are those of one speaker."""
+    content, rows = call(ctc, corpus, tmp_path, "--max_samples", "2", splits=("train", "dev"))
+    assert [row["id"] for row in rows["train"]] == ["train1", "train3"]
+    assert [row["id"] for row in rows["dev"]] == ["dev0", "dev2"]
+    assert content["splits"]["train"]["utterances"] == 2
+    for number in (3, 4, None):
+        assert asr.evenly_spaced(["a", "b", "c"], number) == ["a", "b", "c"]
+    speakers = [speaker for speaker in range(40) for _ in range(70)]
+    assert asr.evenly_spaced(speakers, 40) == list(range(40))
+
+
 def test_another_backend(ctc, corpus, tmp_path):
     options = ("--attn_implementation", "favor++", "--num_features", "4", "--exact_below", "0", "--seed", "5")
     content, rows = call(ctc, corpus, tmp_path, *options)

@@ -146,6 +146,25 @@ def test_steep_chunks(hidden):
     assert all(t.grad.isfinite().all() for t in leaves[:-1])
 
 
+@pytest.mark.parametrize("norm", [1, 40, 100])
+@pytest.mark.parametrize("shown", [slice(140, None), slice(70, 80), slice(0)], ids=["left", "both", "all"])
+def test_chunks_that_see_nothing(norm, shown):
+    """Far above the keys that come after them, whose logits are -norm^2 / 2 on average."""
+    inputs = make_inputs(200, batch=2)
+    inputs[0], inputs[1] = (norm * torch.nn.functional.normalize(t, dim=-1) for t in inputs[:2])
+    inputs[-1] = -(8**-0.25 * inputs[1]).square().sum(-1) / 2
+    hidden = torch.ones(200, dtype=torch.bool)
+    hidden[shown] = False
+    inputs[-1][0, :, hidden] = -torch.inf
+    weight = torch.randn(2, 2, 200, 8, generator=torch.Generator().manual_seed(1))
+    expected = truth(True, None, weight, inputs)
+    found = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    for f, e in zip(found, expected, strict=True):
+        assert error(f, e) < 1e-6
+    single = gradients(lambda *t: linear_attention(*t, is_causal=True), [t.float() for t in inputs], weight)
+    assert all(t.isfinite().all() for t in single)
+
+
 def test_the_size_of_chunks_does_not_change_gradients(monkeypatch):
     inputs = make_inputs(100, 130, groups=2)
     weight = torch.randn(1, 4, 100, 8, dtype=torch.float64)
@@ -170,9 +189,33 @@ def test_strides_do_not_matter(is_causal):
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -100.0), (torch.float64, -996.0)], ids=str)
 def test_weights_are_never_subnormal(dtype, least):
     """Products with such numbers would take a hundred times as long."""
-    logits = torch.tensor([0.0, 3.0, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
-    expected = torch.tensor([1.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
-    torch.testing.assert_close(exp2(logits), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+    logits = torch.tensor([0.0, 3.0, 1e4, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor([1.0, 8.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
+    torch.testing.assert_close(exp2(logits, 3.0), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_logits_that_are_rounded_to_thousands(is_causal, value_dim, window):
+    """At 1e11 neighbouring numbers are 8192 apart: what two ways to one logarithm differ by must not overflow."""
+    inputs = [t.float() for t in make_inputs(150, groups=2, value_dim=value_dim)]
+    for i in range(3, 7):
+        inputs[i] *= 1e11
+    options = {"is_causal": is_causal, "window": window}
+    if window:
+        options |= {
+            "query_bias": 1e11 * torch.randn(1, 4, 150, generator=torch.Generator().manual_seed(2)),
+            "scale": 1e11,
+        }
+    weight = torch.randn(1, 4, 150, value_dim, generator=torch.Generator().manual_seed(1))
+    out, *grads = gradients(lambda *t: linear_attention(*t, **options), inputs, weight)
+    assert out.isfinite().all()
+    assert out.abs().max() <= inputs[2].abs().max() * 1.001
+    assert out.any(-1).all()
+    assert all(grad.isfinite().all() for grad in grads)
+    if is_causal:
+        torch.testing.assert_close(out[:, ::2, 0], inputs[2][:, :, 0])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])

@@ -71,6 +71,20 @@ def test_ten_utterances_are_learned_by_heart(train, short, tmp_path):
     assert processor.batch_decode(logits.argmax(-1)) == [text]
 
 
+def test_a_causal_model_trains_on_audio_whose_band_ends_early(train, tmp_path):
+    """Some bins are constant there, and "none" divides by their deviation."""
+    root = write_corpus(tmp_path / "telephone", {"train": 3, "dev": 1}, words=(1, 2))
+    for path in root.rglob("*.flac"):
+        audio, rate = soundfile.read(path)
+        spectrum = np.fft.rfft(audio)
+        spectrum[np.fft.rfftfreq(len(audio), 1 / rate) > 3000] = 0
+        soundfile.write(path, np.fft.irfft(spectrum, len(audio)), rate)
+    options = {"attn_implementation": "favor+", "normalize": "none", "max_train_steps": 1}
+    results = train(data_dir=root, flags=("causal",), **options)
+    assert np.isfinite(results["train_loss"])
+    assert min(AutoProcessor.from_pretrained(tmp_path / "run").feature_extractor.std) == 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
 def test_a_transducer_learns(train, short, ctc_weight):

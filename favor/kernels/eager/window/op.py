@@ -26,7 +26,7 @@ from torch import Tensor
 
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2, fused_attention, fused_takes, write
 from favor.kernels.eager.window.blocks import FUSED_SPAN, SPAN, Blocks, Span
-from favor.kernels.eager.window.states import States
+from favor.kernels.eager.window.states import WIDEST, States
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 
@@ -100,11 +100,11 @@ def _read(
 ) -> tuple[Tensor, Tensor]:
     """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
     rows, (keys, values) = blocks.queries(blocks.inputs.query, span), blocks.keys_and_values(span)
-    far, near, bias = _logits(blocks, buffers, rows, keys, weight, span)
-    top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True) - bias)
+    far, near = _logits(blocks, buffers, rows, keys, weight, span)
+    top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True))
     top.masked_fill_(top == -torch.inf, 0.0)
     total = exp2(far.sub_(top)).sum(2, keepdim=True)
-    total += exp2(near.sub_(top + bias)).sum(2, keepdim=True)
+    total += exp2(near.sub_(top)).sum(2, keepdim=True)
     sums = (far @ _of_span(summary, span)).baddbmm_(near, values)
     return sums.div_(total.masked_fill(total == 0, 1.0)), total.log_().add_(top, alpha=LN2)
 
@@ -173,8 +173,8 @@ def _of_span(summaries: Tensor, span: Span) -> Tensor:
 
 def _logits(
     blocks: Blocks, buffers: tuple[Buffer, ...], rows: Tensor, keys: Tensor, weight: Tensor, span: Span
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the summaries and, without the query bias, of the own block; and that bias; all in base 2.
+) -> tuple[Tensor, Tensor]:
+    """Logits of the summaries and, less the query bias, of the own block; in base 2.
 
     Rows are the queries of the span, `[N, rows, d]`, and keys its keys, `[N s, tokens, d]`.
     """
@@ -184,7 +184,7 @@ def _logits(
     unseen = blocks.unseen(span)
     if unseen is not None:
         near.masked_fill_(unseen, -torch.inf)
-    return far, near, blocks.apart(_query_bias(blocks, span), span) * LOG2E
+    return far, near.sub_(blocks.apart(_query_bias(blocks, span), span), alpha=LOG2E)
 
 
 def _query_bias(blocks: Blocks, span: Span) -> Tensor:
@@ -217,10 +217,10 @@ def _backward_queries(
             return blocks.apart(blocks.queries(tensor, span), span)
 
         rows, (keys, values) = blocks.queries(inputs.query, span), blocks.keys_and_values(span)
-        far, near, bias = _logits(blocks, buffers, rows, keys, weight, span)
+        far, near = _logits(blocks, buffers, rows, keys, weight, span)
         norm = load(saved.lse.unsqueeze(-1)) * LOG2E
         exp2(far.sub_(norm))
-        exp2(near.sub_(norm + bias))
+        exp2(near.sub_(norm))
         g = load(grad)
         delta = (g * load(saved.out)).sum(2, keepdim=True)
         sent.write(span.blocks, total=delta.transpose(1, 2) @ far)
@@ -246,7 +246,7 @@ def _backward_keys(blocks: Blocks, buffers: tuple[Buffer, ...], sent: States, gr
     for span in blocks.spans():
         keys = blocks.keys(inputs.key, span)
         weights = first.product(keys, project, LOG2E).add_(inputs.key_bias[:, slice(*span.keys)])
-        own = exp2(blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)))
+        own = exp2(blocks.apart(weights, span).add_(_of_span(shift.unsqueeze(-2), span)), WIDEST)
         gathered = _of_span(sent.values, span)
         _add(dv, span, own @ gathered)
         values = blocks.apart(blocks.keys(inputs.value, span), span)

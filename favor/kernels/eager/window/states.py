@@ -11,7 +11,7 @@ from torch import Tensor
 from favor.kernels.eager.common import Inputs, exp2
 
 # Blocks whose tops differ by less, for every feature, are brought to one scale without loss.
-_WIDEST = 72.0
+WIDEST = 72.0
 _TOGETHER = 16
 
 
@@ -103,7 +103,7 @@ class States(NamedTuple):
         """Brings all blocks to the largest top of each feature, if that loses nothing."""
         highest = self.top.amax(1, keepdim=True)
         lower = (self.top - highest).masked_fill_(self.top == -torch.inf, 0.0)
-        if bool((lower < -_WIDEST).any()):
+        if bool((lower < -WIDEST).any()):
             return False
         decay = exp2(lower)
         self.total.mul_(decay)

@@ -1,0 +1,159 @@
+"""`favor.configure`: the backend and the options of a live model, or of one of its parts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from favor import registry
+from favor.config import BACKEND, FavorConfig, feature_family
+from favor.integrations.layer import LayerState, is_inside, layer_state
+from favor.integrations.loading import check_dispatch, check_name
+from favor.integrations.stored import attention_names, number_new_layers
+
+
+def configure(
+    model: PreTrainedModel,
+    attn_implementation: str | dict[str, str] | None = None,
+    *,
+    only: str | None = None,
+    **options: Any,
+) -> Any:
+    """Sets FAVOR options on a live model or a part of it, and the backend if one is given.
+
+    Args:
+        model: any transformers model; or a part of one that is a model too, such as the encoder of an encoder-decoder,
+            and then no other part changes.
+        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one.
+        only: name of a part of the model, as in `model.named_modules()`, such as "encoder": no other part changes.
+            Default None: the whole model.
+        **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
+            (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep them. Parts that share
+            a config, as in BART and Whisper, have theirs in `config.favor_parts`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError, TypeError: for an unknown option, a bad value, one that the backend does not read, an unknown part,
+            or something that is no transformers model or never asks for a backend; nothing is changed then.
+
+    Warns:
+        UserWarning: if options are set and no FAVOR backend runs.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> import favor
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.configure(BertModel(tiny), "favor#", num_features=64, exact_below=0)
+        >>> model.config.favor["num_features"]
+        64
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"favor.configure takes a model of transformers, got {type(model).__name__}. Load one with "
+            "AutoModel.from_pretrained; in modules of your own, call favor.favor_attention."
+        )
+    for new in attn_implementation.values() if isinstance(attn_implementation, dict) else (attn_implementation,):
+        check_name(new)
+    number_new_layers(model)
+    part, layers = _part(model, only)
+    if isinstance(attn_implementation, str) and attn_implementation in registry.BACKENDS:
+        _check_dispatch(model, {module for _, module in layers}, attn_implementation)
+    scopes = {id(module.config): state.scope for state, module in layers if hasattr(module, "config")}
+    configs: dict[int, Any] = {id(module.config): module.config for _, module in layers if hasattr(module, "config")}
+    if not part:
+        configs |= {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+    name = attn_implementation if isinstance(attn_implementation, str) else None
+    shared = {key for key in configs if part and not is_inside(scopes[key], part)}
+    changes = [_Change(config, part if key in shared else "") for key, config in configs.items()]
+    for change in changes:
+        change.merge(name, options)
+    if attn_implementation is not None and not part:
+        model.set_attn_implementation(attn_implementation)
+    for change in changes:
+        change.apply(model, name, part)
+    running = {config._attn_implementation for config in configs.values()}
+    if options and running.isdisjoint(registry.BACKENDS):
+        warnings.warn(
+            f"favor.configure stored {', '.join(options)}, which no layer reads: the backend is "
+            f"{' and '.join(map(repr, running))}. Pass a FAVOR backend too, as in "
+            'favor.configure(model, "landmark", ...).',
+            stacklevel=2,
+        )
+    return model
+
+
+def _check_dispatch(model: PreTrainedModel, meant: set[nn.Module], backend: str) -> None:
+    """Raises a ValueError if the part that is meant holds a model that never asks for a backend."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and meant.issuperset(attention_names(part).values()):
+            check_dispatch(part, backend)
+
+
+def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[LayerState, nn.Module]]]:
+    """Finds the part of the whole model that is meant, "" for all of it, and its attention layers."""
+    layers = {
+        path: (state, module) for path, module in attention_names(model).items() if (state := layer_state(module))
+    }
+    # A part of a model keeps the names that the whole gave to its layers.
+    wholes = [
+        state.name.removesuffix(path).rstrip(".") for path, (state, _) in layers.items() if state.name.endswith(path)
+    ]
+    part = wholes[0] if wholes else ""
+    if only is not None:
+        part = f"{part}.{only}".lstrip(".").removeprefix(f"{model.base_model_prefix}.")
+    inside = [(state, module) for state, module in layers.values() if is_inside(state.name, part)]
+    if only is not None and not inside:
+        known = ", ".join(sorted({state.name.partition(".")[0] for state, _ in layers.values()}))
+        raise ValueError(f"only must name a part with attention layers, such as one in {known}; got {only!r}.")
+    return part, inside
+
+
+class _Change:
+    """What becomes of one config: of its own options, or of those of a part whose config others share.
+
+    Args:
+        config: of transformers.
+        part: name of the part; "" where the config belongs to the layers that are meant.
+    """
+
+    def __init__(self, config: Any, part: str) -> None:
+        self.config, self.part = config, part
+        self.parts: dict[str, dict[str, Any]] = dict(getattr(config, "favor_parts", None) or {})
+        if part and not self.parts and config._attn_implementation in registry.BACKENDS:
+            # The rest stays as it was.
+            self.parts[""] = {**(getattr(config, "favor", None) or {}), BACKEND: config._attn_implementation}
+        self.merged: dict[str, dict[str, Any]] = {}
+
+    def merge(self, name: str | None, options: dict[str, Any]) -> None:
+        """Checks the new options; nothing is changed."""
+        own = getattr(self.config, "favor", None) or {}
+        whole = self.parts if name is None else {}
+        befores = {self.part: self.parts.get(self.part, own)} if self.part else {"": own, **whole}
+        for part, before in befores.items():
+            backend = name or before.get(BACKEND) or self.config._attn_implementation
+            merged = FavorConfig.from_dict({**before, **options})
+            if backend in registry.BACKENDS:  # one of a dictionary checks itself when it runs
+                feature_family(backend, merged, options)
+            self.merged[part] = {**merged.to_dict(), BACKEND: backend}
+
+    def apply(self, model: PreTrainedModel, name: str | None, part: str) -> None:
+        """Writes the options into the config."""
+        if not self.part:
+            self.config.favor = {key: value for key, value in self.merged.pop("").items() if key != BACKEND}
+            if part and name is not None:
+                self.config._attn_implementation = model.get_correct_attn_implementation(name)
+            if name is not None and self.parts:
+                self.config.favor_parts = None  # the whole model is asked for
+            elif self.merged:
+                self.config.favor_parts = self.merged
+            return
+        parts = {other: kept for other, kept in self.parts.items() if not is_inside(other, self.part)} | self.merged
+        running = [options[BACKEND] for options in parts.values() if options[BACKEND] in registry.BACKENDS]
+        self.config.favor_parts = parts if running else None
+        new = running[0] if running else model.get_correct_attn_implementation(self.merged[self.part][BACKEND])
+        self.config._attn_implementation = new

@@ -1,0 +1,229 @@
+"""`favor.describe`: what each attention layer of a model runs at a length, and what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from favor import registry
+from favor.config import FavorConfig, feature_family
+from favor.integrations.layer import decodes, dispatches, layer_options, stored_choice
+from favor.integrations.stored import attention_names
+
+_REFUSED = {
+    "position_bias": "a position bias for each pair",
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks",
+    "indices": "sparse attention by indices",
+}
+_COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """What one attention layer runs.
+
+    Attributes:
+        layer: name of its module in the model.
+        runs: family of the linear attention; "exact", "local" (exact within the sliding window of the model), or
+            "refused".
+        why: the reason of anything else than linear attention; empty for that.
+        num_features: M, None where nothing is estimated.
+        window: length of exact blocks, 0 without; the sliding window of a local layer; None for exact attention.
+        parameters: "calibrated", "corrected", "of each sequence" or "none".
+        speed: of a forward and a backward pass compared with exact attention over all keys; above 1 is faster.
+            Estimated from the measured lengths at which the two take equally long, see `favor.registry.Family`.
+        memory: numbers that attention holds per head compared with the L x L weights of exact attention; below 1 is
+            less. Exact attention of PyTorch does not always hold them all.
+    """
+
+    layer: str
+    runs: str
+    why: str = ""
+    num_features: int | None = None
+    window: int | None = None
+    parameters: str = "none"
+    speed: float = 1.0
+    memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What the attention layers of a model run at a length; printed as a table.
+
+    Attributes:
+        model: name of its class.
+        length: number of tokens.
+        device: kind of device, as in `torch.device.type`.
+        layers: one entry per layer, in the order of the modules.
+    """
+
+    model: str
+    length: int
+    device: str
+    layers: tuple[LayerDescription, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives all of it as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(tuple(map(_cell, asdict(layer).values())) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        counts = Counter(layer.runs for layer in self.layers)
+        summary = ", ".join(f"{count} {runs}" for runs, count in counts.items()) or "no attention layers"
+        head = f"{self.model}, {self.length} tokens on {self.device}: {summary}"
+        foot = (
+            "speed, memory: of attention alone, estimated, exact attention over all keys is 1; higher speed is better"
+        )
+        return "\n".join([head, *lines, foot])
+
+    __repr__ = __str__
+
+
+def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
+    """Says what each attention layer of a model runs at a length, and why.
+
+    Nothing is run: the answer is read from the configs and the classes of the layers. What a model decides only when it
+    runs (a mask that a user passes, a prefix) is not seen here; the layers refuse it then by an error.
+
+    Args:
+        model: any transformers model.
+        length: number of tokens, in all parts of the model.
+
+    Returns:
+        a `ModelDescription`: `print` shows a table, `.layers` and `.to_dict()` are data.
+
+    Raises:
+        TypeError: if it is no transformers model. ValueError: if the length is below 1.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> import favor
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.configure(BertModel(tiny), "landmark", num_features=64)
+        >>> [layer.runs for layer in favor.describe(model, length=8192).layers]
+        ['landmark']
+        >>> favor.describe(model, length=100).layers[0].why
+        'fewer keys than exact_below = 256'
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"favor.describe takes a model of transformers, got {type(model).__name__}.")
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}.")
+    attention = attention_names(model)
+    asking = {name: module for name, module in attention.items() if dispatches(module)}
+    inside = {part for module in asking.values() for part in module.modules()}
+    layers = []
+    for name, module in attention.items():
+        if name in asking:
+            layers.append(_describe_layer(name, module, length))
+        elif "Attention" in type(module).__name__ and module not in inside and inside.isdisjoint(module.modules()):
+            layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
+    return ModelDescription(type(model).__name__, length, model.device.type, tuple(layers))
+
+
+def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescription:
+    config: Any = module.config
+    backend = config._attn_implementation
+    own, given = layer_options(module, str(backend))
+    if own is None:
+        elsewhere = backend in registry.BACKENDS
+        return LayerDescription(
+            name, "exact", "another part was switched" if elsewhere else f"the backend is {backend}"
+        )
+    refused = next((what for argument, what in _REFUSED.items() if _passes(module, argument)), None)
+    if refused is not None:
+        return LayerDescription(name, "refused", refused)
+    sliding = _sliding_window(module)
+    is_causal = bool(getattr(module, "is_causal", False)) and getattr(config, "is_causal", None) is not False
+    if sliding is not None:
+        seen = min(sliding if is_causal else 2 * sliding, length) / length
+        return LayerDescription(
+            name,
+            "local",
+            "exact within its sliding window",
+            window=sliding,
+            speed=_round(1 / seen),
+            memory=_round(seen),
+        )
+    options = FavorConfig.from_dict(given)
+    family_name, _ = feature_family(own, options)
+    family, device = registry.FAMILIES[family_name], next(iter(module.parameters())).device.type
+    threshold = options.exact_threshold(device, is_causal, family_name)
+    if length < threshold:
+        return LayerDescription(name, "exact", f"fewer keys than exact_below = {threshold}")
+    choice = stored_choice(module)
+    window = choice.get("window", options.window) if is_causal or not decodes(module) else 0
+    parameters, problem = _parameters(options, family, choice, is_causal or decodes(module))
+    if problem:
+        return LayerDescription(name, "refused", problem)
+    heads = list(choice.get("exact_heads", ()))
+    estimated = 1 - len(heads) / choice["key_heads"] if heads and "key_heads" in choice else 1.0
+    equal = FavorConfig(num_features=options.num_features, window=options.window).exact_threshold(
+        device, is_causal, family_name
+    )
+    share = estimated * equal / length + (1 - estimated)
+    held = estimated * min(1.0, (options.num_features + window) / length) + (1 - estimated)
+    why = f"key heads {', '.join(map(str, heads))} are exact" if heads else ""
+    costs = {"speed": _round(1 / share), "memory": _round(held)}
+    return LayerDescription(name, family_name, why, options.num_features, window, parameters, **costs)
+
+
+def _parameters(options: FavorConfig, family: Any, choice: dict[str, Any], is_decoder: bool) -> tuple[str, str]:
+    """Tells where the parameters of a layer come from, and what is missing."""
+    if not family.takes_parameters or not (family.needs_statistics or choice.get("family") == family.name):
+        return "none", ""
+    if options.statistics == "batch":
+        return ("those of favor+, as causal layers fit none" if is_decoder else "of each sequence"), ""
+    if (choice.get("family"), choice.get("kind")) != (family.name, options.statistics):
+        return "", f'statistics="{options.statistics}" needs stored parameters of {family.name}'
+    return options.statistics, ""
+
+
+def _sliding_window(module: nn.Module) -> int | None:
+    """Gives the keys on one side of a query that a layer sees, its own one counted; None if it sees all.
+
+    A layer whose code never mentions its window has none, whatever its config says.
+    """
+    config: Any = module.config
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[number] if kinds and isinstance(number, int) and number < len(kinds) else None
+    if kind == "chunked_attention":
+        return config.attention_chunk_size
+    if kind == "full_attention" or not _mentions(module, "sliding_window"):
+        return None
+    own = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return own if isinstance(own, int) else None
+
+
+def _passes(module: nn.Module, argument: str) -> bool:
+    """Tells whether a layer passes an argument of attention that FAVOR refuses."""
+    config: Any = module.config
+    if not _mentions(module, argument):
+        return False
+    if argument == "position_bias" and hasattr(config, "position_embeddings_type"):
+        return config.position_embeddings_type == "relative"
+    if argument == "softcap":
+        return getattr(config, "attn_logit_softcapping", None) is not None
+    return True
+
+
+def _mentions(module: nn.Module, word: str) -> bool:
+    code = type(module).forward.__code__
+    words = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    words |= {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
+    return word in words
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,61 @@
+"""Checks of `config.favor_layers`, which comes from files and may hold anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from favor import registry
+from favor.config import MOST_FEATURES
+
+_WIDEST = 2**14  # of a head, and heads of a layer
+_SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES}
+_NAMES = {"family": lambda: registry.FAMILIES, "kind": lambda: ("calibrated", "corrected")}
+
+
+def check_entries(entries: Any) -> None:
+    """Raises a ValueError for entries of layers that are malformed.
+
+    Args:
+        entries: value of `config.favor_layers`; None if there is none. See `favor.integrations.stored` for its fields.
+
+    Raises:
+        ValueError: naming the layer, the field, what was expected and what came.
+    """
+    if entries is not None and not isinstance(entries, Mapping):
+        raise ValueError(f"config.favor_layers must be a dictionary of layers by name, got {entries!r}.")
+    for layer, entry in (entries or {}).items():
+        stores = isinstance(entry, Mapping) and "family" in entry
+        _check_fields(f'config.favor_layers["{layer}"]', entry, ("kind", "key_heads", "head_dim") if stores else ())
+
+
+def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a dictionary, got {entry!r}.")
+    missing = [name for name in needed if name not in entry]
+    if missing:
+        raise ValueError(f"{where} needs {', '.join(needed)}; {', '.join(missing)} is missing.")
+    for name, value in entry.items():
+        if name in _NAMES:
+            expected, fits = " or ".join(map(repr, _NAMES[name]())), value in _NAMES[name]()
+        elif name in _SIZES:
+            expected, fits = f"an integer from 1 to {_SIZES[name]}", _is_integer(value, 1, _SIZES[name])
+        elif name in ("window", "layer", "seed"):
+            expected, fits = "an integer of at least 0", _is_integer(value, None if name == "seed" else 0)
+        elif name == "exact_heads":
+            heads = entry.get("key_heads", _WIDEST)
+            expected = f"a list of key heads from 0 to {heads - 1}"
+            fits = isinstance(value, list | tuple) and all(_is_integer(head, 0, heads - 1) for head in value)
+        elif name == "weights_of":
+            _check_fields(f"{where}.weights_of", value, ("num_features", "layer"))
+            continue
+        else:
+            continue
+        if not fits:
+            raise ValueError(f"{where}.{name} must be {expected}, got {value!r}.")
+
+
+def _is_integer(value: Any, least: int | None, most: int | None = None) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return (least is None or value >= least) and (most is None or value <= most)

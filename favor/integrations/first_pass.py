@@ -1,0 +1,47 @@
+"""One line in the log at the first forward pass of a model: what its layers ran."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from torch import nn
+
+from favor.integrations.layer import FirstPass, layer_state
+
+_logger = logging.getLogger("favor")
+LINEAR = "linear: "  # begins the account of a layer that got what was asked for
+
+
+def note(module: nn.Module, account: str, keys: int) -> None:
+    """Takes down what a layer ran, and tells the log when all layers of the model have run, or one has run again.
+
+    Args:
+        module: the attention module.
+        account: what it ran, such as "linear: landmark with M = 256" or "exact: 512 keys are fewer than 1024".
+        keys: number of keys.
+    """
+    state = layer_state(module)
+    if state is None or state.first_pass is None:
+        return
+    first = state.first_pass
+    if state.number not in first.seen:
+        first.seen[state.number], first.keys = account, max(first.keys, keys)
+        if not first.expected <= first.seen.keys():
+            return
+    first.is_told = True
+    _tell(first)
+
+
+def _tell(first: FirstPass) -> None:
+    counts = Counter(first.seen.values())
+    layers = "; ".join(f"{count} layer{'s' if count > 1 else ''} {account}" for account, count in counts.items())
+    others = any(not account.startswith(LINEAR) for account in counts)
+    # Where a layer runs something else than linear attention, the log says so without being asked.
+    _logger.log(
+        logging.WARNING if others else logging.INFO,
+        "favor: first forward pass of %s, up to %d keys: %s. favor.describe(model, length) has the details.",
+        first.model,
+        first.keys,
+        layers,
+    )

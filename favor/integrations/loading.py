@@ -1,0 +1,146 @@
+"""Loading and saving with transformers: names of backends are checked, kept, and refused where nothing reads them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from favor import registry
+from favor.config import BACKEND
+from favor.integrations._private import after_construction, around_saving, at_choice_of_backend, at_missing_weights
+from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, dispatches
+from favor.integrations.stored import number_layers
+
+_logger = logging.getLogger("favor")
+
+
+def register_loading() -> None:
+    """Has every model of transformers check the name of its backend, keep it when saved, and take it up again."""
+    at_choice_of_backend(_choose)
+    after_construction(_built)
+    at_missing_weights(_refuse_missing)
+    around_saving(_backends_kept)
+
+
+def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | None:
+    """Gives the backend that a model takes: the one asked for, else the one that it was saved with."""
+    if name is None and is_built:
+        name = saved_backend(model.config)
+        if name is not None:
+            _logger.info("favor: %s was saved with %s and takes it up again.", type(model).__name__, name)
+    check_name(name)
+    if name in registry.BACKENDS and never_dispatches(type(model)):
+        raise ValueError(_NEVER.format(model=type(model).__name__, backend=name))
+    return name
+
+
+def _built(model: PreTrainedModel) -> None:
+    number_layers(model)
+    if model.config._attn_implementation in registry.BACKENDS and not getattr(model.config, "favor_parts", None):
+        check_dispatch(model, model.config._attn_implementation)
+
+
+def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Raises a ValueError for parameters that `config.favor_layers` lists and the weights do not have."""
+    ours = sorted(name for name in missing if name.rpartition(".")[2] in (TRANSFORM, FACTOR, SHIFT, WEIGHTS))
+    if ours:
+        raise ValueError(
+            f"config.favor_layers of {type(model).__name__} lists stored parameters that the weights do not have: "
+            f"{', '.join(ours[:3])}{', ...' if len(ours) > 3 else ''}. Load the weights that were saved with this "
+            "config, or remove favor_layers from it and call favor.calibrate."
+        )
+
+
+def saved_backend(config: Any) -> str | None:
+    """Gives the FAVOR backend that a model was saved with; None if it was saved with another one, or before 0.2."""
+    saved = getattr(config, "favor", None)
+    name = saved.get(BACKEND) if isinstance(saved, dict) else None
+    return name if name in registry.BACKENDS else None
+
+
+@contextmanager
+def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
+    configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
+    before: dict[int, Any] = {key: getattr(config, "favor", None) for key, config in configs.items()}
+    for key, config in configs.items():
+        name = getattr(config, "_attn_implementation", None)
+        options = {option: value for option, value in (before[key] or {}).items() if option != BACKEND}
+        if name in registry.BACKENDS:
+            config.favor = {**options, BACKEND: name}
+        elif before[key] is not None:
+            config.favor = options
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            if before[key] is not None:
+                config.favor = before[key]
+            elif hasattr(config, "favor"):
+                del config.favor
+
+
+def check_name(name: Any) -> None:
+    """Raises a ValueError for a name that is no backend and looks like one of ours; transformers checks the others."""
+    if not isinstance(name, str) or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return
+    near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
+    if near or "favo" in name.lower():
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(map(repr, registry.BACKENDS))
+        raise ValueError(f'attn_implementation="{name}" is no backend; {hint}The FAVOR backends are {known}.')
+
+
+def never_dispatches(model_class: type[PreTrainedModel]) -> bool:
+    """Tells whether the file of a model has attention layers of its own, none of which asks for a backend."""
+    modules = [sys.modules.get(base.__module__) for base in model_class.__mro__ if _is_a_models_own(base)]
+    spaces = [vars(module) for module in modules if module is not None]
+    values = [value for space in spaces for value in space.values()]
+    if any(
+        isinstance(value, dict) and "eager" in value and all(map(_is_attention, value.values())) for value in values
+    ):
+        return True  # a table of classes by backend, which knows none of ours
+    if any(isinstance(value, AttentionInterface) for value in values):
+        return False
+    own = {space["__name__"] for space in spaces}
+    return any(_is_attention(value) and value.__module__ in own for value in values)
+
+
+def _is_attention(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and "Attention" in value.__name__
+
+
+def _is_a_models_own(base: type) -> bool:
+    return issubclass(base, PreTrainedModel) and base is not PreTrainedModel
+
+
+def check_dispatch(model: nn.Module, backend: str) -> None:
+    """Raises a ValueError if no attention layer of a built model asks for a backend; logs it if only some do not."""
+    attention = [module for module in model.modules() if _is_attention(type(module))]
+    if attention and not any(map(dispatches, attention)):
+        raise ValueError(_NEVER.format(model=type(model).__name__, backend=backend))
+    inside = {part for module in attention if dispatches(module) for part in module.modules()}
+    alone = {type(m).__name__ for m in attention if m not in inside and inside.isdisjoint(m.modules())}
+    if alone:
+        _report(type(model).__name__, ", ".join(sorted(alone)), backend)
+
+
+@cache
+def _report(model: str, layers: str, backend: str) -> None:
+    _logger.warning("favor: in %s, %s never ask for a backend and stay exact beside %s.", model, layers, backend)
+
+
+_NEVER = (
+    'attn_implementation="{backend}": {model} computes its attention itself and never asks transformers for a backend, '
+    "so it would stay exact. Keep its own attention; if it is a part of a larger model, name the parts that take "
+    'it: attn_implementation={{"text_config": "{backend}"}} when loading, only="text_model" in favor.configure.'
+)

@@ -1,0 +1,43 @@
+"""Which keys are equal: where a token occurs often and has no position, its keys are, but for rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_LINES = 8
+
+
+def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    """The place of the first key equal to each, `[..., S]`; its own for a key that equals no earlier one.
+
+    Equal keys lie side by side once all keys are sorted along a line, and only they agree along seven more. They may
+    differ by rounding, of which the mean of n equal keys has n times as much: processors round in different ways.
+
+    Args:
+        key: `[..., S, d]`.
+        mask: boolean `[..., S]`, True for the keys that count; others equal no key.
+        counts: how many keys each is the mean of, `[..., S]`; None is one.
+    """
+    rows = key.to(torch.promote_types(key.dtype, torch.float32))
+    along = rows @ _lines(key.shape[-1], rows)
+    reach = torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(along, dim=-1)
+    reach = 16 * reach if counts is None else (16 + counts) * reach
+    line = along[..., 0] if mask is None else along[..., 0].masked_fill(~mask, torch.inf)  # others come last
+    order = line.sort(-1).indices
+    sorted_along = along.gather(-2, order.unsqueeze(-1).expand_as(along))
+    reach = reach.gather(-1, order)
+    distance = torch.linalg.vector_norm(sorted_along[..., 1:, :] - sorted_along[..., :-1, :], dim=-1)
+    is_equal = distance <= torch.maximum(reach[..., 1:], reach[..., :-1])
+    if mask is not None:
+        is_equal = is_equal & mask.gather(-1, order)[..., 1:]
+    run = pad((~is_equal).cumsum(-1), (1, 0))
+    first = torch.full_like(order, key.shape[-2]).scatter_reduce(-1, run, order, "amin")
+    return torch.zeros_like(order).scatter(-1, order, first.gather(-1, run))
+
+
+def _lines(width: int, like: Tensor) -> Tensor:
+    """Eight directions without a pattern, `[d, 8]`: cubes modulo a prime, the same on every device."""
+    number = torch.arange(1, width * _LINES + 1, device=like.device)
+    return (number**3 * 7919 % 65521).view(width, _LINES).to(like.dtype) / 65521 - 0.5

@@ -1,0 +1,41 @@
+"""A quick part of the fuzzer: calls that Hypothesis draws and simplifies, the same ones every time."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from . import attention, generation, invariants
+from .attention import Call
+from .generation import Generation
+from .simplify import simplify
+
+quick = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def drawn(draw: Callable[..., Any]) -> st.SearchStrategy[Any]:
+    """What `draw` makes of choices by Hypothesis."""
+    return st.composite(lambda pick: draw(lambda values: pick(st.sampled_from(values))))()
+
+
+@settings(quick, max_examples=800)
+@given(drawn(attention.draw))
+# More padding at the left than a chunk, and large keys.
+@example(Call(length=100, keys=100, padding=("left",), is_causal=True, query_norm=36.0, key_norm=100.0))
+def test_attention(call):
+    invariants.check(call)
+
+
+@settings(quick, max_examples=40)
+@given(drawn(generation.draw))
+@example(Generation(model="qwen2", lengths=(140, 5), steepness=30.0, pieces=3))
+def test_generation(call):
+    generation.check(call)
+
+
+def test_the_simplest_failure_is_found():
+    call = Call(features="wderf", length=100, keys=100, padding=("left", "none"), key_norm=300.0, dtype="float64")
+    found = simplify(call, lambda call: call.length == call.keys > 6 and call.key_norm > 30)
+    assert found == Call(length=7, keys=7, key_norm=found.key_norm)
+    assert 30 < found.key_norm <= 60

@@ -1,0 +1,170 @@
+"""`favor.configure` on whole models and on parts, and `favor.describe`."""
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, tokens, whisper_features
+
+import favor
+
+BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+SMALL = {"num_features": 4, "exact_below": 0}
+
+
+def whisper():
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = hf.WhisperConfig(
+        **sizes, **ids, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=40, num_mel_bins=16,
+        max_source_positions=24,
+    )  # fmt: skip
+    return hf.WhisperForConditionalGeneration(config).eval()
+
+
+def runs(model):
+    return {layer.layer.removeprefix("model."): layer.runs for layer in favor.describe(model).layers}
+
+
+ENCODER = {f"encoder.layers.{i}.self_attn" for i in range(2)}
+
+
+@pytest.mark.parametrize("how", ["only", "only with prefix", "part"])
+def test_a_part_that_shares_its_config_is_switched_alone(how, tmp_path):
+    model = whisper()
+    if how == "part":
+        favor.configure(model.model.encoder, "landmark", **SMALL)
+    else:
+        favor.configure(model, "landmark", only="encoder" if how == "only" else "model.encoder", **SMALL)
+    assert {name for name, what in runs(model).items() if what == "landmark"} == ENCODER
+    # The encoder changes, and the decoder over the same encoder output does not.
+    exact, frames = whisper(), whisper_features(False)["input_features"]
+    ids = tokens(False)["input_ids"][:, :5]
+    states = model.model.encoder(frames).last_hidden_state
+    assert (states - exact.model.encoder(frames).last_hidden_state).abs().max() > 1e-5
+    outs = [m.model.decoder(ids, encoder_hidden_states=states).last_hidden_state for m in (model, exact)]
+    torch.testing.assert_close(*outs)
+    model.save_pretrained(tmp_path)
+    again = hf.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert favor.describe(again) == favor.describe(model)
+    logits = [m(frames, decoder_input_ids=ids).logits for m in (model, again)]
+    assert torch.equal(*logits)
+
+
+def test_parts_have_options_of_their_own_and_come_back_one_by_one():
+    model = whisper()
+    favor.configure(model.model.encoder, "landmark", **SMALL)
+    favor.configure(model.model.decoder, "favor+", num_features=8, exact_below=0)
+    assert model.config.favor_parts["encoder"]["num_features"] == 4
+    assert set(runs(model).values()) == {"landmark", "pos"}
+    favor.configure(model, only="encoder", num_features=6)
+    assert [model.config.favor_parts[part]["num_features"] for part in ("encoder", "decoder")] == [6, 8]
+    favor.configure(model, window=2)
+    assert [model.config.favor_parts[part]["window"] for part in ("encoder", "decoder")] == [2, 2]
+    favor.configure(model, "sdpa", only="encoder")
+    assert {name for name, what in runs(model).items() if what == "exact"} == ENCODER
+    favor.configure(model.model.decoder, "sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    favor.configure(model, "landmark")
+    assert set(runs(model).values()) == {"exact", "landmark"} or set(runs(model).values()) == {"landmark"}
+    assert not model.config.favor_parts
+
+
+def test_the_rest_of_a_switched_model_stays_switched():
+    model = favor.configure(whisper(), "favor+", num_features=8, exact_below=0)
+    favor.configure(model, "landmark", only="encoder", **SMALL)
+    assert {name for name, what in runs(model).items() if what == "landmark"} == ENCODER
+    assert set(runs(model).values()) == {"landmark", "pos"}
+
+
+def test_an_unknown_part_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="such as one in decoder, encoder; got 'encode'"):
+        favor.configure(whisper(), "landmark", only="encode")
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), "bert-base-uncased", None])
+def test_what_is_no_model_is_refused(wrong):
+    for function in (favor.configure, favor.describe):
+        with pytest.raises(TypeError, match=f"takes a model of transformers, got {type(wrong).__name__}"):
+            function(wrong)
+
+
+def test_options_without_a_backend_are_warned_of():
+    with pytest.warns(UserWarning, match=r"stored features, which no layer reads: the backend is 'sdpa'"):
+        favor.configure(BERT.build("sdpa"), features="landmark")
+
+
+@pytest.mark.parametrize(
+    ("backend", "option"),
+    [
+        ("favor+", {"features": "sderf"}),
+        ("favor_elu", {"num_features": 64}),
+        ("favor_elu", {"seed": 3}),
+        ("landmark", {"orthogonal": False}),
+        ("landmark", {"redraw_interval": 2}),
+    ],
+)
+def test_an_option_that_the_backend_does_not_read_is_refused(backend, option):
+    model = BERT.build("sdpa")
+    with pytest.raises(ValueError, match=f"{next(iter(option))}"):
+        favor.configure(model, backend, **option)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_features_may_be_named_by_their_backend():
+    query = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    for backend, family in (("favor#", "wderf"), ("favor+", "pos"), ("landmark", "landmark")):
+        named = favor.favor_attention(query, query, query, features=backend, num_features=4)
+        assert torch.equal(named, favor.favor_attention(query, query, query, features=family, num_features=4))
+    with pytest.raises(ValueError, match=r"got 'SDERF'. Did you mean 'sderf'\?"):
+        favor.favor_attention(query, query, query, features="SDERF")
+
+
+@pytest.mark.parametrize("length", [24, 2048])
+@pytest.mark.parametrize("backend", ["sdpa", "favor#", "landmark", "favor+"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_description_has_every_layer(architecture, backend, length):
+    model = architecture.build(backend, num_features=64)
+    description = favor.describe(model, length)
+    assert description == favor.describe(model, length)
+    assert description.layers
+    assert len(str(description).splitlines()) == len(description.layers) + 3
+    kinds = {layer.runs for layer in description.layers}
+    if backend == "sdpa":
+        assert kinds == {"exact"}
+        assert {layer.why for layer in description.layers} == {"the backend is sdpa"}
+    elif length == 24:
+        assert kinds <= {"exact", "local"}
+    else:
+        assert kinds & {"wderf", "landmark", "pos"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_the_log_tells_once_what_ran_and_the_description_agrees(architecture, caplog):
+    model = architecture.build("landmark", **SMALL)
+    with caplog.at_level("INFO", "favor"), torch.no_grad():
+        for _ in range(2):
+            model(**architecture.inputs(False))
+    (line,) = [record.message for record in caplog.records if "first forward pass" in record.message]
+    told = {kind for kind in ("linear: landmark", "local: exact") if kind in line}
+    described = {layer.runs for layer in favor.describe(model).layers}
+    assert {{"landmark": "linear: landmark", "local": "local: exact"}[kind] for kind in described} == told
+
+
+def test_short_inputs_are_told_of(caplog):
+    BERT.build("favor#")(**tokens(False))
+    (record,) = [record for record in caplog.records if "first forward pass" in record.message]
+    assert record.levelname == "WARNING"
+    assert "up to 24 keys: 2 layers exact: fewer keys than exact_below = 1024" in record.message
+
+
+def test_missing_parameters_and_refused_layers_are_described():
+    model = BERT.build("favor#", statistics="calibrated", exact_below=0)
+    assert 'statistics="calibrated" needs stored parameters of wderf' in str(favor.describe(model))
+    favor.calibrate(model, [tokens(True)])
+    assert {layer.parameters for layer in favor.describe(model).layers} == {"calibrated"}
+    sizes = {"d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32, "vocab_size": 40}
+    t5 = hf.T5EncoderModel._from_config(hf.T5Config(**sizes), attn_implementation="favor#")
+    assert [(layer.runs, layer.why) for layer in favor.describe(t5).layers] == [
+        ("refused", "a position bias for each pair")
+    ]

@@ -1,0 +1,185 @@
+"""Names of backends: kept by saved models, checked, and refused where no layer asks for one."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, COMMON, tokens
+from safetensors.torch import load_file, save_file
+
+import favor
+
+BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+DECODER = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 40}
+NEVER = {
+    "own attention": (hf.DebertaV2Model, lambda: hf.DebertaV2Config(**COMMON)),
+    "own attention, sdpa too": (hf.MPNetModel, lambda: hf.MPNetConfig(**COMMON)),
+    "classes by name": (hf.FalconModel, lambda: hf.FalconConfig(**DECODER, num_hidden_layers=1)),
+    "masks of the backend": (hf.MptModel, lambda: hf.MptConfig(d_model=16, n_heads=2, n_layers=1)),
+    "classes by name beside others": (
+        hf.SamVisionModel,
+        lambda: hf.SamVisionConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+        ),
+    ),
+    "a module of torch": (
+        hf.BridgeTowerModel,
+        lambda: hf.BridgeTowerConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, text_config={**COMMON, "hidden_size": 16},
+            vision_config={"hidden_size": 64, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8},
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["load", "configure"])
+@pytest.mark.parametrize("name", NEVER)
+def test_models_that_never_ask_for_a_backend_are_refused(name, how):
+    model_class, config = NEVER[name]
+    attempts = {
+        "load": lambda: model_class._from_config(config(), attn_implementation="favor#"),
+        "configure": lambda: favor.configure(model_class(config()), "favor#"),
+    }
+    with pytest.raises(ValueError, match=r'favor#": .* never asks transformers for a backend'):
+        attempts[how]()
+
+
+def test_a_layer_that_never_asks_is_named_by_the_log(caplog):
+    config = hf.SiglipVisionConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    favor.configure(hf.SiglipVisionModel(config), "landmark")
+    assert "MultiheadAttention never ask for a backend and stay exact beside landmark" in caplog.text
+
+
+def test_the_part_that_asks_is_switched_alone(tmp_path):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = hf.BigBirdPegasusConfig(vocab_size=40, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes)
+    model = hf.BigBirdPegasusModel(config)
+    with pytest.raises(ValueError, match="BigBirdPegasusEncoder computes its attention itself"):
+        favor.configure(model, "landmark")
+    favor.configure(model, "landmark", only="decoder", exact_below=0).save_pretrained(tmp_path)
+    again = hf.BigBirdPegasusModel.from_pretrained(tmp_path)
+    assert favor.describe(again) == favor.describe(model)
+    assert {layer.runs for layer in favor.describe(again).layers} == {"exact", "landmark"}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("favour#", "favor#"), ("FAVOR#", "favor#"), ("landmarks", "landmark"), ("favor_pluss", "favor_plus")],
+)
+def test_a_misspelled_name_is_told_the_nearest(given, meant):
+    for attempt in (
+        lambda: BERT.build(given),
+        lambda: favor.configure(BERT.build("sdpa"), given),
+        lambda: BERT.build("sdpa").set_attn_implementation(given),
+    ):
+        with pytest.raises(ValueError, match=rf'"{given}" is no backend; did you mean \'{meant}\'\?.*\'favor#\''):
+            attempt()
+
+
+def test_other_names_are_left_to_transformers():
+    with pytest.raises(ValueError, match="is not supported"):
+        BERT.build("flash")
+
+
+def test_a_saved_model_takes_up_its_backend_again(tmp_path, caplog):
+    model = BERT.build("landmark", num_features=4, exact_below=0)
+    before = dict(model.config.favor)
+    model.save_pretrained(tmp_path)
+    assert model.config.favor == before
+    with caplog.at_level(logging.INFO, "favor"):
+        again = hf.AutoModel.from_pretrained(tmp_path).eval()
+    assert "BertModel was saved with landmark and takes it up again" in caplog.text
+    assert torch.equal(again(**tokens(True)).last_hidden_state, model(**tokens(True)).last_hidden_state)
+    assert favor.describe(again) == favor.describe(model)
+    head = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert [layer.runs for layer in favor.describe(head).layers] == ["landmark"] * 2
+
+
+def test_a_name_that_is_passed_wins_and_is_what_is_saved_next(tmp_path):
+    BERT.build("landmark").save_pretrained(tmp_path)
+    model = hf.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    assert hf.AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    model.set_attn_implementation("favor+")
+    model.save_pretrained(tmp_path)
+    assert hf.AutoModel.from_pretrained(tmp_path).config._attn_implementation == "favor+"
+
+
+def test_parts_with_configs_of_their_own_take_up_their_own_backends(tmp_path):
+    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = hf.CLIPModel(
+        hf.CLIPConfig(
+            text_config={**part, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
+            vision_config={**part, "image_size": 8, "patch_size": 4},
+        )
+    )
+    favor.configure(model.vision_model, "favor+", num_features=8, exact_below=0)
+    model.save_pretrained(tmp_path)
+    again = hf.CLIPModel.from_pretrained(tmp_path)
+    assert favor.describe(again) == favor.describe(model)
+    assert {layer.runs for layer in favor.describe(again).layers} == {"pos", "exact"}
+
+
+def test_stored_parameters_that_the_weights_do_not_have_are_named(tmp_path):
+    model = BERT.build("favor#", num_features=8, exact_below=0)
+    favor.calibrate(model, [tokens(True)])
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("encoder.layer.0.attention.self.favor_transform")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"do not have: encoder\.layer\.0\.attention\.self\.favor_transform"):
+        hf.AutoModel.from_pretrained(tmp_path)
+
+
+ENTRY = {"family": "wderf", "kind": "calibrated", "key_heads": 4, "head_dim": 8}
+WEIGHTS = {"num_features": 8, "seed": 0, "orthogonal": True, "window": 0, "exact_heads": [], "layer": 0}
+LAYER = "encoder.layer.0.attention.self"
+MALFORMED = {
+    "favor list": ({"favor": [1]}, "config.favor must be a dictionary of options"),
+    "favor text": ({"favor": "x"}, "config.favor must be a dictionary of options"),
+    "unhashable option": ({"favor": {"features": ["wderf"]}}, "features must be one of"),
+    "absurd M": ({"favor": {"num_features": 10**9}}, "num_features must be at most"),
+    "layers text": ({"favor_layers": "x"}, "config.favor_layers must be a dictionary"),
+    "entry text": ({"favor_layers": {LAYER: "x"}}, "must be a dictionary, got 'x'"),
+    "no heads": ({"favor_layers": {LAYER: {**ENTRY, "key_heads": None}}}, "key_heads must be an integer from 1"),
+    "missing heads": (
+        {"favor_layers": {LAYER: {"family": "wderf", "kind": "calibrated"}}},
+        "key_heads, head_dim is missing",
+    ),
+    "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "a list of key heads from 0 to 3"),
+    "negative head": ({"favor_layers": {LAYER: {"exact_heads": [-1]}}}, "a list of key heads"),
+    "unknown family": ({"favor_layers": {LAYER: {**ENTRY, "family": "x"}}}, "family must be 'pos' or"),
+    "window": ({"favor_layers": {LAYER: {"window": -3}}}, "window must be an integer of at least 0"),
+    "weights": (
+        {"favor_layers": {LAYER: {**ENTRY, "weights_of": {"num_features": 8}}}},
+        "weights_of needs num_features, layer",
+    ),
+    "absurd weights": (
+        {"favor_layers": {LAYER: {**ENTRY, "weights_of": {**WEIGHTS, "num_features": 10**12}}}},
+        "num_features must be an integer from 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_config_names_its_field(name, tmp_path):
+    BERT.build("favor#").save_pretrained(tmp_path)
+    fields, message = MALFORMED[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises((ValueError, TypeError), match=message):
+        hf.AutoModel.from_pretrained(tmp_path, attn_implementation="favor#")
+
+
+def test_a_head_that_the_layer_does_not_have_is_refused_when_it_runs():
+    config = BERT.config()
+    config.favor_layers = {LAYER: {"exact_heads": [99]}}
+    config.favor = {"exact_below": 0, "num_features": 8}
+    model = hf.BertModel._from_config(config, attn_implementation="favor+")
+    with pytest.raises(ValueError, match="exact_heads must be key heads from 0 to 3"):
+        model(**tokens(False))
