@@ -248,10 +248,9 @@ class FavorCache(DynamicCache):
         """
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
-        if isinstance(layer, DynamicLayer) and layer.is_sliding and layer.get_seq_length() == keys.shape[-2]:
-            if keys.shape[-2] == key_states.shape[-2]:
-                layer = _stream_layer(layer)
-                keys, values = layer.update(keys, values)
+        if isinstance(layer, DynamicLayer) and layer.is_sliding and layer.get_seq_length() == key_states.shape[-2]:
+            layer = _stream_layer(layer)
+            keys, values = layer.update(keys, values)
         if isinstance(layer, StreamLayer):
             layer.place = (self, layer_idx)
         return keys, values

@@ -40,6 +40,10 @@ REFUSED = {
     "t5": ("T5Model", "position bias"),
     "gpt_oss": ("GptOssModel", "attention sinks"),
     "gemma2": ("Gemma2Model", "soft-capped"),
+    "mpnet": ("MPNetModel", "never asks transformers for a backend"),
+    "falcon": ("FalconModel", "never asks transformers for a backend"),
+    "sam": ("SamVisionModel", "never asks transformers for a backend"),
+    "deepseek_v32": ("DeepseekV32Model", "sparse attention"),
 }
 
 
@@ -64,7 +68,7 @@ def test_sliding_windows_stay_exact():
 
 
 @pytest.mark.parametrize(("family", "name", "reason"), [(family, *own) for family, own in REFUSED.items()])
-def test_what_would_be_dropped_is_refused(family, name, reason):
+def test_what_would_be_dropped_or_ignored_is_refused(family, name, reason):
     result = result_of(family, name)
     assert result["category"] == "refused"
     assert reason in result["reason"]
