@@ -56,7 +56,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
     """Checks each class in a process of its own, forked from this one, and gives results as they come."""
     context = multiprocessing.get_context("fork")
-    waiting, running = list(reversed(found)), {}
+    waiting = list(reversed(found))
+    running: dict[Any, tuple[Candidate, Any]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             candidate = waiting.pop()
@@ -66,7 +67,7 @@ def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[st
             there.close()
             running[here] = (candidate, process)
         ready = wait(list(running))
-        for connection in ready:
+        for connection in [own for own in running if own in ready]:
             candidate, process = running.pop(connection)
             own = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
             try:

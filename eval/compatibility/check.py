@@ -154,7 +154,7 @@ def configure(model: nn.Module, num_features: int, window: int) -> None:
     for module in model.modules():
         if hasattr(module, "config"):
             with contextlib.suppress(Exception):
-                module.config.favor = options
+                module.config.favor = options  # type: ignore[union-attr]
 
 
 @torch.no_grad()

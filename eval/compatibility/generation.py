@@ -43,8 +43,10 @@ def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str,
     except Exception as error:
         return f"crash: {type(error).__name__}: {error}"
     states = sum(isinstance(layer, StreamLayer) for layer in cache.layers)
-    error = _distance(found, _whole(model, ids))
-    return f"equal: {states} of {len(cache.layers)} layers keep a state" if error < TOLERANCE else f"wrong: {error:.1e}"
+    distance = _distance(found, _whole(model, ids))
+    if not distance < TOLERANCE:
+        return f"wrong: {distance:.1e}"
+    return f"equal: {states} of {len(cache.layers)} layers keep a state"
 
 
 @torch.no_grad()

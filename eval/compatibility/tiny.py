@@ -97,7 +97,7 @@ def shrink(config: PretrainedConfig, factor: int = 8, image: int | None = 4, own
 def _backbone() -> PretrainedConfig:
     """In place of a backbone of timm, which may not be installed."""
     stages = ["stage1", "stage2", "stage3", "stage4"]
-    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=stages)
+    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=stages)  # type: ignore[call-arg]
 
 
 def _set(config: Any, name: str, value: Any) -> None:

@@ -110,8 +110,9 @@ class StreamLayer(CacheLayerMixin):
                 "a FavorCache is for causal layers, and this one is not; use transformers' DynamicCache for it."
             )
         cache, number = self.place
-        cache.layers[number] = DynamicLayer()
-        cache.layers[number].update(key, value)
+        layer = DynamicLayer()
+        layer.update(key, value)
+        cache.layers[number] = layer
 
     def get_seq_length(self) -> int:
         """Gives the number of tokens seen."""
@@ -164,7 +165,7 @@ class StreamLayer(CacheLayerMixin):
         self.state.change(lambda tensor: tensor[indices])
 
 
-class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):
+class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type: ignore[misc,override]
     """Past of a layer that has both: states of the model's own, such as a convolution's, and causal FAVOR attention."""
 
     is_compileable = False
@@ -191,7 +192,7 @@ class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):
         LinearAttentionLayer.prefetch(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
         StreamLayer.reorder_cache(self, beam_idx)
 
 
