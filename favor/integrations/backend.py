@@ -141,6 +141,9 @@ def favor_attention_forward(
     causal = sees.causal
     plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
     state = kwargs.get("favor_state")
+    if cached is not None and not causal:  # cross attention, whose keys do not grow
+        cached.keep(key, value)
+        cached = None
     if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "

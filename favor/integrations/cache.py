@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from favor.kernels import StreamState
 
@@ -22,13 +28,19 @@ class StreamLayer(CacheLayerMixin):
     Attributes:
         state: of `favor.kernels.extend`.
         length: tokens seen.
+        place: cache and number of the layer in it; None outside of a `FavorCache`.
     """
 
     is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.place: tuple[FavorCache, int] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self.state, self.length, self._unread = StreamState(), 0, False
+        self.is_initialized, self.keys, self.values = False, None, None
         self._options: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -43,6 +55,7 @@ class StreamLayer(CacheLayerMixin):
         self._check()
         self.is_initialized, self._unread = True, True
         self.length += key_states.shape[-2]
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]  # some models ask how many there are
         marked = key_states.view_as(key_states)
         setattr(marked, CACHE_LAYER, self)
         return marked, value_states
@@ -78,7 +91,28 @@ class StreamLayer(CacheLayerMixin):
                 "training changes the directions too): call reset() and begin again."
             )
         self._unread, self._options = False, options
+        if self.place is not None:
+            cache, number = self.place
+            cache.layers[number] = self
         return self.state
+
+    def keep(self, key: Tensor, value: Tensor) -> None:
+        """Gives its place in the cache to a layer that keeps keys, since attention is not causal.
+
+        Args:
+            key, value: of all tokens so far.
+
+        Raises:
+            ValueError: if there is a state of earlier tokens.
+        """
+        if self.place is None or self.length != key.shape[-2]:
+            raise ValueError(
+                "a FavorCache is for causal layers, and this one is not; use transformers' DynamicCache for it."
+            )
+        cache, number = self.place
+        layer = DynamicLayer()
+        layer.update(key, value)
+        cache.layers[number] = layer
 
     def get_seq_length(self) -> int:
         """Gives the number of tokens seen."""
@@ -99,7 +133,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.__init__()  # type: ignore[misc]
+        self._forget()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refused: what a sum holds cannot be taken out of it again.
@@ -131,14 +165,56 @@ class StreamLayer(CacheLayerMixin):
         self.state.change(lambda tensor: tensor[indices])
 
 
+class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type: ignore[misc,override]
+    """Past of a layer that has both: states of the model's own, such as a convolution's, and causal FAVOR attention."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        StreamLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:  # of the model's own states, by name
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        StreamLayer.reset(self)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        StreamLayer.crop(self)
+
+    def offload(self) -> None:
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        LinearAttentionLayer.prefetch(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        StreamLayer.reorder_cache(self, beam_idx)
+
+
+def _stream_layer(layer: Any) -> StreamLayer:
+    """Makes the layer that keeps a state where another keeps keys, with its other states."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return StreamLayer()
+    stream = _LinearAttentionAndStreamLayer(layer.number_of_states)
+    for name in vars(LinearAttentionLayer()):
+        setattr(stream, name, getattr(layer, name))
+    return stream
+
+
 class FavorCache(DynamicCache):
     """Cache for `generate` whose size, and so the time of a token, does not grow with the length.
 
         favor.configure(model, "favor#", exact_below=0)
         model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
 
-    Layers of full attention keep the state of `favor.kernels.extend`; the others of a hybrid model (sliding windows)
-    what they keep in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with
+    Layers of full attention keep the state of `favor.kernels.extend`, and so do others whose attention is estimated,
+    whatever the config calls them; layers that stay exact (sliding windows, cross attention) keep their keys as in a
+    `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with
     landmarks, those of no cache. Sampling, beam search, prompts that are continued and batches padded at the left work;
     exact heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The first piece of a
     sequence is computed like any causal attention, later ones of many tokens less fast. A layer that does not read its
@@ -152,7 +228,33 @@ class FavorCache(DynamicCache):
         super().__init__(config=config)
         if config is None:
             self.layer_class_to_replicate = StreamLayer
-        self.layers = [StreamLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        whole = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+        self.layers = [_stream_layer(layer) if type(layer) in whole else layer for layer in self.layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hands on the keys and values that attention needs: with a state the new ones, else all that a layer sees.
+
+        What a config says of its layers need not be what they do. So the first keys of a layer with a window come with
+        a state too; if attention reads it, the layer keeps the state from then on, and else its keys.
+
+        Args:
+            key_states, value_states: of the new tokens, `[B, Hk, L, d]`.
+            layer_idx: number of the layer.
+            *args, **kwargs: as in `DynamicCache.update`.
+
+        Raises:
+            RuntimeError: if the last ones were not added to the state.
+        """
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DynamicLayer) and layer.is_sliding and layer.get_seq_length() == key_states.shape[-2]:
+            layer = _stream_layer(layer)
+            keys, values = layer.update(keys, values)
+        if isinstance(layer, StreamLayer):
+            layer.place = (self, layer_idx)
+        return keys, values
 
     @property
     def nbytes(self) -> int:

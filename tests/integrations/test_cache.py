@@ -12,10 +12,18 @@ from transformers import (
     EncoderDecoderCache,
     Gemma3TextConfig,
     GPT2Config,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MllamaForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
     PreTrainedModel,
+    ZayaConfig,
+    ZayaForCausalLM,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import favor
 
@@ -102,6 +110,90 @@ def test_decoding_through_landmarks_with_a_cache_is_exact():
         model.set_attn_implementation(backend)
         found.append(model(input_ids=ids[:, 20:21], past_key_values=cache, **last).logits)
     torch.testing.assert_close(*found)
+
+
+FEW = {"num_key_value_heads": 2, "head_dim": 8}
+HYBRIDS = {
+    # Its config names a window that its attention does not have.
+    "moshi": lambda: MoshiForCausalLM(MoshiConfig(**SIZES, **FEW, sliding_window=6, ffn_dim=32)),
+    # Its chunks stay exact, and keep the keys of one chunk.
+    "llama4": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(
+            **SIZES,
+            **FEW,
+            intermediate_size=32,
+            intermediate_size_mlp=32,
+            num_local_experts=2,
+            attention_chunk_size=8,
+            layer_types=["chunked_attention", "full_attention"],
+        )
+    ),
+    # Beside its keys it keeps the last tokens of a convolution.
+    "zaya": lambda: ZayaForCausalLM(ZayaConfig(**SIZES, **FEW, moe_intermediate_size=32, num_experts=2)),
+    "mllama": lambda: MllamaForCausalLM(
+        MllamaTextConfig(**SIZES, num_key_value_heads=2, intermediate_size=32, cross_attention_layers=[1])
+    ),
+}
+
+
+def make_hybrid(name: str, **options: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return favor.configure(HYBRIDS[name]().eval(), "favor#", features="landmark", exact_below=0, **options)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("length", [5, 19])
+def test_every_layer_that_estimates_attention_keeps_a_state(name, length):
+    """Whatever the config calls it: results are those of no cache, and the cache does not grow."""
+    model, sizes = make_hybrid(name, num_features=4, window=8), set()
+    ids = prompt(length + 16)["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, length - 1 :]
+        cache = favor.FavorCache(model.config)
+        found = [model(ids[:, :length], past_key_values=cache).logits[:, -1]]
+        for token in ids[:, length:].split(1, 1):
+            found.append(model(token, past_key_values=cache).logits[:, -1])
+            if cache.get_seq_length() % 8 == 0:
+                sizes.add(cache.nbytes)
+    torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-4, atol=1e-4)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_layers_go_on_after_a_reset_and_with_several_rows(name):
+    model = make_hybrid(name, num_features=4, window=8)
+    ids = torch.cat([prompt(19)["input_ids"], prompt(19)["input_ids"].flip(1)])
+    rows, more = torch.tensor([1, 1]), torch.tensor([[7], [8]])
+    cache = favor.FavorCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        cache.reorder_cache(rows)
+        expected = model(torch.cat([ids[rows], more], 1), use_cache=False).logits[:, -1]
+        found = model(more, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cross_attention_of_a_decoder_keeps_its_keys():
+    """Its layers stand in one list with those of self-attention, and their keys are those of an image."""
+    model = make_hybrid("mllama", num_features=64, window=8)
+    ids = prompt(12)["input_ids"]
+    image = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(4))
+    for layer in model.model.layers:
+        for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate"):
+            if hasattr(layer, name):
+                torch.nn.init.ones_(getattr(layer, name))
+                layer.cross_attn.is_causal = False  # it does not say so
+    seen = {"cross_attention_states": image, "cross_attention_mask": None, "full_text_row_masked_out_mask": None}
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, **seen).logits[:, 8:]
+        without = model(ids, use_cache=False).logits[:, 8:]
+        cache = favor.FavorCache(model.config)
+        found = [model(ids[:, :9], past_key_values=cache, **seen).logits[:, -1]]
+        found += [model(token, past_key_values=cache).logits[:, -1] for token in ids[:, 9:].split(1, 1)]
+    assert (expected - without).abs().max() > 0.01
+    torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_with_calibrated_parameters():

@@ -1,0 +1,116 @@
+"""Which models of transformers run with a FAVOR backend, and whether they compute what they should.
+
+    python -m favor.eval.compatibility                        # all classes, some ten minutes on two cores
+    python -m favor.eval.compatibility --models bert llama    # some
+
+Every model class of the installed transformers is built tiny, with random weights, and run with exact attention, with
+landmarks of one key each, which are softmax attention too, and with few landmarks, which must differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import transformers
+
+from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.report import context, shown_command, write_files
+from favor.eval.compatibility.check import BAD, CATEGORIES, check
+from favor.eval.compatibility.classes import Candidate, candidates
+from favor.eval.compatibility.report import lines_of
+
+MEMORY = 12 * 2**30
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = make_parser("favor.eval.compatibility", __doc__)
+    add = parser.add_argument
+    add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
+    add("--classes", nargs="+", metavar="CLASS", help="only these classes")
+    add("--jobs", type=int, default=2, help="processes at a time")
+    add("--seconds", type=int, default=60, help="most processor time of one class")
+    add_results(parser, "compatibility")
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1 or arguments.seconds <= 0:
+        parser.error("--jobs and --seconds must be positive")
+    try:
+        arguments.found, arguments.missing = candidates(arguments.models)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.classes:
+        arguments.found = [own for own in arguments.found if own.name in arguments.classes]
+    return arguments
+
+
+def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
+    """Checks each class in a process of its own, forked from this one, and gives results as they come."""
+    context = multiprocessing.get_context("fork")
+    waiting = list(reversed(found))
+    running: dict[Any, tuple[Candidate, Any]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            candidate = waiting.pop()
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(candidate, there, seconds))
+            process.start()
+            there.close()
+            running[here] = (candidate, process)
+        ready = wait(list(running))
+        for connection in [own for own in running if own in ready]:
+            candidate, process = running.pop(connection)
+            own = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
+            try:
+                yield connection.recv()
+            except EOFError:
+                reason = f"more than {seconds} seconds of processor time, or more than {MEMORY / 2**30:g} GiB"
+                yield {**own, "category": "not built", "reason": reason}
+            process.join()
+            connection.close()
+
+
+def _child(candidate: Candidate, there: Connection, seconds: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    start = time.process_time()
+    end = int(start) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))
+    result = check(candidate)
+    there.send({**result, "seconds": round(time.process_time() - start, 1)})
+    there.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if a class is in a bad category."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    found = arguments.found
+    content = {**context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))}
+    content |= {"cannot be imported": arguments.missing, "classes": []}
+    results = content["classes"]
+    for number, result in enumerate(run_all(found, arguments.jobs, arguments.seconds), 1):
+        results.append(result)
+        print(f"{result['family']}.{result['class']}: {result['category']} {result['reason'][:150]}", flush=True)
+        if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves what it has found
+            results.sort(key=lambda result: (result["family"], result["class"]))
+            write_files(arguments.output_dir, arguments.name, lines_of(content), content)
+    counts = Counter(result["category"] for result in results)
+    print(", ".join(f"{counts[name]} {name}" for name in CATEGORIES))
+    return 1 if any(counts[name] for name in BAD) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""Runs one model class three ways: exactly, with a landmark for every key, and with few landmarks.
+
+Landmarks with a group for every key are softmax attention. With a window they run the kernels of blocks and groups
+even then; without one, causal attention over so few tokens has nothing to estimate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from favor.eval.compatibility.classes import Candidate
+from favor.eval.compatibility.exceptions import OWN
+from favor.eval.compatibility.generation import generation
+from favor.eval.compatibility.inputs import Inputs, all_inputs, padded
+from favor.eval.compatibility.tiny import shrink
+from favor.eval.compatibility.watch import BACKEND, Watch
+
+MANY, FEW, SHORT = 2048, 4, 4  # groups, groups, tokens of a window
+TOLERANCE = 1e-4
+MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
+SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # factor of widths, patches of a side
+WAYS = {"groups of one key": (MANY, 0), "in blocks": (MANY, SHORT)}
+CATEGORIES = ("equal", "local", "refused", "no attention", "not built", "silently exact", "wrong", "crash")
+BAD = ("silently exact", "wrong", "crash")
+
+
+class NotBuiltError(Exception):
+    """No tiny model of a class could be made, or nothing that it takes as input was found."""
+
+
+def check(candidate: Candidate) -> dict[str, Any]:
+    """Gives category, reason and numbers of one class; the category is one of `CATEGORIES`."""
+    result: dict[str, Any] = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
+    try:
+        exact, inputs = build(candidate)
+    except NotBuiltError as error:
+        return {**result, "category": "not built", "reason": str(error)}
+    try:
+        model = switched(exact)
+    except Exception as error:
+        return {**result, **_raised(error, "loading")}
+    try:
+        result |= _compared(exact, model, inputs)
+    except Exception as error:
+        return {**result, **_raised(error, "forward")}
+    if candidate.name.endswith("ForCausalLM") and result["category"] in ("equal", "local"):
+        configure(model, FEW, SHORT)
+        result["cache"] = generation(exact, model, inputs)
+        if result["cache"].startswith(("wrong", "crash")):
+            result |= {"category": result["cache"].split(":")[0], "reason": f"FavorCache: {result['cache']}"}
+    return result
+
+
+def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
+    """Makes a tiny model with exact attention, and inputs that it takes.
+
+    Raises:
+        NotBuiltError: if no try succeeds, with the last reason.
+    """
+    model_class = candidate.load()
+    own = {**OWN.get(candidate.family, {}), **OWN.get(candidate.name, {})}
+    problems, tried = [], 0
+    for factor, image in SIZES:
+        try:
+            config = shrink(model_class.config_class(), factor, image, own)
+            size = _parameters(model_class, copy.deepcopy(config))
+            if size > MOST_PARAMETERS:
+                raise NotBuiltError(f"{size / 1e6:.0f} million parameters")
+            model = _made(model_class, config, "eager")
+        except Exception as error:
+            problems.append(_short(error))
+            continue
+        number, tried = 0, tried + 1
+        for number, inputs in enumerate(all_inputs(model, model.config), 1):
+            try:
+                if run(model, inputs):
+                    return model, inputs
+            except Exception as error:
+                problems.append(_short(error))
+            if number == MOST_INPUTS:
+                break
+        if not number:
+            needed = inspect.signature(model.forward).parameters
+            problems.append(f"no inputs known for {', '.join(needed)}")
+        if not number or tried == 5:
+            break
+    raise NotBuiltError(" / ".join(dict.fromkeys(problems[:2] + problems[-1:])))
+
+
+def _parameters(model_class: type[PreTrainedModel], config: Any) -> int:
+    """Numbers in a model, before it is made; 0 where that cannot be told."""
+    try:
+        with torch.device("meta"):
+            model = _from_config(model_class, config, "eager")
+    except Exception:
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _made(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = _from_config(model_class, config, attention)
+    _sharpen(model)
+    return model
+
+
+def _from_config(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
+    """A model as a user loads it, by class, config and name of the backend; experts in plain torch, of any width."""
+    model: PreTrainedModel = model_class._from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    )
+    return model.eval().float()
+
+
+@torch.no_grad()
+def _sharpen(model: nn.Module) -> None:
+    """Draws weights so large that attention matters: at the usual 0.02 tiny models attend to all keys alike."""
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.is_floating_point():
+            continue
+        if parameter.ndim >= 2:
+            fan_in = parameter[0].numel() if parameter.ndim != 3 else parameter.shape[-1]
+            parameter.normal_(0, 1.0 if "embed" in name and parameter.ndim == 2 else max(fan_in, 1) ** -0.5)
+        elif not parameter.isfinite().all() or parameter.abs().max() > 100:
+            parameter.normal_(0, 0.1)
+
+
+def switched(exact: PreTrainedModel, attention: str = BACKEND) -> PreTrainedModel:
+    """Makes a model of the same config and weights with another attention."""
+    torch.manual_seed(0)
+    model = _from_config(type(exact), copy.deepcopy(exact.config), attention)
+    with torch.no_grad():
+        for own, other in zip(_tensors(model), _tensors(exact), strict=True):
+            own.copy_(other)
+    return model
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def configure(model: nn.Module, num_features: int, window: int) -> None:
+    """Sets options in every config of a model."""
+    options = {"features": "landmark", "num_features": num_features, "window": window, "exact_below": 0}
+    for module in model.modules():
+        if hasattr(module, "config"):
+            with contextlib.suppress(Exception):
+                module.config.favor = options  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+    """Gives the outputs of a model that are numbers, by name."""
+    torch.manual_seed(1)
+    more = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return dict(_numbers("", model(**inputs, **more)))
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield path, value.detach().float()
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key not in ("past_key_values", "attentions", "cache_params", "router_logits"):
+                yield from _numbers(f"{path}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _numbers(f"{path}.{number}", part)
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None = None) -> float:
+    """Largest relative error of an output, of real tokens if there is a mask `[B, L]`."""
+    errors = [0.0]
+    if mask is not None:  # what is pooled may come from a padded token
+        rows = {name: value for name, value in expected.items() if value.shape[:2] == mask.shape}
+        found, expected = ({n: own[n][mask.bool()] for n in rows} if rows else own for own in (found, expected))
+    for name, right in expected.items():
+        left = found[name]
+        left, right = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (left, right))
+        norm = right.norm().item()
+        if norm > 0:
+            errors.append((left - right).norm().item() / norm)
+    return max(errors)
+
+
+def _compared(exact: PreTrainedModel, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
+    """Category, reason and numbers of a model that has been loaded with the backend."""
+    batches: dict[str, tuple[Inputs, Tensor | None]] = {"whole": (inputs, None)}
+    for side in ("right", "left"):
+        with contextlib.suppress(Exception):
+            batch = padded(inputs, side)
+            if batch is not None and run(exact, batch):
+                batches[side] = (batch, batch["attention_mask"])
+    expected = run(exact, inputs)
+    configure(model, FEW, SHORT)
+    with Watch().watching() as watch:
+        change = distance(run(model, inputs), expected)
+    result: dict[str, Any] = {
+        "calls": watch.calls,
+        "estimated": watch.estimated,
+        "local": watch.local,
+        "own_attention": sorted(watch.silent),
+        "few": change,
+    }
+    if not watch.calls:
+        if not watch.silent:
+            return {**result, "category": "no attention", "reason": "no attention in this class"}
+        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.silent))} calls no backend"}
+    if watch.exact:
+        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.exact))} is not estimated"}
+    errors, of_sdpa = _errors(exact, model, batches), False
+    result |= {"errors": errors, "padding": sorted(set(batches) - {"whole"})}
+    if not max(errors.values()) < TOLERANCE:
+        with contextlib.suppress(Exception):
+            sdpa = _errors(switched(exact, "sdpa"), model, batches)
+            result["errors_to_sdpa"] = sdpa
+            pairs = zip(errors.values(), sdpa.values(), strict=True)
+            of_sdpa = all(min(pair) < TOLERANCE for pair in pairs)
+        if not of_sdpa:
+            return {**result, "category": "wrong", "reason": f"relative error {max(errors.values()):.1e}"}
+    if not watch.estimated:
+        return {**result, "category": "local", "reason": "all layers see a window or a chunk, and stay exact"}
+    notes = ["as sdpa, from which eager differs"] if of_sdpa else []
+    notes += ["hardly depends on attention"] if change < TOLERANCE else []
+    return {**result, "category": "equal", "reason": "; ".join(notes)}
+
+
+def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, Any]) -> dict[str, float]:
+    errors = {}
+    for way, (number, window) in WAYS.items():
+        configure(model, number, window)
+        for name, (batch, mask) in batches.items():
+            errors[f"{way}, {name}"] = distance(run(model, batch), run(exact, batch), mask)
+    return errors
+
+
+def _raised(error: Exception, where: str) -> dict[str, Any]:
+    """A refusal is a ValueError or NotImplementedError of favor's own; all else is a crash."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = "/favor/" in frame.filename or "favor" in str(error)
+    refused = isinstance(error, ValueError | NotImplementedError) and ours
+    reason = _short(error) if refused else f"{_short(error)} @{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return {"category": "refused" if refused else "crash", "reason": reason, "raised": where}
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text[:300] if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,84 @@
+"""The table of `python -m favor.eval.compatibility` in Markdown: one line a family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from favor.eval.common.report import table_row
+from favor.eval.compatibility.check import BAD, CATEGORIES
+
+_MEANING = {
+    "equal": "with a landmark for every key the output is that of exact attention, to 1e-4 relative",
+    "local": "all layers see a window or a chunk only; they stay exact, in linear time",
+    "refused": "a ValueError says why, at loading or at the first pass",
+    "no attention": "nothing in the class attends",
+    "not built": "no tiny model could be made here; says nothing about the backends",
+    "silently exact": "the name is accepted, and attention stays exact",
+    "wrong": "the output is another",
+    "crash": "an exception that is no refusal",
+}
+
+
+def lines_of(content: Mapping[str, Any]) -> list[str]:
+    """Gives the report in Markdown.
+
+    Args:
+        content: of the JSON file: `classes` with the results, and what `favor.eval.common.report.context` gives.
+    """
+    results = content["classes"]
+    counts = Counter(result["category"] for result in results)
+    families = Counter(family for family, _ in {(r["family"], r["category"]) for r in results})
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    lines = [
+        "# Models of transformers with a FAVOR backend",
+        "",
+        f"{len(results)} model classes of {len(families)} families, tiny, with random weights, float32 on a CPU: exact "
+        "attention, landmarks with a group for every key (which are softmax attention), the same in blocks, and few "
+        "landmarks, which must differ. Token models with padding at the right and at the left too.",
+        "",
+        table_row(["category", "classes", "meaning"]),
+        table_row(["---", "---:", "---"]),
+        *(table_row([name, str(counts[name]), _MEANING[name]]) for name in CATEGORIES),
+        "",
+        f"Bad categories: {', '.join(BAD)}.",
+        "",
+        "## By family",
+        "",
+        *family_lines(results),
+        "",
+        f"{content['machine']}; {versions}.",
+        "",
+        "```bash",
+        content["command"],
+        "```",
+    ]
+    return lines
+
+
+def family_lines(results: list[dict[str, Any]]) -> list[str]:
+    """Gives a Markdown table with one line for each family: its classes by category, and what there is to say of them.
+
+    Args:
+        results: of the classes, see `favor.eval.compatibility.check.check`.
+    """
+    lines = [table_row(["family", "classes", "FavorCache", "reason"]), table_row(["---"] * 4)]
+    for family in sorted({result["family"] for result in results}):
+        own = [result for result in results if result["family"] == family]
+        counts = Counter(result["category"] for result in own)
+        cells = ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if counts[name])
+        caches = sorted(
+            {_short(result["cache"]) for result in own if not result.get("cache", "not run").startswith("not")}
+        )
+        reasons = [
+            _short(result["reason"]) for result in own if result["category"] != "no attention" and result["reason"]
+        ]
+        lines.append(table_row([family, cells, "; ".join(caches), "; ".join(dict.fromkeys(reasons[:3]))]))
+    return lines
+
+
+def _short(text: str) -> str:
+    """The first sentence, at most 110 characters, safe in a table."""
+    text = text.split(". ")[0].replace("|", "/")
+    return text if len(text) <= 110 else f"{text[:107]}..."

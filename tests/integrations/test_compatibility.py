@@ -1,0 +1,118 @@
+"""Models of transformers through the functions of `favor.eval.compatibility`: one or more of every kind."""
+
+import json
+
+import pytest
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from favor.eval.compatibility import __main__ as program
+from favor.eval.compatibility.check import check
+from favor.eval.compatibility.classes import candidates
+from favor.integrations import backend, masks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(transformers.__version__ < "5.23", reason="the classes are those of transformers 5.23"),
+]
+
+EQUAL = {
+    "bert": "BertModel",
+    "modernbert": "ModernBertModel",  # sliding windows between global layers
+    "xlm_roberta": "XLMRobertaModel",
+    "aimv2": "Aimv2TextModel",  # the module says that it is not causal, the mask says that it is
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2Model",
+    "gemma3": "Gemma3ForCausalLM",
+    "deepseek_v3": "DeepseekV3Model",
+    "jamba": "JambaModel",
+    "vit": "ViTModel",
+    "clip": "CLIPModel",
+    "lightglue": "LightGlueForKeypointMatching",  # the module says that it is causal, and it is not
+    "paligemma": "PaliGemmaModel",  # a decoder that sees its whole prompt
+    "wav2vec2": "Wav2Vec2Model",
+    "whisper": "WhisperModel",
+    "moonshine": "MoonshineDecoder",  # the argument of the call says that it is not causal, the mask that it is
+    "bart": "BartModel",
+    "bigbird_pegasus": "BigBirdPegasusDecoder",
+}
+REFUSED = {
+    "t5": ("T5Model", "position bias"),
+    "gpt_oss": ("GptOssModel", "attention sinks"),
+    "gemma2": ("Gemma2Model", "soft-capped"),
+    "mpnet": ("MPNetModel", "never asks transformers for a backend"),
+    "falcon": ("FalconModel", "never asks transformers for a backend"),
+    "sam": ("SamVisionModel", "never asks transformers for a backend"),
+    "deepseek_v32": ("DeepseekV32Model", "sparse attention"),
+}
+
+
+def result_of(family: str, name: str) -> dict:
+    (candidate,) = [own for own in candidates([family])[0] if own.name == name]
+    return check(candidate)
+
+
+@pytest.mark.parametrize(("family", "name"), EQUAL.items())
+def test_is_exact_attention_with_a_landmark_for_every_key(family, name):
+    result = result_of(family, name)
+    assert result["category"] == "equal", result
+    assert result["estimated"] + result["local"] == result["calls"] > 0
+    assert max(result["errors"].values()) < 1e-5
+    assert result["few"] > 1e-3
+
+
+def test_sliding_windows_stay_exact():
+    result = result_of("mistral", "MistralForCausalLM")
+    assert (result["category"], result["estimated"], result["local"]) == ("local", 0, 2)
+    assert max(result["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "name", "reason"), [(family, *own) for family, own in REFUSED.items()])
+def test_what_would_be_dropped_or_ignored_is_refused(family, name, reason):
+    result = result_of(family, name)
+    assert result["category"] == "refused"
+    assert reason in result["reason"]
+
+
+def test_decoders_generate_with_a_state():
+    assert result_of("llama", "LlamaForCausalLM")["cache"] == "equal: 2 of 2 layers keep a state"
+    assert result_of("gemma3", "Gemma3ForCausalLM")["cache"] == "equal: 1 of 2 layers keep a state"
+
+
+def test_lost_causality_is_found(monkeypatch):
+    monkeypatch.setattr(backend, "visibility", lambda *args, **kwargs: masks.Visibility(causal=False))
+    assert result_of("llama", "LlamaModel")["category"] == "wrong"
+
+
+def test_lost_padding_is_found(monkeypatch):
+    monkeypatch.setattr(backend, "visibility", lambda *args, **kwargs: masks.Visibility(causal=False))
+    result = result_of("bert", "BertModel")
+    assert result["category"] == "wrong"
+    assert result["errors"]["in blocks, whole"] < 1e-5
+
+
+def test_exact_attention_under_our_name_is_found(monkeypatch):
+    def exact(call, query, key, value, mask=None):
+        return sdpa_attention_forward(call.module, query, key, value, None)[0]
+
+    monkeypatch.setattr(backend, "by_head", lambda *args: exact(args[5].args[0], *args[:3]))
+    result = result_of("bert", "BertModel")
+    assert (result["category"], result["reason"]) == ("silently exact", "BertSelfAttention is not estimated")
+
+
+def test_the_program_writes_a_table(tmp_path, capsys):
+    assert program.main(["--models", "bert", "t5", "--output_dir", str(tmp_path), "--jobs", "1"]) == 0
+    classes = json.loads((tmp_path / "compatibility.json").read_text())["classes"]
+    found = {own["class"]: own["category"] for own in classes}
+    assert (found["BertModel"], found["T5Model"]) == ("equal", "refused")
+    text = (tmp_path / "compatibility.md").read_text()
+    assert "| bert | 1 equal |" in text
+    assert "| silently exact | 0 |" in text
+    assert f"transformers {transformers.__version__}" in text
+    assert "bert.BertModel: equal" in capsys.readouterr().out
+
+
+def test_unknown_families_are_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["--models", "brt"])
+    assert "no models called brt" in capsys.readouterr().err
