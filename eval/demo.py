@@ -61,8 +61,9 @@ def drop_in_cosines(model_path: Path, texts: Sequence[tuple[str, str]], num_feat
     embeddings = {}
     for backend in BACKENDS:
         if backend != "sdpa":
-            parsed, options = launch.Backend.parse(backend), {"exact_below": 0, "seed": SEED}
-            favor.configure(model, parsed.name, features=parsed.features, num_features=num_features, **options)
+            parsed = launch.Backend.parse(backend)
+            options = {"features": parsed.features, "num_features": num_features, "seed": SEED}
+            favor.configure(model, parsed.name, only=None, exact_below=0, **options)
         with torch.no_grad():
             hidden = model(**batch).last_hidden_state
         embeddings[backend] = (hidden * mask).sum(1) / mask.sum(1)

@@ -146,8 +146,8 @@ def favor_attention_forward(
         cached = None
     if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
-            "a stream or a FavorCache does not know how long it will be, and exact heads have no state: set "
-            f"exact_below=0 (it is {plan.exact_below}) and keep no exact heads, in this model and in its training."
+            "a stream or a FavorCache does not know how long it will be, and exact attention has no state: "
+            + (f"set exact_below=0 (it is {plan.exact_below})." if plan.exact_below else "keep no exact heads.")
         )
     keys = key_length if packing is None else packing.longest_key
     if torch.compiler.is_exporting():

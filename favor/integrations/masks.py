@@ -257,7 +257,9 @@ def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
         raise ValueError(
             f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
         )
-    return bool(own) and getattr(module.config, "is_causal", None) is not False
+    # Some encoders are built of layers that claim to be causal, and say elsewhere that they are no decoder.
+    claims = (getattr(module.config, "is_causal", None), getattr(module, "is_decoder", None))
+    return bool(own) and False not in claims
 
 
 def _visible(mask: Tensor) -> Tensor:
