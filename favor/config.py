@@ -125,7 +125,7 @@ class FavorConfig:
         if not family.counts_features:
             ignored.append("num_features")
         if not family.is_drawn:
-            ignored += ["orthogonal", "seed", "redraw_interval"]
+            ignored += ["orthogonal", "redraw_interval"]
         if called in registry.BACKENDS and len(registry.BACKENDS[called]) == 1 and self.features != family.name:
             ignored.append("features")
         for name in ignored:

@@ -23,18 +23,19 @@ from typing import Any
 import torch
 import transformers
 
-from favor.eval.common.program import add_results, make_parser
+from favor.eval.common.program import add_results
 from favor.eval.common.report import context, shown_command, write_files
 from favor.eval.compatibility.check import BAD, CATEGORIES, check
 from favor.eval.compatibility.classes import Candidate, candidates
 from favor.eval.compatibility.report import lines_of
+from favor.train.common.program import Parser, program
 
 MEMORY = 12 * 2**30
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = make_parser("favor.eval.compatibility", __doc__)
+    parser = Parser("favor.eval.compatibility", __doc__, abbreviations=True)
     add = parser.add_argument
     add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
     add("--classes", nargs="+", metavar="CLASS", help="only these classes")
@@ -112,5 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(counts[name] for name in BAD) else 0
 
 
+cli = program("favor.eval.compatibility", main)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    cli()

@@ -114,7 +114,7 @@ def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[Lay
 
 
 class _Change:
-    """What becomes of one config: of its own options, or of those of a part whose config others share.
+    """Change of one config: of its own options, or of those of a part whose config others share.
 
     Args:
         config: of transformers.

@@ -99,7 +99,6 @@ def test_options_without_a_backend_are_warned_of():
     [
         ("favor+", {"features": "sderf"}),
         ("favor_elu", {"num_features": 64}),
-        ("favor_elu", {"seed": 3}),
         ("landmark", {"orthogonal": False}),
         ("landmark", {"redraw_interval": 2}),
     ],
