@@ -68,8 +68,8 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
         return family.fit_moments(Moments(mean, mean, cov, cov))
     if call.is_causal or not call.use_statistics:
         warnings.warn(
-            f"{family.name} in a causal layer without favor.calibrate(model, data) computes FAVOR+: parameters from this "
-            "sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no data.",
+            f"{family.name} in a causal layer without favor.calibrate(model, data) computes FAVOR+: parameters from "
+            "this sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no data.",
             stacklevel=4,
         )
         return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)

@@ -16,7 +16,7 @@ from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import CACHE_LAYER, state_of
+from favor.integrations.cache import CACHE_LAYER, StreamLayer, state_of
 from favor.integrations.engines import check_exact_below, heads_of_process
 from favor.integrations.exact import exact_attention
 from favor.integrations.first_pass import LINEAR, note
@@ -140,11 +140,11 @@ def favor_attention_forward(
 
     causal = sees.causal
     plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
-    state = kwargs.get("favor_state")
     if cached is not None and not causal:  # cross attention, whose keys do not grow
         cached.keep(key, value)
         cached = None
-    if (state is not None or cached is not None) and (plan.exact_below or choice.get("exact_heads")):
+    state = cached or kwargs.get("favor_state")
+    if state is not None and (plan.exact_below or choice.get("exact_heads")):
         raise ValueError(
             "a stream or a FavorCache does not know how long it will be, and exact attention has no state: "
             + (f"set exact_below=0 (it is {plan.exact_below})." if plan.exact_below else "keep no exact heads.")
@@ -156,6 +156,29 @@ def favor_attention_forward(
         _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
         return _exact(call, query, key, value), None
 
+    _account(
+        module, known, f"{LINEAR}{plan.family}, M = {plan.num_features}, window {choice.get('window', plan.window)}"
+    )
+    return _estimated(call, name, plan, (query, key, value), state).contiguous(), None
+
+
+def _estimated(
+    call: _Call,
+    backend: str,
+    plan: _Plan,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    state: StreamState | StreamLayer | None,
+) -> Tensor:
+    """Computes attention `[B, L, H, dv]` with the parameters that the layer stores, exact in the heads that stay exact.
+
+    Args:
+        call: the arguments that exact attention takes too.
+        backend: its name.
+        plan: the options of the layer.
+        tensors: query, key and value.
+        state: of earlier tokens, or the layer of a cache that holds it; None for a whole sequence.
+    """
+    module, causal, (query, key, _), choice = call.module, call.sees.causal, tensors, stored_choice(call.module)
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
@@ -163,17 +186,15 @@ def favor_attention_forward(
     # Loaded as a part of another model, a layer may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
-    if cached is not None:
-        state = state_of(cached, query, (name, plan, dict(choice), redraw))
-    window = choice.get("window", plan.window) if is_self_attention(module, causal, length, key_length) else 0
+    if isinstance(state, StreamLayer):
+        state = state_of(state, query, (backend, plan, dict(choice), redraw))
+    has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
+    window = choice.get("window", plan.window) if has_window else 0
     exact_heads, drawn = choice.get("exact_heads", ()), None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         stored, exact_heads, drawn = heads_of_process(module, key.shape[1], stored, exact_heads)
-    _account(module, known, f"{LINEAR}{plan.family}, M = {plan.num_features}{f', window {window}' if window else ''}")
     estimate = _Estimate(call, plan, layer, redraw, window, state, drawn)
-    exact, linear = partial(_exact, call), partial(_linear, estimate)
-    out = by_head(query, key, value, stored, exact_heads, exact, linear)
-    return out.contiguous(), None
+    return by_head(*tensors, stored, exact_heads, partial(_exact, call), partial(_linear, estimate))
 
 
 def _account(module: nn.Module, keys: int, account: str) -> None:
