@@ -5,6 +5,7 @@
     model = AutoModel.from_pretrained(path, attn_implementation="favor#")
 """
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 register()
+# The models of the zoo are known to transformers' Auto classes from here on. Nothing of them is used in this package.
+import_module("favor.models")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import favor.features
 assert "sklearn" not in sys.modules
 favor.features.SoftmaxKernelSampler
 assert "sklearn" in sys.modules
-import favor.models, transformers
+import transformers
 from safetensors.torch import load_file, save_file
 for folder, auto in zip(sys.argv[1::2], sys.argv[2::2]):
     model = getattr(transformers, auto).from_pretrained(folder).eval()

@@ -71,8 +71,9 @@ def run(*words: object) -> str:
 
 
 def test_the_core_imports_no_package_of_an_extra(without):
-    # transformers itself imports scipy and accelerate where they are installed, before `import favor`.
-    assert without["imported"] == []
+    # transformers itself imports scipy and accelerate where they are installed, before `import favor`, and these two
+    # with the tokenizers and feature extractors that the models of the zoo derive from.
+    assert set(without["imported"]) <= {"sentencepiece", "soundfile"}
 
 
 def test_the_core_does_without_packages_of_extras():

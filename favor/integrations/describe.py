@@ -93,7 +93,7 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
     runs (a mask that a user passes, a prefix) is not seen here; the layers refuse it then by an error.
 
     Args:
-        model: any transformers model.
+        model: any transformers model, or one of peft around it.
         length: number of tokens, in all parts of the model.
 
     Returns:
@@ -112,6 +112,8 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
         >>> favor.describe(model, length=100).layers[0].why
         'fewer keys than exact_below = 256'
     """
+    inner: Any = getattr(model, "get_base_model", None)  # of peft
+    model = model if inner is None else inner()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"favor.describe takes a model of transformers, got {type(model).__name__}.")
     if length < 1:

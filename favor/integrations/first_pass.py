@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import nn
 
+from favor.integrations.adapters import watch_adapters
 from favor.integrations.layer import FirstPass, layer_state
 
 _logger = logging.getLogger("favor")
@@ -30,6 +31,7 @@ def note(module: nn.Module, account: str, keys: int) -> None:
         if not first.expected <= first.seen.keys():
             return
     first.is_told = True
+    watch_adapters()  # peft may have been imported after the model was built
     _tell(first)
 
 

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from favor import registry
 from favor.config import BACKEND
 from favor.integrations._private import after_construction, around_saving, at_choice_of_backend, at_missing_weights
+from favor.integrations.adapters import watch_adapters
 from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, dispatches
 from favor.integrations.stored import number_layers
 
@@ -44,6 +45,7 @@ def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | N
 
 
 def _built(model: PreTrainedModel) -> None:
+    watch_adapters()
     number_layers(model)
     if model.config._attn_implementation in registry.BACKENDS and not getattr(model.config, "favor_parts", None):
         check_dispatch(model, model.config._attn_implementation)

@@ -1,0 +1,104 @@
+"""Adapters of peft: what they are saved with names the backend of the model that they were trained in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from favor import registry
+from favor.config import BACKEND, FavorConfig
+
+_logger = logging.getLogger("favor")
+_FILE = "favor.json"
+
+
+def watch_adapters() -> None:
+    """Has peft, if it is imported, keep the backend of a model beside its adapters, and take it up with them again.
+
+    peft saves adapters alone, and loads their base model anew: without this it would be exact. Only the first call
+    after the import has an effect.
+    """
+    peft = sys.modules.get("peft")
+    model_class: Any = getattr(peft, "PeftModel", None)  # None while peft is being imported
+    if model_class is None or hasattr(model_class.save_pretrained, "__wrapped__"):
+        return
+    model_class.save_pretrained = _saving(model_class.save_pretrained)
+    model_class.from_pretrained = classmethod(_loading(model_class.from_pretrained.__func__))
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, save_directory, *args, **kwargs)
+        settings = {name: own for name, config in _configs(self.get_base_model()).items() if (own := _settings(config))}
+        folders = {path.parent for path in Path(save_directory).glob("**/adapter_config.json")}
+        for folder in folders if settings and kwargs.get("is_main_process", True) else ():
+            (folder / _FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        return result
+
+    return save_pretrained
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def from_pretrained(cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        place = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if kwargs.get(name)}
+        missing = {f"_raise_exceptions_for_{what}": False for what in _MAY_FAIL}
+        path = cached_file(str(model_id), _FILE, **place, **missing)
+        if path is not None:
+            _take_up(model, json.loads(Path(path).read_text()))
+        return original(cls, model, model_id, *args, **kwargs)
+
+    return from_pretrained
+
+
+_MAY_FAIL = ("missing_entries", "connection_errors", "gated_repo")
+
+
+def _configs(model: Any) -> dict[str, Any]:
+    """Lists the config of a model, under "", and those of its parts."""
+    config = model.config
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    return {"": config, **{name: part for name, part in parts.items() if part is not None}}
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    if getattr(config, "_attn_implementation", None) not in registry.BACKENDS:
+        return {}
+    names = ("favor", "favor_parts")
+    kept = {name: getattr(config, name) for name in names if getattr(config, name, None)}
+    return {BACKEND: config._attn_implementation, **kept}
+
+
+def _take_up(model: Any, settings: dict[str, dict[str, Any]]) -> None:
+    """Gives the configs of a base model the backends that adapters were trained with, where it has none of ours.
+
+    Raises:
+        ValueError, TypeError: for a backend or options that are malformed.
+    """
+    for name, config in _configs(model).items():
+        own = settings.get(name)
+        if not own or config._attn_implementation in registry.BACKENDS:
+            continue
+        if own.get(BACKEND) not in registry.BACKENDS:
+            raise ValueError(
+                f"{_FILE} of the adapter names the backend {own.get(BACKEND)!r}, which is no FAVOR backend."
+            )
+        _logger.warning(
+            "favor: the adapter was trained in a model with %s, and the base model was loaded with %s: it takes up %s. "
+            'Call set_attn_implementation("sdpa") for exact attention.',
+            own[BACKEND],
+            config._attn_implementation,
+            own[BACKEND],
+        )
+        config.favor = FavorConfig.from_dict(own.get("favor")).to_dict()
+        if own.get("favor_parts"):
+            config.favor_parts = own["favor_parts"]
+        config._attn_implementation_internal = own[BACKEND]  # of this config alone, not of its parts

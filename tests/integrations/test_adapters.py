@@ -1,0 +1,97 @@
+"""Models that other libraries save and load: peft, sentence-transformers and the Trainer keep the backend."""
+
+import pytest
+import torch
+import transformers as hf
+from architectures import ARCHITECTURES, tokens
+
+import favor
+
+BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+SMALL = {"num_features": 4, "exact_below": 0}
+pytestmark = [  # of the libraries
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A base model that knows nothing of FAVOR, saved."""
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(LLAMA.config())
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("how", ["auto", "plain"])
+def test_an_adapter_takes_up_the_backend_it_was_trained_with(base, tmp_path, caplog, how):
+    peft = pytest.importorskip("peft")
+    model = hf.AutoModelForCausalLM.from_pretrained(base, attn_implementation="landmark")
+    favor.configure(model, **SMALL)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    inputs = tokens(False)
+    expected = adapted(**inputs).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    if how == "auto":
+        again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    else:
+        again = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    assert "the adapter was trained in a model with landmark" in caplog.text
+    torch.testing.assert_close(again.eval()(**inputs).logits, expected)
+    assert favor.describe(again) == favor.describe(adapted)
+
+
+def test_an_adapter_of_an_exact_model_changes_nothing(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "favor.json").exists()
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert {layer.runs for layer in favor.describe(again).layers} == {"exact"}
+
+
+def test_a_damaged_note_beside_an_adapter_is_refused(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = hf.AutoModelForCausalLM.from_pretrained(base, attn_implementation="landmark")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    note = tmp_path / "adapter" / "favor.json"
+    note.write_text(note.read_text().replace('"landmark"', '"flash"', 1))
+    with pytest.raises(ValueError, match="names the backend 'flash'"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+def test_a_sentence_transformer_takes_up_its_backend(tmp_path):
+    package = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    from favor.eval.common.pretrained import minilm_path
+
+    path = minilm_path()
+    module = modules.Transformer(str(path), model_kwargs={"attn_implementation": "landmark"})
+    favor.configure(module.auto_model, **SMALL)
+    model = package.SentenceTransformer(modules=[module, modules.Pooling(384)], device="cpu")
+    texts = ["one two three four five six seven eight nine ten"]
+    expected = model.encode(texts)
+    model.save(str(tmp_path / "saved"))
+    again = package.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert favor.describe(again[0].auto_model) == favor.describe(module.auto_model)
+    assert abs(again.encode(texts) - expected).max() < 1e-5
+
+
+def test_a_run_of_the_trainer_keeps_the_backend(tmp_path):
+    pytest.importorskip("accelerate")
+    model = hf.BertForSequenceClassification(BERT.config())
+    favor.configure(model, "landmark", **SMALL)
+    ids = tokens(False)["input_ids"]
+    data = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(ids)]
+    settings = hf.TrainingArguments(
+        tmp_path / "run", max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = hf.Trainer(model, settings, train_dataset=data)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert favor.describe(again) == favor.describe(model)
+    assert {layer.runs for layer in favor.describe(again).layers} == {"landmark"}
