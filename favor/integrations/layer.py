@@ -185,7 +185,10 @@ def dispatches(module: nn.Module) -> bool:
         for function in vars(base).values():
             code = getattr(function, "__code__", None)
             space = getattr(function, "__globals__", {})
-            if code is not None and any(isinstance(space.get(name), AttentionInterface) for name in code.co_names):
+            names = () if code is None else code.co_names
+            # With getattr a name of ours is never found: such layers are always eager.
+            asks = "get_interface" in names or "getattr" not in names
+            if asks and any(isinstance(space.get(name), AttentionInterface) for name in names):
                 return True
     return False
 

@@ -24,6 +24,16 @@ NEVER = {
             hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
         ),
     ),
+    "a name looked up as an attribute": (
+        hf.Kosmos2_5ForConditionalGeneration,
+        lambda: hf.Kosmos2_5Config(
+            text_config={"embed_dim": 16, "layers": 1, "attention_heads": 2, "ffn_dim": 16, "vocab_size": 40},
+            vision_config={
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+                "intermediate_size": 16, "patch_embed_hidden_size": 16,
+            },
+        ),
+    ),
     "a module of torch": (
         hf.BridgeTowerModel,
         lambda: hf.BridgeTowerConfig(
