@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import favor
+from favor.features import SignedFeatures
 from favor.kernels import StreamState
 
 from .attention import Call
@@ -106,9 +107,9 @@ class _Run:
         found = self.attend(*tensors)
         weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype)
         (found * weight).transpose(1, 2)[self.queries].sum().backward()
-        # Gradients of exact attention overflow in float16, too.
-        norm = max(call.query_norm, call.key_norm)
-        large = call.dtype == "float16" and (norm > 30 or not call.averages)
+        # Gradients of exact attention overflow in float16, too; those of maps that divide by a norm, at small ones.
+        norm, divides = max(call.query_norm, call.key_norm), isinstance(call.family, SignedFeatures)
+        large = call.dtype == "float16" and (norm > 30 or divides)
         if large and norm > 1e3:
             return
         for name, tensor, real in zip(
