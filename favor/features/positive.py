@@ -196,6 +196,10 @@ class SDERF(PositiveFeatures):
         second = moments.pair_second_moment
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         form = without_eigh(self.factorization, second, "newton_schulz")
+        if form != "eigh":
+            # Large moments of few tokens may have eigenvalues below zero by rounding: there is no Cholesky factor then,
+            # and the iteration would blow them up.
+            second = add_diagonal(second, 2 * torch.finfo(second.dtype).eps * trace(second))
         if form == "cholesky":
             factor = cholesky(eye + second)
         elif form == "newton_schulz":
@@ -226,8 +230,6 @@ def _sigma_root(second: Tensor, eye: Tensor) -> Tensor:
     It takes R = (4 N^2 + 12 N + I)^(1/2), the product of the commuting roots of 2 N + (3 - 8^(1/2)) I and
     2 N + (3 + 8^(1/2)) I: each of these matrices has the condition of N and not of its square.
     """
-    # Large moments of few tokens may have eigenvalues below zero by rounding, which the iteration would blow up.
-    second = add_diagonal(second, 2 * torch.finfo(second.dtype).eps * trace(second))
     low, high = (newton_schulz(2 * second + (3 + sign * 8**0.5) * eye)[0] for sign in (-1, 1))
     root = (low @ high + high @ low) / 2
     return newton_schulz(3 * eye / 4 + second / 2 + root / 4)[0]
