@@ -22,6 +22,8 @@ from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, dispatch
 from favor.integrations.stored import number_layers
 
 _logger = logging.getLogger("favor")
+_EXACT = ("sdpa", "eager")  # kept too where another part of the model runs a FAVOR backend
+_WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every part of it was asked to take the backend
 
 
 def register_loading() -> None:
@@ -36,11 +38,13 @@ def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | N
     """Gives the backend that a model takes: the one asked for, else the one that it was saved with."""
     if name is None and is_built:
         name = saved_backend(model.config)
-        if name is not None:
+        if name in registry.BACKENDS:
             _logger.info("favor: %s was saved with %s and takes it up again.", type(model).__name__, name)
     check_name(name)
     if name in registry.BACKENDS and never_dispatches(type(model)):
         raise ValueError(_NEVER.format(model=type(model).__name__, backend=name))
+    if is_built and name in registry.BACKENDS:
+        vars(model)[_WHOLE] = _asks_for_all(model.config)
     return name
 
 
@@ -48,7 +52,27 @@ def _built(model: PreTrainedModel) -> None:
     watch_adapters()
     number_layers(model)
     if model.config._attn_implementation in registry.BACKENDS and not getattr(model.config, "favor_parts", None):
+        if vars(model).pop(_WHOLE, False):
+            _spread(model)
         check_dispatch(model, model.config._attn_implementation)
+
+
+def _spread(model: PreTrainedModel) -> None:
+    """Gives the backend of a model to parts that transformers built with another, though the whole was asked for."""
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or part.config._attn_implementation in registry.BACKENDS:
+            continue
+        if any(map(dispatches, part.modules())):
+            part.config._attn_implementation_internal = model.config._attn_implementation
+            if getattr(model.config, "favor", None):
+                part.config.favor = dict(model.config.favor)
+
+
+def _asks_for_all(config: Any) -> bool:
+    """Tells whether a config and those of its parts name a FAVOR backend, or none at all."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    own = getattr(config, "_attn_implementation", None) or saved_backend(config)
+    return (own is None or own in registry.BACKENDS) and all(_asks_for_all(part) for part in parts if part is not None)
 
 
 def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
@@ -63,10 +87,10 @@ def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
 
 
 def saved_backend(config: Any) -> str | None:
-    """Gives the FAVOR backend that a model was saved with; None if it was saved with another one, or before 0.2."""
+    """Gives the backend that a model was saved with; None if no part of it ran a FAVOR backend then."""
     saved = getattr(config, "favor", None)
     name = saved.get(BACKEND) if isinstance(saved, dict) else None
-    return name if name in registry.BACKENDS else None
+    return name if name in (*registry.BACKENDS, *_EXACT) else None
 
 
 @contextmanager
@@ -74,11 +98,12 @@ def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
     """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
     configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
     before: dict[int, Any] = {key: getattr(config, "favor", None) for key, config in configs.items()}
+    names = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
+    runs = not registry.BACKENDS.keys().isdisjoint(names.values())
     for key, config in configs.items():
-        name = getattr(config, "_attn_implementation", None)
         options = {option: value for option, value in (before[key] or {}).items() if option != BACKEND}
-        if name in registry.BACKENDS:
-            config.favor = {**options, BACKEND: name}
+        if names[key] in registry.BACKENDS or (runs and names[key] in _EXACT):
+            config.favor = {**options, BACKEND: names[key]}
         elif before[key] is not None:
             config.favor = options
     try:

@@ -135,6 +135,34 @@ def test_parts_with_configs_of_their_own_take_up_their_own_backends(tmp_path):
     assert {layer.runs for layer in favor.describe(again).layers} == {"pos", "exact"}
 
 
+def test_a_part_that_was_kept_exact_stays_exact(tmp_path):
+    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = hf.CLIPConfig(
+        text_config={**part, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**part, "image_size": 8, "patch_size": 4},
+    )
+    model = favor.configure(hf.CLIPModel(config), "favor+", num_features=8, exact_below=0)
+    favor.configure(model, "sdpa", only="vision_model")
+    model.save_pretrained(tmp_path)
+    again = hf.CLIPModel.from_pretrained(tmp_path)
+    assert [layer.runs for layer in favor.describe(model).layers] == ["pos", "exact"]
+    assert favor.describe(again) == favor.describe(model)
+
+
+def test_parts_that_transformers_builds_anew_take_the_backend_too():
+    """Its parts are built by `AutoModel.from_config`, which drops the name."""
+    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = hf.VisionTextDualEncoderModel._from_config(
+        hf.VisionTextDualEncoderConfig(
+            text_config={**part, "vocab_size": 40, "model_type": "bert"},
+            vision_config={**part, "image_size": 8, "patch_size": 4, "model_type": "vit"},
+            projection_dim=8,
+        ),
+        attn_implementation="landmark",
+    )
+    assert [layer.runs for layer in favor.describe(model).layers] == ["landmark", "landmark"]
+
+
 def test_stored_parameters_that_the_weights_do_not_have_are_named(tmp_path):
     model = BERT.build("favor#", num_features=8, exact_below=0)
     favor.calibrate(model, [tokens(True)])
