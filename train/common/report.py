@@ -38,10 +38,7 @@ def load_line(model: PreTrainedModel, folder: Path | str, auto_class: type | Non
         folder: where.
         auto_class: of transformers that loads it. Default None: the model's own class.
     """
-    name, backend = (auto_class or type(model)).__name__, model.config._attn_implementation
-    return (
-        f'load it, after import favor.models, with {name}.from_pretrained("{folder}", attn_implementation="{backend}")'
-    )
+    return f'load it, after import favor, with {(auto_class or type(model)).__name__}.from_pretrained("{folder}")'
 
 
 def describe(scores: dict[str, float], std: dict[str, float | None] | None = None) -> str:

@@ -99,7 +99,7 @@ def test_the_example_of_a_model_card_runs(task, said, train, bert_folder, tmp_pa
     exec(card.split("```python\n")[1].split("```")[0], {})
     assert re.fullmatch(said, capsys.readouterr().out.strip())
     # The last lines of the program say the same.
-    (line,) = re.findall("load it, after import favor.models, with (.*)", printed)
+    (line,) = re.findall("load it, after import favor, with (.*)", printed)
     assert eval(line, {"AutoModelForSequenceClassification": AutoModelForSequenceClassification}).config.favor
 
 
