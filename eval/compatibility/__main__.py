@@ -50,6 +50,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if arguments.classes:
+        unknown = set(arguments.classes) - {own.name for own in arguments.found}
+        if unknown:
+            parser.error(f"--classes must be classes of the families; unknown: {', '.join(sorted(unknown))}")
         arguments.found = [own for own in arguments.found if own.name in arguments.classes]
     return arguments
 

@@ -11,12 +11,14 @@ import copy
 import inspect
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import favor
 from favor.eval.compatibility.classes import Candidate
 from favor.eval.compatibility.exceptions import OWN
 from favor.eval.compatibility.generation import generation
@@ -248,7 +250,7 @@ def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, A
 def _raised(error: Exception, where: str) -> dict[str, Any]:
     """A refusal is a ValueError or NotImplementedError of favor's own; all else is a crash."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = "/favor/" in frame.filename or "favor" in str(error)
+    ours = Path(favor.__file__).parent in Path(frame.filename).parents or "favor" in str(error)
     refused = isinstance(error, ValueError | NotImplementedError) and ours
     reason = _short(error) if refused else f"{_short(error)} @{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return {"category": "refused" if refused else "crash", "reason": reason, "raised": where}

@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
 
+_MARK = "wrapped_by_favor"  # other libraries wrap the same methods
+
 
 def in_backward() -> bool:
     """Tells whether this thread is inside a backward pass, which is where activation checkpointing recomputes."""
@@ -52,7 +54,7 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
 
     Only the first call in a process has an effect.
     """
-    if hasattr(PreTrainedModel.post_init, "__wrapped__"):
+    if hasattr(PreTrainedModel.post_init, _MARK):
         return
     original: Callable[[Any], None] = PreTrainedModel.post_init
 
@@ -61,6 +63,7 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
         original(self)
         function(self)
 
+    setattr(post_init, _MARK, True)
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
@@ -74,20 +77,21 @@ def at_choice_of_backend(function: Callable[[PreTrainedModel, str | None, bool],
             if none was, and whether the model is being built. Gives the name to take.
     """
     original: Callable[..., Any] = PreTrainedModel._check_and_adjust_attn_implementation
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _MARK):
         return
 
     @wraps(original)
     def check(self: Any, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kw: Any) -> Any:
         return original(self, function(self, attn_implementation, is_init_check), is_init_check, *args, **kw)
 
+    setattr(check, _MARK, True)
     PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 
 
 def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[None]]) -> None:
     """Has every `save_pretrained` of a model run inside of a context. Only the first call has an effect."""
     original: Callable[..., Any] = PreTrainedModel.save_pretrained
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _MARK):
         return
 
     @wraps(original)
@@ -95,7 +99,23 @@ def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[N
         with function(self):
             return original(self, *args, **kwargs)
 
+    setattr(save_pretrained, _MARK, True)
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+
+
+def at_switch(function: Callable[[PreTrainedModel], None]) -> None:
+    """Has a function called before each `set_attn_implementation`. Only the first call in a process has an effect."""
+    original: Callable[..., Any] = PreTrainedModel.set_attn_implementation
+    if hasattr(original, _MARK):
+        return
+
+    @wraps(original)
+    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function(self)
+        return original(self, *args, **kwargs)
+
+    setattr(set_attn_implementation, _MARK, True)
+    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]
 
 
 def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], None]) -> None:
@@ -104,7 +124,7 @@ def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], No
     Only the first call in a process has an effect.
     """
     original: Callable[..., Any] = PreTrainedModel._move_missing_keys_from_meta_to_device
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _MARK):
         return
 
     @wraps(original)
@@ -112,6 +132,7 @@ def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], No
         function(self, missing_keys)
         return original(self, missing_keys, *args, **kwargs)
 
+    setattr(move, _MARK, True)
     PreTrainedModel._move_missing_keys_from_meta_to_device = move  # type: ignore[method-assign]
 
 
@@ -137,6 +158,8 @@ def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
     parts, names, windows = [mask_function], set(), set()
     while parts:
         part = parts.pop()
+        if not hasattr(part, "__code__"):
+            return None
         names.add(part.__qualname__.split(".")[0])
         for variable, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
             inner = cell.cell_contents

@@ -10,10 +10,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from favor import registry
 from favor.config import BACKEND, FavorConfig
+from favor.integrations.entries import check_parts
 
 _logger = logging.getLogger("favor")
 _FILE = "favor.json"
@@ -38,9 +40,13 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, save_directory, *args, **kwargs)
         settings = {name: own for name, config in _configs(self.get_base_model()).items() if (own := _settings(config))}
-        folders = {path.parent for path in Path(save_directory).glob("**/adapter_config.json")}
-        for folder in folders if settings and kwargs.get("is_main_process", True) else ():
-            (folder / _FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        saved = kwargs.get("selected_adapters") or list(self.peft_config)
+        for name in saved if kwargs.get("is_main_process", True) else ():
+            note = Path(save_directory, "" if name == "default" else name, _FILE)
+            if settings:
+                note.write_text(json.dumps(settings, indent=2) + "\n")
+            else:
+                note.unlink(missing_ok=True)
         return result
 
     return save_pretrained
@@ -49,7 +55,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        place = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if kwargs.get(name)}
+        place = {name: kwargs[name] for name in _PLACE if kwargs.get(name)}
         missing = {f"_raise_exceptions_for_{what}": False for what in _MAY_FAIL}
         path = cached_file(str(model_id), _FILE, **place, **missing)
         if path is not None:
@@ -59,12 +65,15 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
+_PLACE = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download", "proxies")
 _MAY_FAIL = ("missing_entries", "connection_errors", "gated_repo")
 
 
 def _configs(model: Any) -> dict[str, Any]:
     """Lists the config of a model, under "", and those of its parts."""
-    config = model.config
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return {}
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
     return {"": config, **{name: part for name, part in parts.items() if part is not None}}
 
@@ -77,12 +86,14 @@ def _settings(config: Any) -> dict[str, Any]:
     return {BACKEND: config._attn_implementation, **kept}
 
 
-def _take_up(model: Any, settings: dict[str, dict[str, Any]]) -> None:
+def _take_up(model: Any, settings: Any) -> None:
     """Gives the configs of a base model the backends that adapters were trained with, where it has none of ours.
 
     Raises:
         ValueError, TypeError: for a backend or options that are malformed.
     """
+    if not isinstance(settings, dict) or not all(isinstance(own, dict) for own in settings.values()):
+        raise ValueError(f"{_FILE} of the adapter must hold a dictionary of settings by config, got {settings!r}.")
     for name, config in _configs(model).items():
         own = settings.get(name)
         if not own or config._attn_implementation in registry.BACKENDS:
@@ -98,6 +109,7 @@ def _take_up(model: Any, settings: dict[str, dict[str, Any]]) -> None:
             config._attn_implementation,
             own[BACKEND],
         )
+        check_parts(own.get("favor_parts"))
         config.favor = FavorConfig.from_dict(own.get("favor")).to_dict()
         if own.get("favor_parts"):
             config.favor_parts = own["favor_parts"]

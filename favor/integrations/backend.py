@@ -199,10 +199,11 @@ def _estimated(
 
 def _account(module: nn.Module, keys: int, account: str) -> None:
     """Tells the log what a layer runs, at the first forward pass of its model."""
-    state = layer_state(module)
-    if state is None or state.first_pass is None or state.first_pass.is_told or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # before anything that a compiler would guard
         return
-    note(module, account, keys)
+    state = layer_state(module)
+    if state is not None and state.first_pass is not None and not state.first_pass.is_told:
+        note(state.first_pass, state.number, account, keys)
 
 
 def _local(sees: Visibility) -> str:

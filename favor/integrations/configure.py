@@ -61,6 +61,8 @@ def configure(
         check_name(new)
     number_new_layers(model)
     part, layers = _part(model, only)
+    if part and isinstance(attn_implementation, dict):
+        raise ValueError(f"a part takes one backend by name, got {attn_implementation!r} for {part!r}.")
     if isinstance(attn_implementation, str) and attn_implementation in registry.BACKENDS:
         _check_dispatch(model, {module for _, module in layers}, attn_implementation)
     scopes = {id(module.config): state.scope for state, module in layers if hasattr(module, "config")}
@@ -100,12 +102,12 @@ def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[Lay
         path: (state, module) for path, module in attention_names(model).items() if (state := layer_state(module))
     }
     # A part of a model keeps the names that the whole gave to its layers.
-    wholes = [
-        state.name.removesuffix(path).rstrip(".") for path, (state, _) in layers.items() if state.name.endswith(path)
-    ]
+    named = [(f".{state.name}", f".{path}") for path, (state, _) in layers.items()]
+    wholes = [name.removesuffix(path).lstrip(".") for name, path in named if name.endswith(path)]
     part = wholes[0] if wholes else ""
     if only is not None:
         part = f"{part}.{only}".lstrip(".").removeprefix(f"{model.base_model_prefix}.")
+        part = "" if part == model.base_model_prefix else part
     inside = [(state, module) for state, module in layers.values() if is_inside(state.name, part)]
     if only is not None and not inside:
         known = ", ".join(sorted({state.name.partition(".")[0] for state, _ in layers.values()}))
@@ -146,7 +148,7 @@ class _Change:
         if not self.part:
             self.config.favor = {key: value for key, value in self.merged.pop("").items() if key != BACKEND}
             if part and name is not None:
-                self.config._attn_implementation = model.get_correct_attn_implementation(name)
+                self.config._attn_implementation_internal = model.get_correct_attn_implementation(name)
             if name is not None and self.parts:
                 self.config.favor_parts = None  # the whole model is asked for
             elif self.merged:
@@ -156,4 +158,4 @@ class _Change:
         running = [options[BACKEND] for options in parts.values() if options[BACKEND] in registry.BACKENDS]
         self.config.favor_parts = parts if running else None
         new = running[0] if running else model.get_correct_attn_implementation(self.merged[self.part][BACKEND])
-        self.config._attn_implementation = new
+        self.config._attn_implementation_internal = new

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from favor import registry
 from favor.config import FavorConfig, feature_family
 from favor.integrations.layer import decodes, dispatches, layer_options, stored_choice
+from favor.integrations.masks import causal_of
 from favor.integrations.stored import attention_names
 
 _REFUSED = {
@@ -143,7 +144,7 @@ def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescripti
     if refused is not None:
         return LayerDescription(name, "refused", refused)
     sliding = _sliding_window(module)
-    is_causal = bool(getattr(module, "is_causal", False)) and getattr(config, "is_causal", None) is not False
+    is_causal = hasattr(module, "is_causal") and causal_of(module, None)
     if sliding is not None:
         seen = min(sliding if is_causal else 2 * sliding, length) / length
         return LayerDescription(

@@ -1,4 +1,4 @@
-"""Checks of `config.favor_layers`, which comes from files and may hold anything."""
+"""Checks of `config.favor_layers` and `config.favor_parts`, which come from files and may hold anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from favor import registry
-from favor.config import MOST_FEATURES
+from favor.config import BACKEND, MOST_FEATURES, FavorConfig
 
 _WIDEST = 2**14  # of a head, and heads of a layer
 _SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES}
@@ -29,6 +29,16 @@ def check_entries(entries: Any) -> None:
         _check_fields(f'config.favor_layers["{layer}"]', entry, ("kind", "key_heads", "head_dim") if stores else ())
 
 
+def check_parts(parts: Any) -> None:
+    """Raises a ValueError for options of parts of a model, `config.favor_parts`, that are malformed; None is none."""
+    if parts is not None and not isinstance(parts, Mapping):
+        raise ValueError(f"config.favor_parts must be a dictionary of options by part, got {parts!r}.")
+    for part, options in (parts or {}).items():
+        if not isinstance(options, Mapping) or not isinstance(options.get(BACKEND), str):
+            raise ValueError(f'config.favor_parts["{part}"] must be a dictionary with {BACKEND}, got {options!r}.')
+        FavorConfig.from_dict(options)
+
+
 def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} must be a dictionary, got {entry!r}.")
@@ -37,15 +47,18 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
         raise ValueError(f"{where} needs {', '.join(needed)}; {', '.join(missing)} is missing.")
     for name, value in entry.items():
         if name in _NAMES:
-            expected, fits = " or ".join(map(repr, _NAMES[name]())), value in _NAMES[name]()
+            expected = " or ".join(map(repr, _NAMES[name]()))
+            fits = isinstance(value, str) and value in _NAMES[name]()
         elif name in _SIZES:
             expected, fits = f"an integer from 1 to {_SIZES[name]}", _is_integer(value, 1, _SIZES[name])
         elif name in ("window", "layer", "seed"):
             expected, fits = "an integer of at least 0", _is_integer(value, None if name == "seed" else 0)
         elif name == "exact_heads":
             heads = entry.get("key_heads", _WIDEST)
-            expected = f"a list of key heads from 0 to {heads - 1}"
+            heads = heads if _is_integer(heads, 1) else _WIDEST
+            expected = f"a list of different key heads from 0 to {heads - 1}"
             fits = isinstance(value, list | tuple) and all(_is_integer(head, 0, heads - 1) for head in value)
+            fits = fits and len(set(value)) == len(value)
         elif name == "weights_of":
             _check_fields(f"{where}.weights_of", value, ("num_features", "layer"))
             continue

@@ -5,29 +5,24 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from torch import nn
-
 from favor.integrations.adapters import watch_adapters
-from favor.integrations.layer import FirstPass, layer_state
+from favor.integrations.layer import FirstPass
 
 _logger = logging.getLogger("favor")
 LINEAR = "linear: "  # begins the account of a layer that got what was asked for
 
 
-def note(module: nn.Module, account: str, keys: int) -> None:
+def note(first: FirstPass, layer: int, account: str, keys: int) -> None:
     """Takes down what a layer ran, and tells the log when all layers of the model have run, or one has run again.
 
     Args:
-        module: the attention module.
+        first: of the model.
+        layer: number of the layer.
         account: what it ran, such as "linear: landmark with M = 256" or "exact: 512 keys are fewer than 1024".
         keys: number of keys.
     """
-    state = layer_state(module)
-    if state is None or state.first_pass is None:
-        return
-    first = state.first_pass
-    if state.number not in first.seen:
-        first.seen[state.number], first.keys = account, max(first.keys, keys)
+    if layer not in first.seen:
+        first.seen[layer], first.keys = account, max(first.keys, keys)
         if not first.expected <= first.seen.keys():
             return
     first.is_told = True

@@ -164,7 +164,7 @@ def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str
         The name, None for a layer that stays exact, and the options.
     """
     parts, options = getattr(module.config, "favor_parts", None), getattr(module.config, "favor", None) or {}
-    if parts:
+    if parts and backend in registry.BACKENDS:
         state = layer_state(module)
         around = [part for part in parts if is_inside("" if state is None else state.name, part)]
         if not around:

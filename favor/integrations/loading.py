@@ -16,13 +16,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
 from favor.config import BACKEND
-from favor.integrations._private import after_construction, around_saving, at_choice_of_backend, at_missing_weights
+from favor.integrations._private import (
+    after_construction,
+    around_saving,
+    at_choice_of_backend,
+    at_missing_weights,
+    at_switch,
+)
 from favor.integrations.adapters import watch_adapters
 from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, dispatches
 from favor.integrations.stored import number_layers
 
 _logger = logging.getLogger("favor")
-_EXACT = ("sdpa", "eager")  # kept too where another part of the model runs a FAVOR backend
 _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every part of it was asked to take the backend
 
 
@@ -32,20 +37,34 @@ def register_loading() -> None:
     after_construction(_built)
     at_missing_weights(_refuse_missing)
     around_saving(_backends_kept)
+    at_switch(_forget_parts)
 
 
 def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | None:
     """Gives the backend that a model takes: the one asked for, else the one that it was saved with."""
-    if name is None and is_built:
-        name = saved_backend(model.config)
-        if name in registry.BACKENDS:
-            _logger.info("favor: %s was saved with %s and takes it up again.", type(model).__name__, name)
+    if is_built:
+        name = _take_up(model, name)
     check_name(name)
     if name in registry.BACKENDS and never_dispatches(type(model)):
         raise ValueError(_NEVER.format(model=type(model).__name__, backend=name))
     if is_built and name in registry.BACKENDS:
         vars(model)[_WHOLE] = _asks_for_all(model.config)
     return name
+
+
+def _take_up(model: PreTrainedModel, name: str | None) -> str | None:
+    """Gives the backend that a model was saved with, unless another one was asked for; what was saved is forgotten."""
+    config: Any = model.config
+    saved = saved_backend(config)
+    if saved is None:
+        return name
+    config.favor = {option: value for option, value in config.favor.items() if option != BACKEND}
+    if name is not None:
+        config.favor_parts = None  # of the saved backend
+        return name
+    if saved in registry.BACKENDS:
+        _logger.info("favor: %s was saved with %s and takes it up again.", type(model).__name__, saved)
+    return saved
 
 
 def _built(model: PreTrainedModel) -> None:
@@ -64,7 +83,7 @@ def _spread(model: PreTrainedModel) -> None:
             continue
         if any(map(dispatches, part.modules())):
             part.config._attn_implementation_internal = model.config._attn_implementation
-            if getattr(model.config, "favor", None):
+            if getattr(model.config, "favor", None) and not getattr(part.config, "favor", None):
                 part.config.favor = dict(model.config.favor)
 
 
@@ -86,11 +105,19 @@ def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
         )
 
 
+def _forget_parts(model: PreTrainedModel) -> None:
+    """Parts with a backend of their own give way to one that is set for the whole config."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "favor_parts", None):
+            config.favor_parts = None  # type: ignore[union-attr]
+
+
 def saved_backend(config: Any) -> str | None:
     """Gives the backend that a model was saved with; None if no part of it ran a FAVOR backend then."""
     saved = getattr(config, "favor", None)
     name = saved.get(BACKEND) if isinstance(saved, dict) else None
-    return name if name in (*registry.BACKENDS, *_EXACT) else None
+    return name if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) else None
 
 
 @contextmanager
@@ -98,11 +125,12 @@ def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
     """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
     configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
     before: dict[int, Any] = {key: getattr(config, "favor", None) for key, config in configs.items()}
+    own = {key for key, config in configs.items() if "favor" in vars(config)}
     names = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
     runs = not registry.BACKENDS.keys().isdisjoint(names.values())
     for key, config in configs.items():
         options = {option: value for option, value in (before[key] or {}).items() if option != BACKEND}
-        if names[key] in registry.BACKENDS or (runs and names[key] in _EXACT):
+        if runs and isinstance(names[key], str):  # parts that stay exact are told, too
             config.favor = {**options, BACKEND: names[key]}
         elif before[key] is not None:
             config.favor = options
@@ -110,16 +138,16 @@ def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for key, config in configs.items():
-            if before[key] is not None:
+            if key in own:
                 config.favor = before[key]
-            elif hasattr(config, "favor"):
-                del config.favor
+            else:
+                vars(config).pop("favor", None)
 
 
 def check_name(name: Any) -> None:
     """Raises a ValueError for a name that is no backend and looks like one of ours; transformers checks the others."""
-    if not isinstance(name, str) or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        return
+    if not isinstance(name, str) or "/" in name or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return  # a slash is for kernels of the hub
     near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
     if near or "favo" in name.lower():
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from favor.config import FavorConfig
 from favor.features import Parameters
-from favor.integrations.entries import check_entries
+from favor.integrations.entries import check_entries, check_parts
 from favor.integrations.layer import (
     FACTOR,
     SHIFT,
@@ -53,6 +53,7 @@ def number_layers(model: nn.Module) -> None:
     FavorConfig.from_dict(getattr(config, "favor", None))
     entries = getattr(config, "favor_layers", None)
     check_entries(entries)
+    check_parts(getattr(config, "favor_parts", None))
     asking = frozenset(number for number, module in enumerate(attention.values()) if dispatches(module))
     first_pass = FirstPass(type(model).__name__, asking)
     scopes = _scopes({path.removeprefix(prefix): module for path, module in attention.items()})

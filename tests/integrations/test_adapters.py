@@ -95,3 +95,19 @@ def test_a_run_of_the_trainer_keeps_the_backend(tmp_path):
     again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert favor.describe(again) == favor.describe(model)
     assert {layer.runs for layer in favor.describe(again).layers} == {"landmark"}
+
+
+def test_adapters_of_other_modules_and_other_folders_are_left_alone(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    plain = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
+    plain.save_pretrained(tmp_path / "plain")
+    model = hf.AutoModelForCausalLM.from_pretrained(base, attn_implementation="landmark")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "run" / "earlier")
+    model.set_attn_implementation("favor+")
+    adapted.save_pretrained(tmp_path / "run")
+    assert "landmark" in (tmp_path / "run" / "earlier" / "favor.json").read_text()
+    assert "favor+" in (tmp_path / "run" / "favor.json").read_text()
+    model.set_attn_implementation("sdpa")
+    adapted.save_pretrained(tmp_path / "run")
+    assert not (tmp_path / "run" / "favor.json").exists()

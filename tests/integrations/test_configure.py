@@ -167,3 +167,11 @@ def test_missing_parameters_and_refused_layers_are_described():
     assert [(layer.runs, layer.why) for layer in favor.describe(t5).layers] == [
         ("refused", "a position bias for each pair")
     ]
+
+
+def test_parts_are_named_as_in_the_model_and_take_one_backend():
+    model = favor.configure(hf.BertForMaskedLM(BERT.config()), "landmark", only="bert")
+    assert set(runs(model).values()) <= {"landmark", "exact"}
+    assert model.config._attn_implementation == "landmark"
+    with pytest.raises(ValueError, match="a part takes one backend by name"):
+        favor.configure(whisper(), {"": "landmark"}, only="encoder")

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel
 
 import favor
 from favor.attention.padding import Compaction
+from favor.eval.common.pretrained import minilm_path
 from favor.features.linalg import inverse
 from favor.features.moments import places_of
 from favor.kernels import exported, linear_attention
@@ -91,6 +92,15 @@ def test_onnx_runtime_gives_what_the_model_gives_at_every_length(name, tmp_path)
     assert largest_difference(model, run, (33,), padding="left") < 1e-4
     other = model_of(backend, **{**options, "num_features": 2})
     assert largest_difference(other, run, (64,)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "num_features"), [("landmark", 32), ("favor+", 64)])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_pretrained_model_runs_in_onnx_runtime(backend, num_features, tmp_path):
+    model = AutoModel.from_pretrained(minilm_path(), dtype=torch.float32).eval()
+    favor.configure(model, backend, num_features=num_features, exact_below=0)
+    assert largest_difference(model, onnx_session(model, tmp_path), (128, 77)) < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

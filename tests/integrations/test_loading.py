@@ -10,7 +10,9 @@ from architectures import ARCHITECTURES, COMMON, tokens
 from safetensors.torch import load_file, save_file
 
 import favor
+from favor.models.bert import PerformerBertConfig, PerformerBertModel
 
+ZOO = {**COMMON, "num_hidden_layers": 1}
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 DECODER = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 40}
 NEVER = {
@@ -189,8 +191,8 @@ MALFORMED = {
         {"favor_layers": {LAYER: {"family": "wderf", "kind": "calibrated"}}},
         "key_heads, head_dim is missing",
     ),
-    "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "a list of key heads from 0 to 3"),
-    "negative head": ({"favor_layers": {LAYER: {"exact_heads": [-1]}}}, "a list of key heads"),
+    "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "a list of different key heads from 0 to 3"),
+    "negative head": ({"favor_layers": {LAYER: {"exact_heads": [-1]}}}, "a list of different key heads"),
     "unknown family": ({"favor_layers": {LAYER: {**ENTRY, "family": "x"}}}, "family must be 'pos' or"),
     "window": ({"favor_layers": {LAYER: {"window": -3}}}, "window must be an integer of at least 0"),
     "weights": (
@@ -221,3 +223,38 @@ def test_a_head_that_the_layer_does_not_have_is_refused_when_it_runs():
     model = hf.BertModel._from_config(config, attn_implementation="favor+")
     with pytest.raises(ValueError, match="exact_heads must be key heads from 0 to 3"):
         model(**tokens(False))
+
+
+def test_saving_twice_changes_no_config(tmp_path):
+    """The configs of the zoo have a field `favor`, which others have only with options."""
+    for backend in ("sdpa", "favor#"):
+        for config in (PerformerBertConfig(**ZOO), BERT.config()):
+            config._attn_implementation = backend
+            model = (PerformerBertModel if config.model_type == "performer_bert" else hf.BertModel)(config)
+            before = ("favor" in vars(config), getattr(config, "favor", None))
+            for _ in range(2):
+                model.save_pretrained(tmp_path)
+            assert ("favor" in vars(config), getattr(config, "favor", None)) == before
+
+
+def test_a_backend_for_the_whole_model_ends_those_of_parts(tmp_path):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = hf.BartConfig(vocab_size=40, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes)
+    model = favor.configure(hf.BartModel(config), "favor+", only="encoder")
+    model.save_pretrained(tmp_path)
+    for switched in (model, hf.BartModel.from_pretrained(tmp_path, attn_implementation="landmark")):
+        switched.set_attn_implementation("landmark")
+        assert not switched.config.favor_parts
+        assert "pos" not in {layer.runs for layer in favor.describe(switched, 10**6).layers}
+    favor.configure(model, "favor+", only="encoder")
+    model.set_attn_implementation("sdpa")
+    assert {layer.runs for layer in favor.describe(model, 10**6).layers} == {"exact"}
+
+
+@pytest.mark.parametrize("parts", ["x", {"encoder": "x"}, {"encoder": {"num_features": 8}}])
+def test_malformed_parts_are_named(parts, tmp_path):
+    BERT.build("favor#").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "favor_parts": parts}))
+    with pytest.raises(ValueError, match=r"config\.favor_parts"):
+        hf.AutoModel.from_pretrained(tmp_path)
