@@ -191,7 +191,7 @@ MALFORMED = {
         {"favor_layers": {LAYER: {"family": "wderf", "kind": "calibrated"}}},
         "key_heads, head_dim is missing",
     ),
-    "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "a list of different key heads from 0 to 3"),
+    "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "different key heads from 0 to 3"),
     "negative head": ({"favor_layers": {LAYER: {"exact_heads": [-1]}}}, "a list of different key heads"),
     "unknown family": ({"favor_layers": {LAYER: {**ENTRY, "family": "x"}}}, "family must be 'pos' or"),
     "window": ({"favor_layers": {LAYER: {"window": -3}}}, "window must be an integer of at least 0"),
