@@ -125,9 +125,8 @@ def test_kernel_on_random_directions_does_not_overflow():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(
-        ValueError, match="aderf, cderf, elu, gerf, landmark, pos, relu, saderf, sderf, trig, wderf; got 'perf'"
-    ):
+    known = "aderf, cderf, elu, gerf, landmark, pos, relu, saderf, sderf, trig, wderf, or a backend"
+    with pytest.raises(ValueError, match=rf"{known} \(favor\+, .*landmark\); got 'perf'"):
         features.get("perf")
 
 

@@ -88,7 +88,7 @@ def test_a_custom_pairwise_mask_is_refused():
 def test_exact_path_with_fully_padded_rows(length, is_causal):
     """Under `exact_below` the result is SDPA's, aligned with the last keys, and zero for rows without a key."""
     module = BERT.build("favor+", num_features=64).encoder.layer[0].attention.self
-    module.is_causal = is_causal
+    module.is_causal = module.is_decoder = is_causal
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, length, 8, generator=generator)
     key, value = torch.randn(2, 3, 4, 24, 8, generator=generator)

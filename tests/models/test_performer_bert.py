@@ -61,6 +61,7 @@ def test_plain_bert_checkpoint_loads_unchanged(auto, bert_folder):
 
 def test_plain_bert_checkpoint_is_read_without_a_warning_about_its_type(bert_folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
     zoo.PerformerBertConfig.from_pretrained(bert_folder)
     assert "model of type" not in caplog.text
     transformers.RobertaConfig.from_pretrained(bert_folder)

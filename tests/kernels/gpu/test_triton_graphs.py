@@ -24,11 +24,13 @@ OPTIONS = [
 
 def test_values_are_not_looked_at_while_recording(monkeypatch):
     mask = torch.ones(2, 6, dtype=torch.long)
-    assert favor_mask(2, 6, 6, attention_mask=mask) is None
+    assert favor_mask(2, 6, 6, attention_mask=mask).favor_visibility.padding is None
     assert Compaction.of(mask.bool()) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert torch.equal(favor_mask(2, 6, 6, attention_mask=mask), torch.ones(2, 1, 6, 6, dtype=torch.bool))
+    recorded = favor_mask(2, 6, 6, attention_mask=mask)
+    assert torch.equal(recorded, torch.ones(2, 1, 6, 6, dtype=torch.bool))
+    assert torch.equal(recorded.favor_visibility.padding, mask.bool())
     compaction = Compaction.of(mask.bool())
     assert torch.equal(compaction.order, torch.arange(6).expand(2, 6))
 
