@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import wraps
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,91 +50,82 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
-    """Has a function called with every transformers model at the end of its construction.
+def wrap_once(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Puts a function around a method of a class that is not ours. Only the first call in a process has an effect.
 
-    Only the first call in a process has an effect.
+    Args:
+        owner: the class.
+        name: of the method, which may be a class method.
+        around: called with the method as it was, with the model or class, and with the arguments.
     """
-    if hasattr(PreTrainedModel.post_init, _MARK):
+    bound = getattr(owner, name)
+    if hasattr(bound, _MARK):
         return
-    original: Callable[[Any], None] = PreTrainedModel.post_init
+    is_class_method = isinstance(bound, MethodType)
+    original: Callable[..., Any] = bound.__func__ if is_class_method else bound
 
     @wraps(original)
-    def post_init(self: PreTrainedModel) -> None:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(owner, name, classmethod(method) if is_class_method else method)
+
+
+def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
+    """Has a function called with every transformers model at the end of its construction; see `wrap_once`."""
+
+    def post_init(original: Callable[..., Any], self: PreTrainedModel) -> None:
         original(self)
         function(self)
 
-    setattr(post_init, _MARK, True)
-    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+    wrap_once(PreTrainedModel, "post_init", post_init)
 
 
 def at_choice_of_backend(function: Callable[[PreTrainedModel, str | None, bool], str | None]) -> None:
     """Has a function see, and change, the name of each attention backend that a model is about to take.
 
-    Only the first call in a process has an effect.
-
     Args:
         function: called with the model, which has no layers yet if it is being built, the name that was asked for, None
             if none was, and whether the model is being built. Gives the name to take.
     """
-    original: Callable[..., Any] = PreTrainedModel._check_and_adjust_attn_implementation
-    if hasattr(original, _MARK):
-        return
 
-    @wraps(original)
-    def check(self: Any, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kw: Any) -> Any:
+    def check(
+        original: Any, self: Any, attn_implementation: str | None, is_init_check: bool = False, *args: Any, **kw: Any
+    ) -> Any:
         return original(self, function(self, attn_implementation, is_init_check), is_init_check, *args, **kw)
 
-    setattr(check, _MARK, True)
-    PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
+    wrap_once(PreTrainedModel, "_check_and_adjust_attn_implementation", check)
 
 
 def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[None]]) -> None:
-    """Has every `save_pretrained` of a model run inside of a context. Only the first call has an effect."""
-    original: Callable[..., Any] = PreTrainedModel.save_pretrained
-    if hasattr(original, _MARK):
-        return
+    """Has every `save_pretrained` of a model run inside of a context."""
 
-    @wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         with function(self):
             return original(self, *args, **kwargs)
 
-    setattr(save_pretrained, _MARK, True)
-    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+    wrap_once(PreTrainedModel, "save_pretrained", save_pretrained)
 
 
 def at_switch(function: Callable[[PreTrainedModel], None]) -> None:
-    """Has a function called before each `set_attn_implementation`. Only the first call in a process has an effect."""
-    original: Callable[..., Any] = PreTrainedModel.set_attn_implementation
-    if hasattr(original, _MARK):
-        return
+    """Has a function called before each `set_attn_implementation`."""
 
-    @wraps(original)
-    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def set_attn_implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         function(self)
         return original(self, *args, **kwargs)
 
-    setattr(set_attn_implementation, _MARK, True)
-    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]
+    wrap_once(PreTrainedModel, "set_attn_implementation", set_attn_implementation)
 
 
 def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], None]) -> None:
-    """Has a function see the names of weights that `from_pretrained` did not find, before it makes them up.
+    """Has a function see the names of weights that `from_pretrained` did not find, before it makes them up."""
 
-    Only the first call in a process has an effect.
-    """
-    original: Callable[..., Any] = PreTrainedModel._move_missing_keys_from_meta_to_device
-    if hasattr(original, _MARK):
-        return
-
-    @wraps(original)
-    def move(self: Any, missing_keys: Collection[str], *args: Any, **kwargs: Any) -> Any:
+    def move(original: Any, self: Any, missing_keys: Collection[str], *args: Any, **kwargs: Any) -> Any:
         function(self, missing_keys)
         return original(self, missing_keys, *args, **kwargs)
 
-    setattr(move, _MARK, True)
-    PreTrainedModel._move_missing_keys_from_meta_to_device = move  # type: ignore[method-assign]
+    wrap_once(PreTrainedModel, "_move_missing_keys_from_meta_to_device", move)
 
 
 class MaskPattern(NamedTuple):

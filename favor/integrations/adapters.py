@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.utils import cached_file
 
 from favor import registry
 from favor.config import BACKEND, FavorConfig
+from favor.integrations._private import wrap_once
 from favor.integrations.entries import check_parts
 
 _logger = logging.getLogger("favor")
@@ -29,40 +29,33 @@ def watch_adapters() -> None:
     """
     peft = sys.modules.get("peft")
     model_class: Any = getattr(peft, "PeftModel", None)  # None while peft is being imported
-    if model_class is None or hasattr(model_class.save_pretrained, "__wrapped__"):
-        return
-    model_class.save_pretrained = _saving(model_class.save_pretrained)
-    model_class.from_pretrained = classmethod(_loading(model_class.from_pretrained.__func__))
+    if model_class is not None:
+        wrap_once(model_class, "save_pretrained", _save_pretrained)
+        wrap_once(model_class, "from_pretrained", _from_pretrained)
 
 
-def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, save_directory, *args, **kwargs)
-        settings = {name: own for name, config in _configs(self.get_base_model()).items() if (own := _settings(config))}
-        saved = kwargs.get("selected_adapters") or list(self.peft_config)
-        for name in saved if kwargs.get("is_main_process", True) else ():
-            note = Path(save_directory, "" if name == "default" else name, _FILE)
-            if settings:
-                note.write_text(json.dumps(settings, indent=2) + "\n")
-            else:
-                note.unlink(missing_ok=True)
-        return result
-
-    return save_pretrained
+def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, save_directory, *args, **kwargs)
+    settings = {name: own for name, config in _configs(self.get_base_model()).items() if (own := _settings(config))}
+    saved = kwargs.get("selected_adapters") or list(self.peft_config)
+    for name in saved if kwargs.get("is_main_process", True) else ():
+        note = Path(save_directory, "" if name == "default" else name, _FILE)
+        if settings:
+            note.write_text(json.dumps(settings, indent=2) + "\n")
+        else:
+            note.unlink(missing_ok=True)
+    return result
 
 
-def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def from_pretrained(cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        place = {name: kwargs[name] for name in _PLACE if kwargs.get(name)}
-        missing = {f"_raise_exceptions_for_{what}": False for what in _MAY_FAIL}
-        path = cached_file(str(model_id), _FILE, **place, **missing)
-        if path is not None:
-            _take_up(model, json.loads(Path(path).read_text()))
-        return original(cls, model, model_id, *args, **kwargs)
-
-    return from_pretrained
+def _from_pretrained(
+    original: Callable[..., Any], cls: type, model: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    place = {name: kwargs[name] for name in _PLACE if kwargs.get(name)}
+    missing = {f"_raise_exceptions_for_{what}": False for what in _MAY_FAIL}
+    path = cached_file(str(model_id), _FILE, **place, **missing)
+    if path is not None:
+        _take_up(model, json.loads(Path(path).read_text()))
+    return original(cls, model, model_id, *args, **kwargs)
 
 
 _PLACE = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download", "proxies")
