@@ -12,15 +12,11 @@ from transformers import PreTrainedModel
 from favor import registry
 from favor.config import FavorConfig, feature_family
 from favor.integrations.layer import decodes, dispatches, layer_options, stored_choice
-from favor.integrations.masks import causal_of
+from favor.integrations.masks import REFUSED, causal_of
 from favor.integrations.stored import attention_names
 
-_REFUSED = {
-    "position_bias": "a position bias for each pair",
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "indices": "sparse attention by indices",
-}
+# Of the arguments that are refused: what a layer names, it has a value for. The others are mostly passed on as None.
+_TELLING = ("position_bias", "softcap", "s_aux", "indices")
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
 
@@ -140,7 +136,7 @@ def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescripti
         return LayerDescription(
             name, "exact", "another part was switched" if elsewhere else f"the backend is {backend}"
         )
-    refused = next((what for argument, what in _REFUSED.items() if _passes(module, argument)), None)
+    refused = next((REFUSED[argument] for argument in _TELLING if _passes(module, argument)), None)
     if refused is not None:
         return LayerDescription(name, "refused", refused)
     sliding = _sliding_window(module)

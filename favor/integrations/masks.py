@@ -22,8 +22,8 @@ from favor.integrations.engines import check_dispatch
 from favor.kernels.dispatch import is_tracing
 
 # Arguments that change the result: with a value, each is refused rather than dropped.
-_REFUSED = {
-    "position_bias": "a position bias for each pair of tokens (T5, relative positions)",
+REFUSED = {
+    "position_bias": "a position bias for each pair",
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -228,7 +228,7 @@ def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
     Raises:
         ValueError: naming the argument and what to use instead.
     """
-    for name, what in _REFUSED.items():
+    for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
                 f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
