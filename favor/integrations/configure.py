@@ -12,7 +12,8 @@ from favor import registry
 from favor.config import BACKEND, FavorConfig, feature_family
 from favor.integrations.layer import LayerState, is_inside, layer_state
 from favor.integrations.loading import check_dispatch, check_name
-from favor.integrations.stored import attention_names, number_new_layers
+from favor.integrations.modules import attention_names, configs_of
+from favor.integrations.stored import number_new_layers
 
 
 def configure(
@@ -68,7 +69,7 @@ def configure(
     scopes = {id(module.config): state.scope for state, module in layers if hasattr(module, "config")}
     configs: dict[int, Any] = {id(module.config): module.config for _, module in layers if hasattr(module, "config")}
     if not part:
-        configs |= {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
+        configs |= {id(config): config for config in configs_of(model)}
     name = attn_implementation if isinstance(attn_implementation, str) else None
     shared = {key for key in configs if part and not is_inside(scopes[key], part)}
     changes = [_Change(config, part if key in shared else "") for key, config in configs.items()]

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from favor import registry
 from favor.config import FavorConfig, feature_family
-from favor.integrations.layer import decodes, dispatches, layer_options, stored_choice
+from favor.integrations.layer import decodes, layer_options, stored_choice
 from favor.integrations.masks import REFUSED, causal_of
-from favor.integrations.stored import attention_names
+from favor.integrations.modules import asking_layers, attention_names, silent_layers
 
 # Of the arguments that are refused: what a layer names, it has a value for. The others are mostly passed on as None.
 _TELLING = ("position_bias", "softcap", "s_aux", "indices")
@@ -116,13 +116,12 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}.")
     attention = attention_names(model)
-    asking = {name: module for name, module in attention.items() if dispatches(module)}
-    inside = {part for module in asking.values() for part in module.modules()}
+    asking, silent = asking_layers(attention), silent_layers(attention)
     layers = []
     for name, module in attention.items():
         if name in asking:
             layers.append(_describe_layer(name, module, length))
-        elif "Attention" in type(module).__name__ and module not in inside and inside.isdisjoint(module.modules()):
+        elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
     return ModelDescription(type(model).__name__, length, model.device.type, tuple(layers))
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from favor import registry
 from favor.config import BACKEND
@@ -177,20 +176,6 @@ def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str
 def is_inside(name: str, part: str) -> bool:
     """Tells whether a module, by its dotted name, is a part of a model or in it; "" is the whole model."""
     return part in ("", name) or name.startswith(f"{part}.")
-
-
-def dispatches(module: nn.Module) -> bool:
-    """Tells whether an attention module asks transformers for the function of its backend."""
-    for base in type(module).__mro__:
-        for function in vars(base).values():
-            code = getattr(function, "__code__", None)
-            space = getattr(function, "__globals__", {})
-            names = () if code is None else code.co_names
-            # With getattr a name of ours is never found: such layers are always eager.
-            asks = "get_interface" in names or "getattr" not in names
-            if asks and any(isinstance(space.get(name), AttentionInterface) for name in names):
-                return True
-    return False
 
 
 def stored_choice(module: nn.Module) -> dict[str, Any]:

@@ -24,10 +24,12 @@ from favor.integrations._private import (
     at_switch,
 )
 from favor.integrations.adapters import watch_adapters
-from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, dispatches
+from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS
+from favor.integrations.modules import asking_layers, configs_of, dispatches, is_attention, silent_layers
 from favor.integrations.stored import number_layers
 
 _logger = logging.getLogger("favor")
+_NOTHING = object()
 _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every part of it was asked to take the backend
 
 
@@ -107,10 +109,9 @@ def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
 
 def _forget_parts(model: PreTrainedModel) -> None:
     """Parts with a backend of their own give way to one that is set for the whole config."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for config in configs_of(model):
         if getattr(config, "favor_parts", None):
-            config.favor_parts = None  # type: ignore[union-attr]
+            config.favor_parts = None
 
 
 def saved_backend(config: Any) -> str | None:
@@ -123,25 +124,25 @@ def saved_backend(config: Any) -> str | None:
 @contextmanager
 def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
     """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
-    configs = {id(config): config for config in (getattr(m, "config", None) for m in model.modules()) if config}
-    before: dict[int, Any] = {key: getattr(config, "favor", None) for key, config in configs.items()}
-    own = {key for key, config in configs.items() if "favor" in vars(config)}
-    names = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
-    runs = not registry.BACKENDS.keys().isdisjoint(names.values())
-    for key, config in configs.items():
-        options = {option: value for option, value in (before[key] or {}).items() if option != BACKEND}
-        if runs and isinstance(names[key], str):  # parts that stay exact are told, too
-            config.favor = {**options, BACKEND: names[key]}
-        elif before[key] is not None:
-            config.favor = options
+    configs = configs_of(model)
+    before = [vars(config).get("favor", _NOTHING) for config in configs]
+    names = [getattr(config, "_attn_implementation", None) for config in configs]
+    runs = not registry.BACKENDS.keys().isdisjoint(names)
+    for config, name in zip(configs, names, strict=True):
+        options = getattr(config, "favor", None)
+        kept = {option: value for option, value in (options or {}).items() if option != BACKEND}
+        if runs and isinstance(name, str):  # parts that stay exact are told, too
+            config.favor = {**kept, BACKEND: name}
+        elif options is not None:
+            config.favor = kept
     try:
         yield
     finally:
-        for key, config in configs.items():
-            if key in own:
-                config.favor = before[key]
-            else:
+        for config, options in zip(configs, before, strict=True):
+            if options is _NOTHING:
                 vars(config).pop("favor", None)
+            else:
+                config.favor = options
 
 
 def check_name(name: Any) -> None:
@@ -160,18 +161,12 @@ def never_dispatches(model_class: type[PreTrainedModel]) -> bool:
     modules = [sys.modules.get(base.__module__) for base in model_class.__mro__ if _is_a_models_own(base)]
     spaces = [vars(module) for module in modules if module is not None]
     values = [value for space in spaces for value in space.values()]
-    if any(
-        isinstance(value, dict) and "eager" in value and all(map(_is_attention, value.values())) for value in values
-    ):
+    if any(isinstance(value, dict) and "eager" in value and all(map(is_attention, value.values())) for value in values):
         return True  # a table of classes by backend, which knows none of ours
     if any(isinstance(value, AttentionInterface) for value in values):
         return False
     own = {space["__name__"] for space in spaces}
-    return any(_is_attention(value) and value.__module__ in own for value in values)
-
-
-def _is_attention(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module) and "Attention" in value.__name__
+    return any(is_attention(value) and value.__module__ in own for value in values)
 
 
 def _is_a_models_own(base: type) -> bool:
@@ -180,11 +175,10 @@ def _is_a_models_own(base: type) -> bool:
 
 def check_dispatch(model: nn.Module, backend: str) -> None:
     """Raises a ValueError if no attention layer of a built model asks for a backend; logs it if only some do not."""
-    attention = [module for module in model.modules() if _is_attention(type(module))]
-    if attention and not any(map(dispatches, attention)):
+    attention = {name: module for name, module in model.named_modules() if is_attention(type(module))}
+    if attention and not asking_layers(attention):
         raise ValueError(_NEVER.format(model=type(model).__name__, backend=backend))
-    inside = {part for module in attention if dispatches(module) for part in module.modules()}
-    alone = {type(m).__name__ for m in attention if m not in inside and inside.isdisjoint(m.modules())}
+    alone = {type(module).__name__ for module in silent_layers(attention).values()}
     if alone:
         _report(type(model).__name__, ", ".join(sorted(alone)), backend)
 

@@ -28,10 +28,10 @@ from favor.integrations.layer import (
     WEIGHTS_OF,
     FirstPass,
     change_state,
-    dispatches,
     layer_state,
     stored_choice,
 )
+from favor.integrations.modules import asking_layers, attention_names, configs_of
 
 
 def number_layers(model: nn.Module) -> None:
@@ -54,8 +54,9 @@ def number_layers(model: nn.Module) -> None:
     entries = getattr(config, "favor_layers", None)
     check_entries(entries)
     check_parts(getattr(config, "favor_parts", None))
-    asking = frozenset(number for number, module in enumerate(attention.values()) if dispatches(module))
-    first_pass = FirstPass(type(model).__name__, asking)
+    asking = asking_layers(attention)
+    numbers = frozenset(number for number, path in enumerate(attention) if path in asking)
+    first_pass = FirstPass(type(model).__name__, numbers)
     scopes = _scopes({path.removeprefix(prefix): module for path, module in attention.items()})
     for number, (path, module) in enumerate(attention.items()):
         name = path.removeprefix(prefix)
@@ -75,15 +76,6 @@ def number_new_layers(model: nn.Module) -> None:
     """Numbers the layers of a model if one of them has no number. A part of a numbered model keeps its own."""
     if any(layer_state(module) is None for module in attention_names(model).values()):
         number_layers(model)
-
-
-def attention_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Lists the modules of a model that may be attention layers, by their names in it."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ or hasattr(module, "is_causal")
-    }
 
 
 def _scopes(attention: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -191,8 +183,7 @@ def _write(model: nn.Module) -> None:
     """Puts the entries of the layers into every config of the model that has or needs a list of them."""
     states = [state for state in map(layer_state, model.modules()) if state is not None]
     names, layers = {state.name for state in states}, {state.name: state.choice for state in states if state.choice}
-    configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if c is not None}
-    for config in configs.values():
+    for config in configs_of(model):
         # A part of a model does not know the other layers of its config.
         before = getattr(config, "favor_layers", None)
         if layers or before is not None:

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from favor.integrations.exact import exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
+from favor.integrations.modules import configs_of
 from favor.integrations.stored import number_new_layers
 
 _NAME = "favor_observe"
@@ -61,10 +62,9 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
         model: any transformers model.
         callback: called with an `Observation` in each attention layer, in the order of the forward pass.
     """
-    configs: dict[int, Any] = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    before = [
+        (config, config._attn_implementation, getattr(config, "favor_parts", None)) for config in configs_of(model)
+    ]
     number_new_layers(model)
     model.set_attn_implementation(_NAME)
     _callbacks.append(callback)
@@ -72,8 +72,10 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
         yield
     finally:
         _callbacks.pop()
-        for config, name in before:
+        for config, name, parts in before:
             config._attn_implementation = name
+            if parts:
+                config.favor_parts = parts
 
 
 def _observed(

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    BartConfig,
+    BartModel,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import favor
 from favor import features
@@ -195,3 +204,12 @@ def test_observing_is_exact_attention_and_leaves_no_trace():
     with pytest.raises(RuntimeError, match="stop"), observe(model, seen.append):
         raise RuntimeError("stop")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_observing_leaves_a_part_the_only_one_that_runs_the_backend():
+    config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=50, max_position_embeddings=64)
+    model = favor.configure(BartModel(config), "favor+", only="encoder", **OPTIONS)
+    before = favor.describe(model)
+    with observe(model, lambda seen: None):
+        pass
+    assert favor.describe(model) == before

@@ -1,0 +1,59 @@
+"""The attention modules of any model, which of them ask for a backend, and the configs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface
+
+
+def attention_names(model: nn.Module) -> dict[str, nn.Module]:
+    """Lists the modules of a model that may be attention layers, by their names in it."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_attention(type(module)) or hasattr(module, "is_causal")
+    }
+
+
+def asking_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Gives those of the attention layers that ask for a backend. Each class is looked into once."""
+    asks = {kind: dispatches(module) for kind, module in {type(m): m for m in attention.values()}.items()}
+    return {name: module for name, module in attention.items() if asks[type(module)]}
+
+
+def silent_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Gives those of the attention layers that never ask for a backend, and neither hold nor are in one that does."""
+    inside = {part for module in asking_layers(attention).values() for part in module.modules()}
+    return {
+        name: module
+        for name, module in attention.items()
+        if is_attention(type(module)) and module not in inside and inside.isdisjoint(module.modules())
+    }
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Lists the configs of a model and its parts, each once."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def is_attention(value: Any) -> bool:
+    """Tells whether something is a class of attention modules, by its name."""
+    return isinstance(value, type) and issubclass(value, nn.Module) and "Attention" in value.__name__
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Tells whether an attention module asks transformers for the function of its backend."""
+    for base in type(module).__mro__:
+        for function in vars(base).values():
+            code = getattr(function, "__code__", None)
+            space = getattr(function, "__globals__", {})
+            names = () if code is None else code.co_names
+            # With getattr a name of ours is never found: such layers are always eager.
+            asks = "get_interface" in names or "getattr" not in names
+            if asks and any(isinstance(space.get(name), AttentionInterface) for name in names):
+                return True
+    return False
