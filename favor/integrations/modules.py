@@ -1,8 +1,9 @@
-"""The attention modules of any model, which of them ask for a backend, and the configs of a model."""
+"""The attention modules of any model, which ask for a backend or stand in a decoder, and the configs of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,34 @@ def silent_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         for name, module in attention.items()
         if is_attention(type(module)) and module not in inside and inside.isdisjoint(module.modules())
     }
+
+
+def in_decoders(attention: Mapping[str, nn.Module]) -> set[str]:
+    """Names the layers whose nearest other attention is causal, such as the cross attention of a decoder layer."""
+    inside: dict[str, list[str]] = defaultdict(list)  # names of attention layers, by the part of the model around them
+    causal: dict[str, list[str]] = defaultdict(list)
+    for name, module in attention.items():
+        for part in _parts_around(name):
+            inside[part].append(name)
+            if getattr(module, "is_causal", False):
+                causal[part].append(name)
+    found = set()
+    for name in attention:
+        nearest = next((part for part in _parts_around(name) if _is_beside(name, inside[part])), None)
+        if nearest is not None and _is_beside(name, causal[nearest]):
+            found.add(name)
+    return found
+
+
+def _parts_around(name: str) -> list[str]:
+    """Names the parts of a model that hold a module, the smallest first and "" for all of it last."""
+    path = name.split(".")
+    return [".".join(path[:depth]) for depth in reversed(range(len(path)))]
+
+
+def _is_beside(name: str, others: Sequence[str]) -> bool:
+    """Tells whether one of other modules neither holds a module nor is in it."""
+    return any(not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.") for other in others)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -31,7 +31,7 @@ from favor.integrations.layer import (
     layer_state,
     stored_choice,
 )
-from favor.integrations.modules import asking_layers, attention_names, configs_of
+from favor.integrations.modules import asking_layers, attention_names, configs_of, in_decoders
 
 
 def number_layers(model: nn.Module) -> None:
@@ -57,12 +57,13 @@ def number_layers(model: nn.Module) -> None:
     asking = asking_layers(attention)
     numbers = frozenset(number for number, path in enumerate(attention) if path in asking)
     first_pass = FirstPass(type(model).__name__, numbers)
+    decoding = in_decoders(attention)
     scopes = _scopes({path.removeprefix(prefix): module for path, module in attention.items()})
     for number, (path, module) in enumerate(attention.items()):
         name = path.removeprefix(prefix)
         scope = scopes.get(id(getattr(module, "config", None)), "")
         place = {"number": number, "name": name, "scope": scope, "first_pass": first_pass}
-        place["decodes"] = _stands_in_a_decoder(path, attention)
+        place["decodes"] = path in decoding
         if entries is None and layer_state(module) is not None:
             change_state(module, **place)  # a part that knows of its own, in a model that does not
             continue
@@ -87,21 +88,6 @@ def _scopes(attention: Mapping[str, nn.Module]) -> dict[int, str]:
         equal = [a == b for a, b in zip(common, path, strict=False)]
         scopes[config] = common[: equal.index(False) if False in equal else len(equal)]
     return {config: ".".join(path) for config, path in scopes.items()}
-
-
-def _stands_in_a_decoder(name: str, attention: dict[str, nn.Module]) -> bool:
-    """Tells whether the nearest other attention is causal: then this is the cross attention of a decoder layer."""
-    path = name.split(".")
-    for depth in reversed(range(len(path))):
-        inside = ".".join([*path[:depth], ""]) if depth else ""
-        others = [
-            module
-            for other, module in attention.items()
-            if other.startswith(inside) and not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.")
-        ]
-        if others:
-            return any(getattr(module, "is_causal", False) for module in others)
-    return False
 
 
 def weights_of(choice: Mapping[str, Any], window: int, options: Any, layer: int) -> dict[str, Any]:
