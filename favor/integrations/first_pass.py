@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 
 from favor.integrations.adapters import watch_adapters
@@ -21,10 +22,13 @@ def note(first: FirstPass, layer: int, account: str, keys: int) -> None:
         account: what it ran, such as "linear: landmark with M = 256" or "exact: 512 keys are fewer than 1024".
         keys: number of keys.
     """
+    thread = threading.get_ident()
     if layer not in first.seen:
-        first.seen[layer], first.keys = account, max(first.keys, keys)
+        first.seen[layer], first.threads[layer], first.keys = account, thread, max(first.keys, keys)
         if not first.expected <= first.seen.keys():
             return
+    elif first.threads[layer] != thread:
+        return  # a replica of nn.DataParallel, in the same pass
     first.is_told = True
     watch_adapters()  # peft may have been imported after the model was built
     _tell(first)

@@ -63,6 +63,7 @@ class FirstPass:
         model: name of the class of the model.
         expected: numbers of the layers that ask for a backend.
         seen: by layer number, what ran and why.
+        threads: by layer number, the thread that it ran in.
         keys: the most keys of a layer.
         is_told: whether the log has it.
     """
@@ -70,6 +71,7 @@ class FirstPass:
     model: str
     expected: frozenset[int]
     seen: dict[int, str] = field(default_factory=dict)
+    threads: dict[int, int] = field(default_factory=dict)
     keys: int = 0
     is_told: bool = False
 

@@ -1,5 +1,8 @@
 """`favor.configure` on whole models and on parts, and `favor.describe`."""
 
+import copy
+import threading
+
 import pytest
 import torch
 import transformers as hf
@@ -148,6 +151,31 @@ def test_the_log_tells_once_what_ran_and_the_description_agrees(architecture, ca
     told = {kind for kind in ("linear: landmark", "local: exact") if kind in line}
     described = {layer.runs for layer in favor.describe(model).layers}
     assert {{"landmark": "linear: landmark", "local": "local: exact"}[kind] for kind in described} == told
+
+
+def test_replicas_that_run_side_by_side_are_one_first_pass(caplog):
+    """As `nn.DataParallel` runs them: each in a thread of its own, layers in any order."""
+    model = BERT.build("landmark", **SMALL)
+    replicas = [copy.copy(layer.attention.self) for layer in model.encoder.layer]
+    turn = threading.Barrier(2, timeout=60)
+
+    def run(layers, x):
+        for layer in layers:
+            turn.wait()
+            layer(x)
+
+    with caplog.at_level("INFO", "favor"), torch.no_grad():
+        x = torch.randn(1, 24, model.config.hidden_size)
+        threads = [
+            threading.Thread(target=run, args=(layers, x))
+            for layers in ([layer.attention.self for layer in model.encoder.layer], replicas)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    (line,) = [record.message for record in caplog.records if "first forward pass" in record.message]
+    assert "2 layers linear: landmark" in line
 
 
 def test_short_inputs_are_told_of(caplog):
