@@ -108,12 +108,13 @@ def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[N
     wrap_once(PreTrainedModel, "save_pretrained", save_pretrained)
 
 
-def at_switch(function: Callable[[PreTrainedModel], None]) -> None:
-    """Has a function called before each `set_attn_implementation`."""
+def after_switch(function: Callable[[PreTrainedModel, Any], None]) -> None:
+    """Has a function called after each `set_attn_implementation`, with the model and what was set."""
 
-    def set_attn_implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        function(self)
-        return original(self, *args, **kwargs)
+    def set_attn_implementation(original: Any, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, attn_implementation, *args, **kwargs)
+        function(self, attn_implementation)
+        return result
 
     wrap_once(PreTrainedModel, "set_attn_implementation", set_attn_implementation)
 

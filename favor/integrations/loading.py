@@ -11,21 +11,28 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
 from favor.config import BACKEND
 from favor.integrations._private import (
     after_construction,
+    after_switch,
     around_saving,
     at_choice_of_backend,
     at_missing_weights,
-    at_switch,
 )
 from favor.integrations.adapters import watch_adapters
-from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS
-from favor.integrations.modules import asking_layers, configs_of, dispatches, is_attention, silent_layers
+from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, layer_state
+from favor.integrations.modules import (
+    asking_layers,
+    configs_of,
+    dispatches,
+    is_attention,
+    private_configs,
+    silent_layers,
+)
 from favor.integrations.stored import number_layers
 
 _logger = logging.getLogger("favor")
@@ -39,7 +46,7 @@ def register_loading() -> None:
     after_construction(_built)
     at_missing_weights(_refuse_missing)
     around_saving(_backends_kept)
-    at_switch(_forget_parts)
+    after_switch(_switched)
 
 
 def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | None:
@@ -107,11 +114,14 @@ def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
         )
 
 
-def _forget_parts(model: PreTrainedModel) -> None:
-    """Parts with a backend of their own give way to one that is set for the whole config."""
+def _switched(model: PreTrainedModel, name: Any) -> None:
+    """Parts with a backend of their own give way to one that is set for the whole config; copies of it follow."""
     for config in configs_of(model):
         if getattr(config, "favor_parts", None):
             config.favor_parts = None
+    for config in private_configs(model) if isinstance(name, str) else ():
+        if not registry.BACKENDS.keys().isdisjoint((name, config._attn_implementation)):
+            config._attn_implementation_internal = model.config._attn_implementation
 
 
 def saved_backend(config: Any) -> str | None:
@@ -125,6 +135,7 @@ def saved_backend(config: Any) -> str | None:
 def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
     """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
     configs = configs_of(model)
+    _tell_unsaved(model)
     before = [vars(config).get("favor", _NOTHING) for config in configs]
     names = [getattr(config, "_attn_implementation", None) for config in configs]
     runs = not registry.BACKENDS.keys().isdisjoint(names)
@@ -143,6 +154,34 @@ def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
                 vars(config).pop("favor", None)
             else:
                 config.favor = options
+
+
+def _tell_unsaved(model: PreTrainedModel) -> None:
+    """Warns of parts whose config is a copy that no file holds, if they alone run a FAVOR backend."""
+    saved = _saved_configs(model.config)
+    kept = {config._attn_implementation for config in saved.values()}
+    for module in model.modules():
+        state, config = layer_state(module), getattr(module, "config", None)
+        name = getattr(config, "_attn_implementation", None)
+        if state is not None and id(config) not in saved and name in registry.BACKENDS and name not in kept:
+            _report_unsaved(type(model).__name__, name, state.scope)
+
+
+def _saved_configs(config: PretrainedConfig) -> dict[int, PretrainedConfig]:
+    """Lists by their identity the configs that are saved with one: itself, and those in it."""
+    found = {id(config): config}
+    for value in vars(config).values():
+        found |= _saved_configs(value) if isinstance(value, PretrainedConfig) else {}
+    return found
+
+
+@cache
+def _report_unsaved(model: str, backend: str, part: str) -> None:
+    _logger.warning(
+        "favor: transformers does not save the config of %s in %s, which runs %s, and will load it without. Call "
+        'favor.configure(model, "%s", only="%s") again then.',
+        *(part, model, backend, backend, part),
+    )
 
 
 def check_name(name: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 
 def attention_names(model: nn.Module) -> dict[str, nn.Module]:
@@ -67,6 +67,13 @@ def configs_of(model: nn.Module) -> list[Any]:
     """Lists the configs of a model and its parts, each once."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if config is not None}.values())
+
+
+def private_configs(model: nn.Module) -> list[Any]:
+    """Lists the configs of attention layers that are of no model, such as copies: transformers never switches them."""
+    owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    found = (getattr(module, "config", None) for module in attention_names(model).values())
+    return [config for config in found if config is not None and id(config) not in owned]
 
 
 def is_attention(value: Any) -> bool:

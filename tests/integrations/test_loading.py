@@ -165,6 +165,48 @@ def test_parts_that_transformers_builds_anew_take_the_backend_too():
     assert [layer.runs for layer in favor.describe(model).layers] == ["landmark", "landmark"]
 
 
+def clipseg():
+    """Layers of its decoder have a copy of the config of the image encoder."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = hf.CLIPSegConfig(
+        text_config={**sizes, **ids, "vocab_size": 40},
+        vision_config={**sizes, "image_size": 16, "patch_size": 4},
+        **{"extract_layers": [0, 1], "reduce_dim": 8, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 8},
+    )
+    return hf.CLIPSegForImageSegmentation(config)
+
+
+def test_a_part_whose_config_is_not_saved_is_named_when_it_is_lost(tmp_path, caplog):
+    model = favor.configure(clipseg(), "landmark", only="decoder")
+    model.save_pretrained(tmp_path)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert 'favor.configure(model, "landmark", only="decoder.layers")' in record.message
+    again = hf.CLIPSegForImageSegmentation.from_pretrained(tmp_path)
+    assert {layer.runs for layer in favor.describe(again).layers} == {"exact"}
+    favor.configure(again, "landmark", only="decoder.layers")
+    assert favor.describe(again) == favor.describe(model)
+
+
+def test_a_backend_for_the_whole_model_reaches_copies_of_its_configs(tmp_path, caplog):
+    model = favor.configure(clipseg(), "landmark")
+    assert {layer.runs for layer in favor.describe(model).layers} == {"landmark"}
+    model.save_pretrained(tmp_path)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    again = hf.CLIPSegForImageSegmentation.from_pretrained(tmp_path)
+    assert favor.describe(again) == favor.describe(model)
+    again.set_attn_implementation("sdpa")
+    assert {layer.runs for layer in favor.describe(again).layers} == {"exact"}
+
+
+def test_copies_of_configs_are_calibrated_too():
+    model = clipseg().eval()
+    inputs = {"input_ids": torch.randint(3, 40, (2, 6)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    favor.calibrate(model, [inputs], num_features=8, exact_below=0)
+    assert {layer.parameters for layer in favor.describe(model).layers} == {"calibrated"}
+    assert model(**inputs).logits.isfinite().all()
+
+
 def test_stored_parameters_that_the_weights_do_not_have_are_named(tmp_path):
     model = BERT.build("favor#", num_features=8, exact_below=0)
     favor.calibrate(model, [tokens(True)])

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from favor.integrations.exact import exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
-from favor.integrations.modules import configs_of
+from favor.integrations.modules import configs_of, private_configs
 from favor.integrations.stored import number_new_layers
 
 _NAME = "favor_observe"
@@ -67,6 +67,8 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
     ]
     number_new_layers(model)
     model.set_attn_implementation(_NAME)
+    for config in private_configs(model):
+        config._attn_implementation_internal = _NAME
     _callbacks.append(callback)
     try:
         yield
