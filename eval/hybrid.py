@@ -10,7 +10,6 @@ exactly, and estimate the global ones.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
 import time
@@ -24,13 +23,8 @@ from transformers import ModernBertConfig, ModernBertModel
 import favor
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.speed.measure import resident_peak
+from favor.eval.speed.measure import release_early, resident_peak
 from favor.train.common.program import Parser, program
-
-_RELEASE_EARLY = (
-    (-1, 1 << 16),
-    (-3, 1 << 16),
-)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: freed memory is given back at once
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -99,8 +93,7 @@ def measure(model: ModernBertModel, arguments: argparse.Namespace) -> dict[str, 
         for backend in backends:
             results[backend][length] = {"seconds": statistics.median(samples[backend])}
             print(f"{length} tokens, {backend}: {results[backend][length]['seconds']:.3g} s", flush=True)
-    for option, value in _RELEASE_EARLY:
-        ctypes.CDLL(None).mallopt(option, value)
+    release_early()
     for length, ids in tokens.items():
         for backend in backends:
             results[backend][length]["bytes"] = resident_peak(lambda b=backend, i=ids: run(model, b, i, arguments))

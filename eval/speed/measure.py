@@ -37,7 +37,10 @@ MOST_CALLS = 100
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 MATMUL_WIDTH = {"cpu": 2048, "cuda": 8192}
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+# Freed memory goes back at once: environment of a process that is started, numbers in malloc.h for this one.
+_RELEASED = 1 << 16
+_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(_RELEASED), "MALLOC_MMAP_THRESHOLD_": str(_RELEASED)}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def synchronise(device: str) -> None:
@@ -241,6 +244,12 @@ def resident_peak(call: Callable[[], object]) -> int:
     before = _status("VmRSS")
     call()
     return max(0, _status("VmHWM") - before)
+
+
+def release_early() -> None:
+    """Has this process give freed memory back at once from here on, so that a peak holds none of it (Linux)."""
+    for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(setting, _RELEASED)
 
 
 def _status(field: str) -> int:

@@ -28,7 +28,9 @@ def configure(
     Args:
         model: any transformers model; or a part of one that is a model too, such as the encoder of an encoder-decoder,
             and then no other part changes.
-        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one.
+        attn_implementation: as in `model.set_attn_implementation`; None keeps the current one. In a dictionary, "" is
+            the outermost config alone, and parts that are not named keep theirs. (In `from_pretrained` they have none
+            yet, and take that of "": name those that are to stay exact.)
         only: name of a part of the model, as in `model.named_modules()`, such as "encoder": no other part changes.
             Default None: the whole model.
         **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
