@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from favor.eval.common.program import add_results
-from favor.eval.common.report import context, shown_command, write_files
+from favor.eval.common.report import context, shown_command, write
 from favor.eval.compatibility.check import BAD, CATEGORIES, check
 from favor.eval.compatibility.classes import Candidate, candidates
 from favor.eval.compatibility.report import lines_of
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     found = arguments.found
-    content = {**context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))}
+    content = context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))
     content |= {"cannot be imported": arguments.missing, "classes": []}
     results = content["classes"]
     for number, result in enumerate(run_all(found, arguments.jobs, arguments.seconds), 1):
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{result['family']}.{result['class']}: {result['category']} {result['reason'][:150]}", flush=True)
         if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves what it has found
             results.sort(key=lambda result: (result["family"], result["class"]))
-            write_files(arguments.output_dir, arguments.name, lines_of(content), content)
+            write(arguments.output_dir, arguments.name, lines_of(results), content, [])
     counts = Counter(result["category"] for result in results)
     print(", ".join(f"{counts[name]} {name}" for name in CATEGORIES))
     return 1 if any(counts[name] for name in BAD) else 0

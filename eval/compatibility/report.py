@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from favor.eval.common.report import table_row
@@ -21,17 +21,15 @@ _MEANING = {
 }
 
 
-def lines_of(content: Mapping[str, Any]) -> list[str]:
+def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Gives the report in Markdown.
 
     Args:
-        content: of the JSON file: `classes` with the results, and what `favor.eval.common.report.context` gives.
+        results: of the classes, see `favor.eval.compatibility.check.check`.
     """
-    results = content["classes"]
     counts = Counter(result["category"] for result in results)
-    families = Counter(family for family, _ in {(r["family"], r["category"]) for r in results})
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    lines = [
+    families = {result["family"] for result in results}
+    return [
         "# Models of transformers with a FAVOR backend",
         "",
         f"{len(results)} model classes of {len(families)} families, tiny, with random weights, float32 on a CPU: exact "
@@ -47,17 +45,10 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
         "## By family",
         "",
         *family_lines(results),
-        "",
-        f"{content['machine']}; {versions}.",
-        "",
-        "```bash",
-        content["command"],
-        "```",
     ]
-    return lines
 
 
-def family_lines(results: list[dict[str, Any]]) -> list[str]:
+def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Gives a Markdown table with one line for each family: its classes by category, and what there is to say of them.
 
     Args:

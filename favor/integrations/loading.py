@@ -1,17 +1,16 @@
-"""Loading and saving with transformers: names of backends are checked, kept, and refused where nothing reads them."""
+"""Loading with transformers: names of backends are checked, taken up again, and refused where nothing reads them."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
@@ -24,7 +23,7 @@ from favor.integrations._private import (
     at_missing_weights,
 )
 from favor.integrations.adapters import watch_adapters
-from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS, layer_state
+from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS
 from favor.integrations.modules import (
     asking_layers,
     configs_of,
@@ -33,10 +32,10 @@ from favor.integrations.modules import (
     private_configs,
     silent_layers,
 )
+from favor.integrations.saving import backends_kept
 from favor.integrations.stored import number_layers
 
 _logger = logging.getLogger("favor")
-_NOTHING = object()
 _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every part of it was asked to take the backend
 
 
@@ -45,7 +44,7 @@ def register_loading() -> None:
     at_choice_of_backend(_choose)
     after_construction(_built)
     at_missing_weights(_refuse_missing)
-    around_saving(_backends_kept)
+    around_saving(backends_kept)
     after_switch(_switched)
 
 
@@ -129,59 +128,6 @@ def saved_backend(config: Any) -> str | None:
     saved = getattr(config, "favor", None)
     name = saved.get(BACKEND) if isinstance(saved, dict) else None
     return name if name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) else None
-
-
-@contextmanager
-def _backends_kept(model: PreTrainedModel) -> Iterator[None]:
-    """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
-    configs = configs_of(model)
-    _tell_unsaved(model)
-    before = [vars(config).get("favor", _NOTHING) for config in configs]
-    names = [getattr(config, "_attn_implementation", None) for config in configs]
-    runs = not registry.BACKENDS.keys().isdisjoint(names)
-    for config, name in zip(configs, names, strict=True):
-        options = getattr(config, "favor", None)
-        kept = {option: value for option, value in (options or {}).items() if option != BACKEND}
-        if runs and isinstance(name, str):  # parts that stay exact are told, too
-            config.favor = {**kept, BACKEND: name}
-        elif options is not None:
-            config.favor = kept
-    try:
-        yield
-    finally:
-        for config, options in zip(configs, before, strict=True):
-            if options is _NOTHING:
-                vars(config).pop("favor", None)
-            else:
-                config.favor = options
-
-
-def _tell_unsaved(model: PreTrainedModel) -> None:
-    """Warns of parts whose config is a copy that no file holds, if they alone run a FAVOR backend."""
-    saved = _saved_configs(model.config)
-    kept = {config._attn_implementation for config in saved.values()}
-    for module in model.modules():
-        state, config = layer_state(module), getattr(module, "config", None)
-        name = getattr(config, "_attn_implementation", None)
-        if state is not None and id(config) not in saved and name in registry.BACKENDS and name not in kept:
-            _report_unsaved(type(model).__name__, name, state.scope)
-
-
-def _saved_configs(config: PretrainedConfig) -> dict[int, PretrainedConfig]:
-    """Lists by their identity the configs that are saved with one: itself, and those in it."""
-    found = {id(config): config}
-    for value in vars(config).values():
-        found |= _saved_configs(value) if isinstance(value, PretrainedConfig) else {}
-    return found
-
-
-@cache
-def _report_unsaved(model: str, backend: str, part: str) -> None:
-    _logger.warning(
-        "favor: transformers does not save the config of %s in %s, which runs %s, and will load it without. Call "
-        'favor.configure(model, "%s", only="%s") again then.',
-        *(part, model, backend, backend, part),
-    )
 
 
 def check_name(name: Any) -> None:
