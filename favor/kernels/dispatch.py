@@ -80,6 +80,7 @@ TABLE = {
             "window": "favor.kernels.eager.window.op",
             "summary": "favor.kernels.eager.decode",
             "decode": "favor.kernels.eager.decode",
+            "selected": "favor.kernels.eager.selected",
         }
     ),
     "triton": Kernel(
@@ -89,6 +90,7 @@ TABLE = {
             "window": "favor.kernels.gpu.window.op",
             "summary": "favor.kernels.gpu.summary",
             "decode": "favor.kernels.gpu.decode",
+            "selected": "favor.kernels.gpu.selected",
         },
         device="cuda",
         problem=_triton_problem,

@@ -262,3 +262,40 @@ def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
         directions = (own if operands.offset.shape[0] > 1 else everything, everything)
         of_rows, of_columns = (everything, everything, slice(*rows)), (everything, everything, slice(*columns))
         yield Sequence.of(operands, of_rows, of_columns, own, directions)
+
+
+class SelectedOperands(NamedTuple):
+    """The arguments of `favor.kernels.selected.selected_attention`, with batch and key heads in one dimension N.
+
+    Attributes:
+        query: `[N, F, Z, R, d]`: F sections of the sequence, Z blocks of R queries in each.
+        counts: tokens in each group, `[N, F, M]`, float32 (float64); 0 for spare ones.
+        far_key, far_value: means of the groups that a section sees, `[N, F, M, d]` and `[N, F, M, dv]`.
+        near_counts: 1 for near keys that count and 0 for others, `[N, F, T]`.
+        near_key, near_value: keys that a section sees as they are, `[N, F, T, d]` and `[N, F, T, dv]`; T may be 0.
+        key, value: all tokens, `[N, S, d]` and `[N, S, dv]`.
+        pages: the chosen pages of each block, `[N, F, Z, n]`; page p has the tokens pP ... pP + P - 1.
+        cell: the group of each token of these pages, `[N, F, Z, nP]`; negative for tokens that do not count.
+        since: the first row of the block that sees a page, `[N, F, Z, n]`; R if none does.
+        page_size: P.
+        per_head: blocks of one query head in a section; Z is a multiple of it.
+        first: row r of block z sees the near keys up to first + (z % per_head) R + r; negative: all.
+        scale: of the logits.
+    """
+
+    query: Tensor
+    counts: Tensor
+    far_key: Tensor
+    far_value: Tensor
+    near_counts: Tensor
+    near_key: Tensor
+    near_value: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    cell: Tensor
+    since: Tensor
+    page_size: int
+    per_head: int
+    first: int
+    scale: float

@@ -1,0 +1,103 @@
+"""`selected_attention`: groups of keys, near keys and chosen keys under one normaliser.
+
+    weight of key j for query i = exp(scale q_i.k_j)     if j is near, or chosen for i
+                                = exp(scale q_i.c_g)     else, c_g the mean of its group
+
+so that with sums over groups (n_m keys with the mean value w_m) and the chosen keys C_i
+
+    out_i = [ sum_m n_m e^{q_i.c_m} w_m + sum_{j near} e^{q_i.k_j} v_j + sum_{j in C_i} (e^{q_i.k_j} - e^{q_i.c_g(j)}) v_j ]
+            / the same with 1 for w and v.
+
+The difference loses no digits: by Jensen's inequality a group never weighs more by its mean than by its keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor.kernels.dispatch import kernel_module, pick
+from favor.kernels.operands import SelectedOperands
+
+_TENSORS = (
+    "Tensor query, Tensor counts, Tensor far_key, Tensor far_value, Tensor near_counts, Tensor near_key, "
+    "Tensor near_value, Tensor key, Tensor value, Tensor pages, Tensor cell, Tensor since"
+)
+_OPTIONS = "SymInt page_size, SymInt per_head, SymInt first, float scale, str kernel"
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = SelectedOperands(*arguments[:-1])
+    picked = pick(arguments[-1], given.query, given.value)
+    with torch.cuda.device_of(given.query):
+        found: tuple[Tensor, Tensor] = kernel_module(picked, "selected").forward(given)
+    return found
+
+
+def _backward(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    given = SelectedOperands(*arguments[:-1])
+    picked = pick(arguments[-1], given.query, given.value)
+    with torch.cuda.device_of(given.query):
+        found: tuple[Tensor, ...] = kernel_module(picked, "selected").backward(grad, given, out, lse)
+    return found
+
+
+selected_forward = torch.library.custom_op(
+    "favor::selected_attention", _forward, mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+selected_backward = torch.library.custom_op(
+    "favor::selected_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@selected_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = SelectedOperands(*arguments[:-1])
+    lse = given.query.new_empty(given.query.shape[:-1], dtype=given.counts.dtype)
+    return given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1]), lse
+
+
+@selected_backward.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    given = SelectedOperands(*arguments[:-1])
+    return tuple(torch.empty_like(given[place]) for place in (0, 2, 3, 5, 6, 7, 8))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:12], *output)
+    ctx.options = inputs[12:]
+
+
+def _differentiate(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    query, far_key, far_value, near_key, near_value, key, value = selected_backward(
+        grad.contiguous(), out, lse, *tensors, *ctx.options
+    )
+    return (query, None, far_key, far_value, None, near_key, near_value, key, value, *(None,) * 8)
+
+
+selected_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def selected_attention(given: SelectedOperands, kernel: str = "auto") -> Tensor:
+    """Attends to groups, near keys and chosen keys, see the head of this file.
+
+    Args:
+        given: the operands.
+        kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
+
+    Returns:
+        `[N, F, Z, R, dv]`, in the type of the queries; zeros for rows that see nothing. Gradients reach query, means,
+        near keys, keys and their values; which keys are chosen is a constant.
+
+    Raises:
+        ValueError: for an unknown kernel, or Triton where it cannot run.
+    """
+    out: Tensor = selected_forward(*given, kernel)[0]
+    return out
