@@ -33,6 +33,9 @@ class CallOptions(TypedDict, total=False):
     state: StreamState | None
     kernel: str
     key_heads: tuple[int, int] | None
+    selected_keys: int
+    page_size: int
+    query_block: int
 
 
 _COMMON = {"num_features", "is_causal", "seed"}  # explicit in the signature of `favor_attention`
@@ -56,6 +59,8 @@ class AttentionCall:
         query_mask: boolean `[B, L]`, True for the queries that count in statistics; None if all do.
         packing: lengths of packed sequences, None if nothing is packed.
         key_heads: number of the first key head and how many the model has, where a process has some of them.
+        selected_keys, page_size, query_block: which keys a block of queries attends to exactly; 0 for none, and for
+            the defaults of size and block.
     """
 
     num_features: int
@@ -75,6 +80,9 @@ class AttentionCall:
     query_mask: Tensor | None = None
     packing: Packing | None = None
     key_heads: tuple[int, int] | None = None
+    selected_keys: int = 0
+    page_size: int = 0
+    query_block: int = 0
 
     @classmethod
     def of(
@@ -200,7 +208,12 @@ class AttentionCall:
             self._check_state(family, query.shape[2], key.shape[2])
         if self.window:
             self._check_window(family, query.shape[2], key.shape[2])
-        if self.kernel not in ("auto", "torch") and not family.has_kernel:
+        for name in ("selected_keys", "page_size", "query_block"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.selected_keys and not family.selects_keys:
+            raise ValueError(f"{family.name} features have no groups of keys to select from; use selected_keys=0.")
+        if self.kernel not in ("auto", "torch") and not (family.has_kernel or self.selected_keys):
             raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
         if not family.takes_parameters and not (self.parameters is None and self.correction is None):
             raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")

@@ -18,6 +18,7 @@ from favor.attention.call import AttentionCall
 from favor.kernels import exported
 from favor.landmark import causal as landmark_causal
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
+from favor.landmark.selected import Selection, bidirectional
 
 # Numbers in keys and landmarks of all blocks at a time: little memory on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
@@ -69,6 +70,10 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         None if key_mask is None else key_mask[:, None],
         scale=scale,
     )
+    selection = Selection.of(call)
+    if selection is not None and not window:
+        operands = (shared, key, value, cells, counts)
+        return bidirectional(selection, *operands, num_landmarks, scale, query_mask).flatten(1, 2)
     if window:
         return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
     sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)

@@ -44,6 +44,7 @@ class Landmarks(Family):
     supports_window = True
     supports_state = True
     is_drawn = False
+    selects_keys = True
     # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without), on a GPU a bound.
     crossover = {"cpu": (4, 28), "cuda": (48, 1024)}  # noqa: RUF012
 

@@ -1,0 +1,217 @@
+"""The index in which keys are searched: pages of a few neighbouring keys, and the choice of those that matter.
+
+A page is found by the logit of its mean key. Neighbours need no sorting and lie side by side in memory, and new pages are
+appended to old ones. Pages are known from Quest (Tang et al., 2024), which bounds the logits inside a page coordinate by
+coordinate. On the models measured here (docs/selected_keys.md) pages of 4 found every needle by their mean alone, and a
+bound, mean plus spread, chose slightly worse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# Scores of pages at a time: little memory on a CPU, few launches on a GPU.
+_SCORES, _SCORES_OF_GPU = 2**22, 2**27
+_LOOKS = 4  # pages that a later query looks at for each page that it may add
+
+
+@dataclass
+class Pages:
+    """The pages of a sequence.
+
+    Attributes:
+        mean: of the keys of each page, `[N, p, d]`, at least float32.
+        there: False for pages without a key that counts, `[N, p]`.
+    """
+
+    mean: Tensor
+    there: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, key: Tensor, real: Tensor, size: int) -> Pages:
+        """Cuts keys `[N, S, d]` into pages of `size`; `real` is `[N, S]`, True for the keys that count."""
+        missing = -key.shape[1] % size
+        weights = pad(real, (0, missing)).unflatten(1, (-1, size)).to(torch.promote_types(key.dtype, torch.float32))
+        counts = weights.sum(2)
+        rows = pad(key, (0, 0, 0, missing)).unflatten(1, (-1, size)).to(weights.dtype)
+        total = (weights.unsqueeze(2) @ rows).squeeze(2)
+        return cls(total / counts.clamp(min=1).unsqueeze(-1), counts > 0)
+
+    def scores(self, query: Tensor, until: int | None = None) -> Tensor:
+        """Products of queries `[N, n, d]` with the means of the first pages, `[N, n, until]`; -inf for absent pages."""
+        found = query.to(self.mean.dtype) @ self.mean[:, :until].transpose(1, 2)
+        return found.masked_fill_(~self.there[:, :until].unsqueeze(1), -torch.inf)
+
+
+@torch.no_grad()
+def choose(pages: Pages, query: Tensor, real: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+    """Chooses pages for each block of queries together, by the mean of its queries.
+
+    Args:
+        pages: of the keys.
+        query: `[N, Z, R, d]`.
+        real: `[N, Z, R]`, False for queries that do not count; None if all do.
+        number: of pages.
+
+    Returns:
+        The pages of each block, `[N, Z, n]`, and the first row that sees each: 0, or R for absent pages.
+    """
+    heads, blocks, rows, _ = query.shape
+    every = pages.mean.shape[1]
+    if number >= every:
+        chosen = torch.arange(every, device=query.device).expand(heads, blocks, every)
+        return chosen, torch.where(pages.there.unsqueeze(1).expand_as(chosen), 0, rows)
+    query = query.to(pages.mean.dtype)
+    if real is not None:
+        query = query * real.unsqueeze(-1)  # the length of the sum does not matter
+    together = max(_limit(query) // (heads * every), 1)
+    best = [pages.scores(part).topk(number, -1, sorted=False) for part in query.sum(2).split(together, 1)]
+    values, chosen = (torch.cat(part, 1) for part in zip(*best, strict=True))
+    return chosen, torch.where(values > -torch.inf, 0, rows)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the pages of a causal block grow: its first query chooses `first` of them, each later one up to `later` more.
+
+    A query sees the pages that it and the queries before it chose, so nothing of a later query shows. The first one
+    takes all pages if there are no more than `number`.
+
+    Attributes:
+        number: of pages that a block reads at most.
+        first, later: how they are shared out.
+    """
+
+    number: int
+    first: int
+    later: int
+
+    @classmethod
+    def of(cls, number: int, rows: int) -> Growth:
+        """A quarter for the first of so many rows, and more where the rest cannot be shared out evenly.
+
+        Raises:
+            ValueError: if there are fewer pages than rows.
+        """
+        if number < rows:
+            raise ValueError(
+                f"each query of a block adds at least one page: {number} pages are too few for {rows} queries. Give "
+                "more selected_keys, or a smaller page_size or query_block."
+            )
+        later = max(number * 3 // 4 // (rows - 1), 1) if rows > 1 else 0
+        return cls(number, number - (rows - 1) * later, later)
+
+    def slots(self, row: int) -> tuple[int, int]:
+        """Where the pages that a row adds stand among those of its block: begin and end."""
+        return (0, self.first) if row == 0 else (self.first + (row - 1) * self.later, self.first + row * self.later)
+
+
+@torch.no_grad()
+def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> tuple[Tensor, Tensor]:
+    """Chooses pages query by query for causal blocks: the set of a block grows with each of its queries.
+
+    A later query looks at its best pages, `_LOOKS` for each that it may add, and adds the best that are not in the set.
+
+    Args:
+        pages: of the keys.
+        query: `[N, Z, R, d]`.
+        until: how many pages each block may choose from, those before it, `[Z]` or `[N, Z]`.
+        growth: how many.
+
+    Returns:
+        The pages of each block, `[N, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
+    """
+    heads, blocks, rows, _ = query.shape
+    until = until.expand(heads, blocks)
+    most = int(until.max()) if until.numel() else 0
+    together = max(_limit(query) // max(heads * rows * most, 1), 1)
+    parts = [
+        _grow(pages, own, ends, growth)
+        for own, ends in zip(query.split(together, 1), until.split(together, 1), strict=True)
+    ]
+    chosen, since = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return chosen, since
+
+
+def _grow(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> tuple[Tensor, Tensor]:
+    heads, blocks, rows, width = query.shape
+    chosen = torch.zeros(heads, blocks, growth.number, dtype=torch.int64, device=query.device)
+    since = torch.full_like(chosen, rows)
+    every = int(until.max()) if until.numel() else 0
+    if every == 0:
+        return chosen, since
+    scores = pages.scores(query.reshape(heads, -1, width), every).view(heads, blocks, rows, every)
+    if bool((until < every).any()):
+        place = torch.arange(every, device=query.device)
+        scores.masked_fill_((place >= until.unsqueeze(-1)).unsqueeze(2), -torch.inf)
+    # The first query; where few pages are there it takes them all.
+    number = min(growth.number, every)
+    values, best = scores[:, :, 0].topk(number, -1)
+    all_fit = until.unsqueeze(-1) <= growth.number
+    takes = (all_fit | (torch.arange(number, device=query.device) < growth.first)) & (values > -torch.inf)
+    chosen[..., :number] = best
+    since[..., :number].masked_fill_(takes, 0)
+    if rows == 1 or every <= growth.first or bool(all_fit.all()):
+        return chosen, since
+    taken = torch.zeros(heads, blocks, every, dtype=torch.bool, device=query.device).scatter(-1, best, takes)
+    values, best = scores[:, :, 1:].topk(min(_LOOKS * growth.later, every), -1)
+    for row in range(1, rows):
+        own = best[:, :, row - 1]
+        begin, end = growth.slots(row)
+        own, takes = _fresh(own, (values[:, :, row - 1] > -torch.inf) & ~taken.gather(-1, own), end - begin)
+        taken.scatter_(-1, own, takes | taken.gather(-1, own))
+        chosen[..., begin:end] = torch.where(all_fit, chosen[..., begin:end], own)
+        since[..., begin:end] = torch.where(all_fit, since[..., begin:end], torch.where(takes, row, rows))
+    return chosen, since
+
+
+def _fresh(pages: Tensor, fresh: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The first `number` pages that are fresh, `[..., number]`, and which of them there are."""
+    order = (~fresh).to(torch.uint8).argsort(dim=-1, stable=True)[..., :number]
+    return pages.gather(-1, order), fresh.gather(-1, order)
+
+
+def _limit(like: Tensor) -> int:
+    return _SCORES if like.device.type == "cpu" else _SCORES_OF_GPU
+
+
+@torch.no_grad()
+def choose_next(
+    pages: Pages, query: Tensor, row: Tensor, growth: Growth, held: tuple[Tensor, Tensor], rows: int
+) -> tuple[Tensor, Tensor]:
+    """Goes on where `choose_growing` stopped, by one query, which may choose from all pages.
+
+    Args:
+        pages: of the keys.
+        query: `[N, Z, d]`.
+        row: the place of this query in its block, `[N, Z]`.
+        growth: how many pages.
+        held: what the rows before it chose, pages and first rows `[N, Z, n]`.
+        rows: R.
+
+    Returns:
+        Pages and first rows with those that this query adds.
+    """
+    chosen, since = held
+    every = pages.mean.shape[1]
+    values, best = pages.scores(query).topk(min(max(growth.number, _LOOKS * growth.later), every), -1)
+    place = torch.arange(best.shape[-1], device=query.device)
+    is_first, all_fit = (row == 0).unsqueeze(-1), pages.there.sum(1).view(-1, 1, 1) <= growth.number
+    # A block begins with a row of 0 and forgets what the last one chose.
+    in_set = ((best.unsqueeze(-1) == chosen.unsqueeze(-2)) & (since < rows).unsqueeze(-2)).any(-1)
+    looks = torch.where(is_first, all_fit | (place < growth.first), ~in_set & (place < _LOOKS * growth.later))
+    own, takes = _fresh(best, looks & (values > -torch.inf), min(growth.number, best.shape[-1]))
+    slot = torch.arange(chosen.shape[-1], device=query.device)
+    begin = torch.where(is_first, 0, growth.first + (row.unsqueeze(-1) - 1) * growth.later)
+    count = torch.where(is_first, chosen.shape[-1], torch.where(all_fit, 0, growth.later))
+    at = (slot - begin).clamp(min=0, max=own.shape[-1] - 1)
+    inside = (slot >= begin) & (slot < begin + count) & (slot - begin < own.shape[-1])
+    added = inside & takes.gather(-1, at)
+    chosen = torch.where(added, own.gather(-1, at), chosen)
+    since = torch.where(added, row.unsqueeze(-1), torch.where(is_first | inside, rows, since))
+    return chosen, since

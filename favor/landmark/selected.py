@@ -1,0 +1,136 @@
+"""Selected keys: landmarks for the many keys that hardly matter to a query, and the few that do as they are.
+
+    weight of key j for query i = exp(scale q_i.k_j)     if its page was chosen for the block of query i
+                                = exp(scale q_i.c_g)     else, c_g the mean of its group
+
+Which keys are near, in groups or chosen is the only approximation: with all pages chosen this is softmax attention.
+Choosing exact keys beside means of others under one normaliser is known from clustered attention (Vyas et al., 2020),
+MRA-2 (Zeng et al., 2022), RetroInfer and Multipole Attention (2025); means that count as often as they have members from
+ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from favor.attention.call import AttentionCall
+from favor.kernels.operands import SelectedOperands
+from favor.kernels.selected import selected_attention
+from favor.landmark.grouping import sums_of
+from favor.landmark.pages import Growth, Pages, choose
+
+# Measured: eval/results/selected_cpu.md and docs/selected_keys.md.
+PAGE_SIZE, QUERY_BLOCK = {False: 8, True: 4}, {False: 32, True: 16}  # bidirectional, causal
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How keys are selected.
+
+    Attributes:
+        pages: chosen for each block of queries.
+        size: keys of a page, P.
+        rows: queries of a block, R.
+        kernel: "auto", "torch" or "triton".
+    """
+
+    pages: int
+    size: int
+    rows: int
+    kernel: str
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Selection | None:
+        """Reads a call; None if no keys are selected.
+
+        Queries that must not see each other, as in the cross attention of a decoder, choose one by one.
+
+        Raises:
+            ValueError: in an exported program, which has no operator for it.
+        """
+        if not call.selected_keys:
+            return None
+        if torch.compiler.is_exporting():
+            raise ValueError("selected keys cannot be exported: set selected_keys=0.")
+        size = call.page_size or PAGE_SIZE[call.is_causal]
+        rows = call.query_block or QUERY_BLOCK[call.is_causal]
+        if not (call.is_causal or call.use_statistics):
+            rows = 1
+        return cls(-(-call.selected_keys // size), size, rows, call.kernel)
+
+    @property
+    def growth(self) -> Growth:
+        """How the pages of a causal block are shared out."""
+        return Growth.of(self.pages, self.rows)
+
+    def cells(self, cells: Tensor, pages: Tensor) -> Tensor:
+        """The groups of the keys of pages `[N, Z, n]`, `[N, Z, nP]`, given those of all keys, `[N, S]`; -1 for none."""
+        of_pages = pad(cells, (0, -cells.shape[1] % self.size), value=-1).unflatten(1, (-1, self.size))
+        index = pages.flatten(1).unsqueeze(-1).expand(-1, -1, self.size)
+        return of_pages.gather(1, index).view(*pages.shape[:2], -1)
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """Rows `[..., T, w]` in blocks `[..., T/R, R, w]`, zeros at the end."""
+        return pad(rows, (0, 0, 0, -rows.shape[-2] % self.rows)).unflatten(-2, (-1, self.rows))
+
+
+def bidirectional(
+    selection: Selection,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cells: Tensor,
+    counts: Tensor,
+    number: int,
+    scale: float,
+    query_mask: Tensor | None,
+) -> Tensor:
+    """Attention of all queries, without a window.
+
+    Args:
+        selection: how keys are selected.
+        query: `[B, Hk, G, L, d]`.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, hidden ones zeros.
+        cells: the group of each key, `[B, Hk, S]`; `number` for hidden ones.
+        counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
+        number: of groups.
+        scale: of the logits.
+        query_mask: `[B, L]`, False for queries that do not count; None if all do.
+
+    Returns:
+        `[B, Hk, G, L, dv]`.
+    """
+    lead, (groups, length) = query.shape[:2], query.shape[2:4]
+    sizes, *sums = sums_of(cells, number, counts.unsqueeze(-1), key, value)
+    means = [(total / sizes.clamp(min=1)).to(query.dtype).flatten(0, 1).unsqueeze(1) for total in sums]
+    rows = selection.blocks(query)  # [B, Hk, G, n, R, d]
+    real = None
+    if query_mask is not None:
+        real = selection.blocks(query_mask.unsqueeze(-1)).squeeze(-1)[:, None, None].expand(rows.shape[:-1])
+        real = real.flatten(0, 1).flatten(1, 2)
+    flat = rows.flatten(0, 1).flatten(1, 2)  # [N, Z, R, d]
+    keys, values, counts, cells = (tensor.flatten(0, 1) for tensor in (key, value, counts, cells))
+    pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, real, selection.pages)
+    cell = selection.cells(cells.masked_fill(counts == 0, -1), pages)
+    nothing = [tensor[:, None, :0] for tensor in (counts, keys, values)]
+    out = selected_attention(
+        SelectedOperands(
+            flat.unsqueeze(1),
+            sizes.flatten(0, 1).squeeze(-1).unsqueeze(1),
+            *means,
+            *nothing,
+            keys,
+            values,
+            *(tensor.unsqueeze(1) for tensor in (pages, cell, since)),
+            selection.size,
+            rows.shape[3],
+            -1,
+            scale,
+        ),
+        selection.kernel,
+    )
+    return out.squeeze(1).unflatten(0, lead).unflatten(2, (groups, -1)).flatten(3, 4)[:, :, :, :length]
