@@ -1,0 +1,96 @@
+"""What counts as found: fake models whose answers are known, and a real one beside `generate` and a full pass."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import favor
+from favor.eval.language.answers import answer
+from favor.eval.language.tasks import HIDDEN
+from favor.eval.language.variants import Variant
+
+
+class Copies:
+    """Goes on as the text did where its last tokens stood before; it sees only so many tokens back.
+
+    It stands for a model and, as `variant`, for an attention whose cache is a list of tokens.
+    """
+
+    device = "cpu"
+
+    def __init__(self, size, sees=10**9, last=3):
+        self.size, self.sees, self.last = size, sees, last
+
+    def apply(self, model):
+        pass
+
+    def new_cache(self, model):
+        return []
+
+    def __call__(self, input_ids, past_key_values, use_cache, logits_to_keep):
+        past_key_values += input_ids[0].tolist()
+        seen = past_key_values[-self.sees :]
+        logits = torch.zeros(1, 1, self.size)
+        for start in range(len(seen) - self.last):
+            if seen[start : start + self.last] == seen[-self.last :]:
+                logits[0, 0, seen[start + self.last]] = 100.0
+                break
+        return SimpleNamespace(logits=logits)
+
+
+def asked(model, tokenizer, haystack, tasks, case=0):
+    document = haystack.document(tasks, 1600, case, 5, seed=0)
+    return answer(model, tokenizer, model, document)["answers"]
+
+
+def test_a_model_that_copies_finds_every_needle(tokenizer, haystack):
+    for task, last in (("single", 3), ("multikey", 6)):
+        for found in asked(Copies(len(tokenizer), last=last), tokenizer, haystack, [task]):
+            assert found["score"] == 1
+            assert found["nats"] < 1e-6
+
+
+def test_one_that_sees_too_little_finds_only_what_is_near(tokenizer, haystack):
+    model = Copies(len(tokenizer), sees=700)
+    found = {one["depth"]: one for case in range(5) for one in asked(model, tokenizer, haystack, ["single"], case)}
+    assert {depth: one["score"] for depth, one in found.items()} == {0.1: 0, 0.3: 0, 0.5: 0, 0.7: 1, 0.9: 1}
+    assert found[0.1]["nats"] == pytest.approx(math.log(len(tokenizer)), rel=0.2)
+
+
+def test_a_part_of_several_answers_counts_as_much(tokenizer, haystack):
+    document = haystack.document(["multivalue"], 1600, 0, 5, seed=0)
+    (prompt,) = document.prompts
+    wanted = tokenizer(f" {', '.join(prompt.question.answers[:3])}, 00000.")["input_ids"]
+
+    class Says(Copies):
+        def __call__(self, input_ids, past_key_values, **options):
+            past_key_values += input_ids[0].tolist()
+            said = len(past_key_values) - len(document.ids) - len(prompt.ids)
+            return SimpleNamespace(logits=torch.eye(self.size)[wanted[max(said, 0)]].view(1, 1, -1))
+
+    model = Says(len(tokenizer))
+    (found,) = answer(model, tokenizer, model, document)["answers"]
+    assert found["score"] == 0.75
+
+
+@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=16"])
+def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(llama, tokenizer, haystack, text):
+    variant = Variant.parse(text)
+    document = haystack.document([*HIDDEN], 900, 0, 5, seed=0)
+    found = answer(llama, tokenizer, variant, document)["answers"]
+    assert [one["task"] for one in found] == [prompt.question.task for prompt in document.prompts]
+    with torch.no_grad():
+        for one, prompt in zip(found, document.prompts, strict=True):
+            number = len(prompt.target)
+            ids = torch.tensor([document.ids + prompt.ids])
+            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+            options |= {"past_key_values": variant.new_cache(llama), "pad_token_id": 0}
+            said = llama.generate(ids, max_new_tokens=number, min_new_tokens=number, **options)[0, ids.shape[1] :]
+            assert one["text"] == tokenizer.decode(said)
+            whole = torch.tensor([document.ids + prompt.ids + prompt.target])
+            logits = llama(whole).logits[0, -number - 1 : -1]
+            assert one["nats"] == pytest.approx(float(cross_entropy(logits, whole[0, -number:])), rel=1e-3)
+    assert isinstance(variant.new_cache(llama), favor.FavorCache) == text.startswith("landmark")
