@@ -12,32 +12,13 @@ from dataclasses import dataclass
 from random import Random
 
 CITIES = (
-    "Athens",
-    "Berlin",
-    "Boston",
-    "Cairo",
-    "Chicago",
-    "Dallas",
-    "Denver",
-    "Dublin",
-    "Geneva",
-    "Houston",
-    "Lima",
-    "Lisbon",
-    "London",
-    "Madrid",
-    "Milan",
-    "Moscow",
-    "Oslo",
-    "Paris",
-    "Prague",
-    "Rome",
-    "Seoul",
-    "Tokyo",
-    "Vienna",
-    "Warsaw",
+    "Athens Berlin Boston Cairo Chicago Dallas Denver Dublin Geneva Houston Lima Lisbon London Madrid Milan Moscow Oslo "
+    "Paris Prague Rome Seoul Tokyo Vienna Warsaw"
 )
-LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
+NAMES = (
+    "Alpha Beta Gamma Delta Epsilon Zeta Eta Theta Iota Kappa Lambda Mu Nu Xi Omicron Pi Rho Sigma Tau Upsilon Phi Chi Psi "
+    "Omega"
+)
 # RULER: keys of a document, values of a key, assignments after the first.
 KEYS, VALUES, HOPS = 4, 4, 4
 # RULER has 10 words 30 times, others 3 times; five of them fit into 1,024 tokens too.
@@ -85,9 +66,10 @@ def single(source: Random, depths: Sequence[float]) -> Made:
 def multikey(source: Random, depths: Sequence[float]) -> Made:
     """Four numbers of four cities; a question for each."""
     facts, questions = [], []
-    for city, depth in zip(source.sample(CITIES, KEYS), depths, strict=False):
+    for city, depth in zip(source.sample(CITIES.split(), KEYS), depths, strict=False):
         number = _number(source)
-        facts.append(Fact(f"The special number of {city} is {number}.", depth))
+        hidden = f"The special number of {city} is {number}. Remember it. {number} is the special number of {city}."
+        facts.append(Fact(hidden, depth))
         text = f"What is the special number of {city}? The special number of {city} is"
         questions.append(Question("multikey", text, f" {number}", (number,), depth))
     return facts, questions
@@ -95,49 +77,48 @@ def multikey(source: Random, depths: Sequence[float]) -> Made:
 
 def multivalue(source: Random, depths: Sequence[float]) -> Made:
     """Four codes of one city; all are asked for."""
-    city, numbers = source.choice(CITIES), tuple(_number(source) for _ in range(VALUES))
+    city, numbers = source.choice(CITIES.split()), tuple(_number(source) for _ in range(VALUES))
     facts = [
-        Fact(f"One of the secret codes of {city} is {n}.", d) for n, d in zip(numbers, _places(source), strict=True)
+        Fact(f"One of the secret codes of {city} is {n}.", d)
+        for n, d in zip(numbers, _places(source, VALUES), strict=True)
     ]
     text = f"What are all {VALUES} secret codes of {city}? The {VALUES} secret codes of {city} are"
     return facts, [Question("multivalue", text, f" {', '.join(numbers)}.", numbers)]
 
 
 def tracking(source: Random, depths: Sequence[float]) -> Made:
-    """A number that goes from variable to variable; all of them are asked for, after an example."""
-    facts, text, target, names = _chain(source)
-    example, question, answer, _ = _chain(source)
-    shown = " ".join(fact.text for fact in example)
-    return facts, [Question("tracking", f"{shown} {question}{answer}\n\n{text}", target, names)]
+    """A number that goes from variable to variable; all of them are asked for."""
+    value, names = _number(source), tuple(source.sample(NAMES.split(), HOPS + 1))
+    given = (value, *(f"VAR {name}" for name in names))
+    places = _places(source, len(names))
+    facts = [Fact(f"VAR {n} = {g}.", depth) for n, g, depth in zip(names, given, places, strict=False)]
+    text = f"The {len(names)} variables that have the value {value} are VAR"
+    return facts, [Question("tracking", text, f" {', VAR '.join(names)}.", names)]
 
 
 def common(source: Random, words: Sequence[str], room: int, count: Callable[[str], int]) -> Made:
-    """A long list of words, five of them ten times as often as others, which are asked for after an example.
+    """A long list of words, five of them ten times as often as others, which are asked for.
 
     Args:
         source: of what is drawn.
         words: to draw from.
-        room: tokens that the list, the example and the question may take.
+        room: tokens that the list and the question may take.
         count: tokens of a text.
 
     Raises:
         ValueError: if there is no room for the words that are often.
     """
-    most = max(room, 0) // (2 * SELDOM)
-    drawn = source.sample(list(words), min(len(words), 3 * COMMON + most))
-    shown, often, rare, seldom = (
-        drawn[:COMMON],
-        drawn[COMMON : 2 * COMMON],
-        drawn[2 * COMMON : 3 * COMMON],
-        drawn[3 * COMMON :],
-    )
-    ask = f"The {COMMON} most common words of this list are"
-    example = f"A list of words: {_listed(source, shown, 6, rare, 1)}. {ask}{_series(shown)}"
+    drawn = source.sample(list(words), min(len(words), COMMON + max(room, 0) // (2 * SELDOM)))
+    often, seldom = drawn[:COMMON], drawn[COMMON:]
+    ask = f'The {COMMON} words that appear most often in the list above are "'
     while seldom:
-        fact = Fact(f"{example}\n\nA list of words: {_listed(source, often, OFTEN, seldom, SELDOM)}.", 1.0)
+        listed = [*often] * OFTEN + [*seldom] * SELDOM
+        source.shuffle(listed)
+        fact = Fact(f"A list of words: {', '.join(listed)}.", 1.0)
         taken = count(fact.text) + count(ask)
         if taken <= room:
-            return [fact], [Question("common", ask, _series(often), tuple(often))]
+            target = '", "'.join(often) + '".'
+            return [fact], [Question("common", ask, target, tuple(often))]
         seldom = seldom[: min(len(seldom) - 1, len(seldom) * room // taken)]
     raise ValueError(f"a list of words for the task common needs more than {room} tokens: take longer documents")
 
@@ -161,28 +142,6 @@ def _number(source: Random) -> str:
     return str(source.randrange(10_000, 100_000))
 
 
-def _places(source: Random, number: int = VALUES) -> list[float]:
+def _places(source: Random, number: int) -> list[float]:
     """Depths in rising order."""
     return sorted(source.random() for _ in range(number))
-
-
-def _series(words: Sequence[str]) -> str:
-    return f" {', '.join(words)}."
-
-
-def _chain(source: Random) -> tuple[list[Fact], str, str, tuple[str, ...]]:
-    """Assignments, the question, its answer, and the names in it."""
-    # First letters differ, so that names do.
-    names = tuple(first + "".join(source.sample(LETTERS, 2)) for first in source.sample(LETTERS, HOPS + 1))
-    value = _number(source)
-    values = (value, *(f"VAR {name}" for name in names))
-    texts = [f"VAR {name} = {given}." for name, given in zip(names, values, strict=False)]
-    facts = [Fact(text, depth) for text, depth in zip(texts, _places(source, len(texts)), strict=True)]
-    text = f"The {len(names)} variables that are assigned the value {value}, directly or through others, are"
-    return facts, text, _series(names), names
-
-
-def _listed(source: Random, often: Sequence[str], times: int, seldom: Sequence[str], less: int) -> str:
-    words = [*often] * times + [*seldom] * less
-    source.shuffle(words)
-    return ", ".join(words)

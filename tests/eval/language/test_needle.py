@@ -21,14 +21,14 @@ def content(words):
 
 def test_writes_tables_and_a_heat_map(words, tmp_path):
     words[words.index("single") : words.index("single") + 1] = ["single", "multikey"]
-    words[words.index("150") : words.index("300") + 1] = ["300", "450"]
+    words[words.index("150") : words.index("300") + 1] = ["500", "600"]
     assert needle.main(words) == 0
     cells = content(words)["cells"]
     assert [(c["task"], c["variant"], c["length"]) for c in cells] == [
         (task, variant, length)
         for task in ("single", "multikey")
         for variant in ("exact", "landmark:num_features=8")
-        for length in (300, 450)
+        for length in (500, 600)
     ]
     assert [c["answers"] for c in cells] == [4] * 4 + [16] * 4
     assert all(0 <= c["accuracy"] <= 1 < c["nats"] and sorted(c["by_depth"]) == ["0.25", "0.75"] for c in cells)
