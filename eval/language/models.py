@@ -44,7 +44,7 @@ def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
             convert_gemma(folder)
         name = str(folder)
     check_model(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
@@ -102,7 +102,7 @@ def convert_gemma(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         file, plain = join(parts, Path(place) / "gemma.gguf").name, Path(place) / "plain"
-        model = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
         # The weights are plain numbers now; what is left of the quantization would refuse to be saved.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from random import Random
 
 CITIES = (
-    "Athens Berlin Boston Cairo Chicago Dallas Denver Dublin Geneva Houston Lima Lisbon London Madrid Milan Moscow Oslo "
-    "Paris Prague Rome Seoul Tokyo Vienna Warsaw"
+    "Athens Berlin Boston Cairo Chicago Dallas Denver Dublin Geneva Houston Lima Lisbon London Madrid Milan Moscow "
+    "Oslo Paris Prague Rome Seoul Tokyo Vienna Warsaw"
 )
 NAMES = (
-    "Alpha Beta Gamma Delta Epsilon Zeta Eta Theta Iota Kappa Lambda Mu Nu Xi Omicron Pi Rho Sigma Tau Upsilon Phi Chi Psi "
-    "Omega"
+    "Alpha Beta Gamma Delta Epsilon Zeta Eta Theta Iota Kappa Lambda Mu Nu Xi Omicron Pi Rho Sigma Tau Upsilon Phi Chi "
+    "Psi Omega"
 )
 # RULER: keys of a document, values of a key, assignments after the first.
 KEYS, VALUES, HOPS = 4, 4, 4
