@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import favor
 from favor.eval.language.answers import answer
@@ -88,21 +89,33 @@ def test_a_part_of_several_answers_counts_as_much(tokenizer, haystack):
     assert found["score"] == 0.75
 
 
+@pytest.fixture
+def gemma(tokenizer):
+    """One layer with a sliding window, one without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(vocab_size=len(tokenizer), head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
+    config.sliding_window, config.initializer_range = 20, 0.3
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).eval()
+
+
 @pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=16"])
-def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(llama, tokenizer, haystack, text):
-    variant = Variant.parse(text)
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(name, text, tokenizer, haystack, request):
+    model, variant = request.getfixturevalue(name), Variant.parse(text)
     document = haystack.document([*HIDDEN], 900, 0, 5, seed=0)
-    found = answer(llama, tokenizer, variant, document)["answers"]
+    found = answer(model, tokenizer, variant, document)["answers"]
     assert [one["task"] for one in found] == [prompt.question.task for prompt in document.prompts]
     with torch.no_grad():
         for one, prompt in zip(found, document.prompts, strict=True):
             number = len(prompt.target)
             ids = torch.tensor([document.ids + prompt.ids])
             options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
-            options |= {"past_key_values": variant.new_cache(llama), "pad_token_id": 0}
-            said = llama.generate(ids, max_new_tokens=number, min_new_tokens=number, **options)[0, ids.shape[1] :]
+            options |= {"past_key_values": variant.new_cache(model), "pad_token_id": 0}
+            said = model.generate(ids, max_new_tokens=number, min_new_tokens=number, **options)[0, ids.shape[1] :]
             assert one["text"] == tokenizer.decode(said)
             whole = torch.tensor([document.ids + prompt.ids + prompt.target])
-            logits = llama(whole).logits[0, -number - 1 : -1]
+            logits = model(whole).logits[0, -number - 1 : -1]
             assert one["nats"] == pytest.approx(float(cross_entropy(logits, whole[0, -number:])), rel=1e-3)
-    assert isinstance(variant.new_cache(llama), favor.FavorCache) == text.startswith("landmark")
+    assert isinstance(variant.new_cache(model), favor.FavorCache) == text.startswith("landmark")
