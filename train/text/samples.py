@@ -63,7 +63,7 @@ def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, s
     Raises:
         ValueError: if the text is shorter than one sample.
     """
-    before, after = _around(tokenizer)
+    before, after = around(tokenizer)
     ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
     width = length - len(before) - len(after)
     available = len(ids) // width if width > 0 else 0
@@ -76,7 +76,7 @@ def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, s
     return torch.tensor([before + ids[p * width : (p + 1) * width] + after for p in places[order].tolist()])
 
 
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Special tokens that the tokenizer puts before and after a text."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]

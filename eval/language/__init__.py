@@ -1,0 +1,1 @@
+"""Long contexts of causal language models: `favor.eval.language.perplexity` and `favor.eval.language.needle`."""

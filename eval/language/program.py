@@ -1,0 +1,64 @@
+"""What the programs of this folder share: their options, and what their results say of the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from favor.eval.common import report
+from favor.eval.common.program import add_results
+from favor.eval.language.records import Records
+from favor.eval.language.variants import CACHES, variants
+from favor.train.common.program import Parser
+
+
+def options(parser: Parser, name: str) -> None:
+    """Adds the options of both programs.
+
+    Args:
+        parser: of the program.
+        name: default file name of the results.
+    """
+    add = parser.add_argument
+    add("model", metavar="MODEL", help='folder of a causal language model, or "gemma" (its packages, its terms of use)')
+    add(
+        "--variants",
+        nargs="+",
+        default=["exact", "landmark"],
+        metavar="BACKEND[:KEY=VALUE,...]",
+        help="what is compared, such as landmark:num_features=256,cache=state; exact attention always comes first",
+    )
+    add("--cache", choices=CACHES, default="auto", help="of variants that name none, see favor.eval.language.variants")
+    add("--seed", type=int, default=0, help="of all that is drawn")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
+    add(
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="records of other runs that belong to this table",
+    )
+    add_results(parser, name)
+
+
+def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Reads a command line; `variants` become `Variant`s and `records` those of the file `NAME.jsonl`."""
+    arguments = parser.parse_args(words)
+    try:
+        arguments.variants = variants(arguments.variants, arguments.cache)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    arguments.records = Records(arguments.output_dir / f"{arguments.name}.jsonl", arguments.merge)
+    return arguments
+
+
+def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Command, machine, versions, and what was measured."""
+    command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
+    facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
+    return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}

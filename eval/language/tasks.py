@@ -1,0 +1,147 @@
+"""The tasks of RULER (Hsieh et al., 2024) for models that only complete a text: facts to hide and questions about them.
+
+A prompt ends where the answer begins ("... The pass key is"), so that a base model has nothing to follow but the text.
+Facts stand in novels; the list of words of `common` fills its document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+CITIES = (
+    "Athens Berlin Boston Cairo Chicago Dallas Denver Dublin Geneva Houston Lima Lisbon London Madrid Milan Moscow "
+    "Oslo Paris Prague Rome Seoul Tokyo Vienna Warsaw"
+)
+NAMES = (
+    "Alpha Beta Gamma Delta Epsilon Zeta Eta Theta Iota Kappa Lambda Mu Nu Xi Omicron Pi Rho Sigma Tau Upsilon Phi Chi "
+    "Psi Omega"
+)
+# RULER: keys of a document, values of a key, assignments after the first.
+KEYS, VALUES, HOPS = 4, 4, 4
+# RULER has 10 words 30 times, others 3 times; five of them fit into 1,024 tokens too.
+COMMON, OFTEN, SELDOM = 5, 30, 3
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence of a document, and where it stands: 0 is the beginning, 1 the end."""
+
+    text: str
+    depth: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a document, as a text to complete.
+
+    Attributes:
+        task: its name.
+        text: end of the prompt.
+        target: what should come next, word for word; its likelihood is measured.
+        answers: what has to be in a generated answer, each worth the same.
+        depth: where the fact stands; None if there are several.
+    """
+
+    task: str
+    text: str
+    target: str
+    answers: tuple[str, ...]
+    depth: float | None = None
+
+
+Made = tuple[list[Fact], list[Question]]
+
+
+def single(source: Random, depths: Sequence[float]) -> Made:
+    """One pass key, at the first of the depths."""
+    number = _number(source)
+    fact = Fact(f"The pass key is {number}. Remember it. {number} is the pass key.", depths[0])
+    text = "What is the pass key? The pass key is"
+    return [fact], [Question("single", text, f" {number}", (number,), depths[0])]
+
+
+def multikey(source: Random, depths: Sequence[float]) -> Made:
+    """Four numbers of four cities; a question for each."""
+    facts, questions = [], []
+    for city, depth in zip(source.sample(CITIES.split(), KEYS), depths, strict=False):
+        number = _number(source)
+        hidden = f"The special number of {city} is {number}. Remember it. {number} is the special number of {city}."
+        facts.append(Fact(hidden, depth))
+        text = f"What is the special number of {city}? The special number of {city} is"
+        questions.append(Question("multikey", text, f" {number}", (number,), depth))
+    return facts, questions
+
+
+def multivalue(source: Random, depths: Sequence[float]) -> Made:
+    """Four codes of one city; all are asked for."""
+    city, numbers = source.choice(CITIES.split()), tuple(_number(source) for _ in range(VALUES))
+    facts = [
+        Fact(f"One of the secret codes of {city} is {n}.", d)
+        for n, d in zip(numbers, _places(source, VALUES), strict=True)
+    ]
+    text = f"What are all {VALUES} secret codes of {city}? The {VALUES} secret codes of {city} are"
+    return facts, [Question("multivalue", text, f" {', '.join(numbers)}.", numbers)]
+
+
+def tracking(source: Random, depths: Sequence[float]) -> Made:
+    """A number that goes from variable to variable; all of them are asked for."""
+    value, names = _number(source), tuple(source.sample(NAMES.split(), HOPS + 1))
+    given = (value, *(f"VAR {name}" for name in names))
+    places = _places(source, len(names))
+    facts = [Fact(f"VAR {n} = {g}.", depth) for n, g, depth in zip(names, given, places, strict=False)]
+    text = f"The {len(names)} variables that have the value {value} are VAR"
+    return facts, [Question("tracking", text, f" {', VAR '.join(names)}.", names)]
+
+
+def common(source: Random, words: Sequence[str], room: int, count: Callable[[str], int]) -> Made:
+    """A long list of words, five of them ten times as often as others, which are asked for.
+
+    Args:
+        source: of what is drawn.
+        words: to draw from.
+        room: tokens that the list and the question may take.
+        count: tokens of a text.
+
+    Raises:
+        ValueError: if there is no room for the words that are often.
+    """
+    drawn = source.sample(list(words), min(len(words), COMMON + max(room, 0) // (2 * SELDOM)))
+    often, seldom = drawn[:COMMON], drawn[COMMON:]
+    ask = f'The {COMMON} words that appear most often in the list above are "'
+    while seldom:
+        listed = [*often] * OFTEN + [*seldom] * SELDOM
+        source.shuffle(listed)
+        fact = Fact(f"A list of words: {', '.join(listed)}.", 1.0)
+        taken = count(fact.text) + count(ask)
+        if taken <= room:
+            target = '", "'.join(often) + '".'
+            return [fact], [Question("common", ask, target, tuple(often))]
+        seldom = seldom[: min(len(seldom) - 1, len(seldom) * room // taken)]
+    raise ValueError(f"a list of words for the task common needs more than {room} tokens: take longer documents")
+
+
+# Tasks whose facts stand in a novel, so that several fit into one document.
+HIDDEN: dict[str, Callable[[Random, Sequence[float]], Made]] = {
+    "single": single,
+    "multikey": multikey,
+    "multivalue": multivalue,
+    "tracking": tracking,
+}
+TASKS = (*HIDDEN, "common")
+
+
+def vocabulary(text: str) -> list[str]:
+    """Words of four to eight small letters of a text, in alphabetic order."""
+    return sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
+
+
+def _number(source: Random) -> str:
+    return str(source.randrange(10_000, 100_000))
+
+
+def _places(source: Random, number: int) -> list[float]:
+    """Depths in rising order."""
+    return sorted(source.random() for _ in range(number))

@@ -1,0 +1,98 @@
+"""What is compared: an attention backend, its options, and the cache that it generates with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+import favor
+from favor.config import FavorConfig, feature_family
+
+EXACT, SDPA = "exact", "sdpa"
+CACHES = ("auto", "dynamic", "state", "all")
+# More keys than any text here has.
+ALWAYS = 2**40
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table.
+
+    Attributes:
+        label: as it was written.
+        backend: "exact", "sdpa" or a FAVOR backend. Both of the first are softmax attention; "exact" runs layers with a
+            sliding window block by block, which gives the same numbers in linear time.
+        options: of the backend, all of them, so that nothing is left from another variant.
+        cache: "dynamic" keeps all keys (transformers' `DynamicCache`), "state" is `favor.FavorCache` with a state of
+            fixed size, "all" is `favor.FavorCache(keep="all")`, which keeps the keys and reads the selected ones.
+    """
+
+    label: str
+    backend: str
+    options: Mapping[str, Any]
+    cache: str
+
+    @classmethod
+    def parse(cls, text: str, cache: str = "auto") -> Variant:
+        """Reads `BACKEND[:KEY=VALUE,...]`, such as `landmark:num_features=256,window=64,cache=state`.
+
+        Args:
+            text: values are JSON or plain words; the key `cache` names the cache of this variant.
+            cache: of a variant that names none. "auto" is "dynamic" for exact attention, "all" with selected keys, else
+                "state".
+
+        Raises:
+            ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
+        """
+        backend, _, rest = text.partition(":")
+        known = (EXACT, SDPA, *favor.BACKENDS)
+        if backend not in known:
+            raise ValueError(f"a backend must be one of {', '.join(known)}, with optional :KEY=VALUE,...; got {text!r}")
+        pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+        if not all(sign and value for _, sign, value in pairs):
+            raise ValueError(f"options must be written KEY=VALUE, with commas between them; got {text!r}")
+        options = {key: _value(value) for key, _, value in pairs}
+        cache = options.pop("cache", cache)
+        if cache not in CACHES:
+            raise ValueError(f"cache must be one of {', '.join(CACHES)}; got {cache!r}")
+        exact = backend in (EXACT, SDPA)
+        if exact and options:
+            raise ValueError(f"{backend} takes no options, got {text!r}")
+        if cache == "auto":
+            cache = "dynamic" if exact else "all" if options.get("selected_keys") else "state"
+        config = FavorConfig.from_dict({"exact_below": ALWAYS if exact else 0, **options})
+        if not exact:
+            feature_family(backend, config, given=options)
+        return cls(text, backend, config.to_dict(), cache)
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Switches the attention of a model; layers with a sliding window stay exact."""
+        if self.backend == SDPA:
+            model.set_attn_implementation(SDPA)
+        else:
+            favor.configure(model, "landmark" if self.backend == EXACT else self.backend, **self.options)
+
+    def new_cache(self, model: PreTrainedModel) -> Cache:
+        """Makes an empty cache for `model`."""
+        if self.cache == "dynamic":
+            return DynamicCache(config=model.config)
+        keep: dict[str, Any] = {} if self.cache == "state" else {"keep": self.cache}
+        return favor.FavorCache(model.config, **keep)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def variants(texts: Sequence[str], cache: str = "auto") -> list[Variant]:
+    """Variants as they are written, exact attention first, none twice."""
+    found = [Variant.parse(text, cache) for text in dict.fromkeys(texts)]
+    exact = [variant for variant in found if variant.backend in (EXACT, SDPA)] or [Variant.parse(EXACT)]
+    return [*exact, *(variant for variant in found if variant not in exact)]

@@ -1,0 +1,121 @@
+"""What counts as found: fake models whose answers are known, and a real one beside `generate` and a full pass."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import favor
+from favor.eval.language.answers import answer
+from favor.eval.language.tasks import HIDDEN
+from favor.eval.language.variants import Variant
+
+
+class Copies:
+    """Goes on as the text did where its last tokens stood before; it sees only so many tokens back.
+
+    It stands for a model and, as `variant`, for an attention whose cache is a list of tokens.
+    """
+
+    device = "cpu"
+
+    def __init__(self, size, sees=10**9, last=3):
+        self.size, self.sees, self.last = size, sees, last
+
+    def apply(self, model):
+        pass
+
+    def new_cache(self, model):
+        return Rows([[]])
+
+    def __call__(self, input_ids, past_key_values, use_cache, logits_to_keep):
+        past_key_values.rows = [[*row, *new] for row, new in zip(past_key_values.rows, input_ids.tolist(), strict=True)]
+        return SimpleNamespace(logits=torch.stack([self.next(row) for row in past_key_values.rows])[:, None])
+
+    def next(self, tokens):
+        """Logits of the next token."""
+        seen, logits = tokens[-self.sees :], torch.zeros(self.size)
+        for start in range(len(seen) - self.last):
+            if seen[start : start + self.last] == seen[-self.last :]:
+                logits[seen[start + self.last]] = 100.0
+                break
+        return logits
+
+
+class Rows:
+    """Tokens of a batch, as a cache of keys would keep them."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def batch_repeat_interleave(self, repeats):
+        self.rows = [row for row in self.rows for _ in range(repeats)]
+
+
+def asked(model, tokenizer, haystack, tasks, case=0):
+    document = haystack.document(tasks, 1600, case, 5, seed=0)
+    return answer(model, tokenizer, model, document)["answers"]
+
+
+def test_a_model_that_copies_finds_every_needle(tokenizer, haystack):
+    for task, last in (("single", 3), ("multikey", 6)):
+        for found in asked(Copies(len(tokenizer), last=last), tokenizer, haystack, [task]):
+            assert found["score"] == 1
+            assert found["nats"] < 1e-6
+
+
+def test_one_that_sees_too_little_finds_only_what_is_near(tokenizer, haystack):
+    model = Copies(len(tokenizer), sees=700)
+    found = {one["depth"]: one for case in range(5) for one in asked(model, tokenizer, haystack, ["single"], case)}
+    assert {depth: one["score"] for depth, one in found.items()} == {0.1: 0, 0.3: 0, 0.5: 0, 0.7: 1, 0.9: 1}
+    assert found[0.1]["nats"] == pytest.approx(math.log(len(tokenizer)), rel=0.2)
+
+
+def test_a_part_of_several_answers_counts_as_much(tokenizer, haystack):
+    document = haystack.document(["multivalue"], 1600, 0, 5, seed=0)
+    (prompt,) = document.prompts
+    wanted = tokenizer(f" {', '.join(prompt.question.answers[:3])}, 00000.")["input_ids"]
+
+    class Says(Copies):
+        def next(self, tokens):
+            said = len(tokens) - len(document.ids) - len(prompt.ids)
+            return torch.eye(self.size)[wanted[max(said, 0)]]
+
+    model = Says(len(tokenizer))
+    (found,) = answer(model, tokenizer, model, document)["answers"]
+    assert found["score"] == 0.75
+
+
+@pytest.fixture
+def gemma(tokenizer):
+    """One layer with a sliding window, one without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(vocab_size=len(tokenizer), head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
+    config.sliding_window, config.initializer_range = 20, 0.3
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=16"])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(name, text, tokenizer, haystack, request):
+    model, variant = request.getfixturevalue(name), Variant.parse(text)
+    document = haystack.document([*HIDDEN], 900, 0, 5, seed=0)
+    found = answer(model, tokenizer, variant, document)["answers"]
+    assert [one["task"] for one in found] == [prompt.question.task for prompt in document.prompts]
+    with torch.no_grad():
+        for one, prompt in zip(found, document.prompts, strict=True):
+            number = len(prompt.target)
+            ids = torch.tensor([document.ids + prompt.ids])
+            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+            options |= {"past_key_values": variant.new_cache(model), "pad_token_id": 0}
+            said = model.generate(ids, max_new_tokens=number, min_new_tokens=number, **options)[0, ids.shape[1] :]
+            assert one["text"] == tokenizer.decode(said)
+            whole = torch.tensor([document.ids + prompt.ids + prompt.target])
+            logits = model(whole).logits[0, -number - 1 : -1]
+            assert one["nats"] == pytest.approx(float(cross_entropy(logits, whole[0, -number:])), rel=1e-3)
+    assert isinstance(variant.new_cache(model), favor.FavorCache) == text.startswith("landmark")

@@ -1,0 +1,68 @@
+"""How variants are written, and that none leaves anything to the next."""
+
+import pytest
+import torch
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+
+import favor
+from favor.eval.language.variants import Variant, variants
+
+
+def test_options_and_cache_are_read():
+    variant = Variant.parse("landmark:num_features=64,window=32,cache=dynamic")
+    assert (variant.backend, variant.cache) == ("landmark", "dynamic")
+    assert (variant.options["num_features"], variant.options["window"], variant.options["exact_below"]) == (64, 32, 0)
+    assert Variant.parse("favor#:features=sderf,orthogonal=false").options["orthogonal"] is False
+    assert Variant.parse("landmark", "dynamic").cache == "dynamic"
+    assert Variant.parse("landmark").cache == "state"
+    assert Variant.parse("exact").cache == "dynamic"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("softmax", "must be one of exact, sdpa"),
+        ("sdpa:window=3", "takes no options"),
+        ("landmark:window", "KEY=VALUE"),
+        ("landmark:windoww=3", "did you mean window"),
+        ("landmark:cache=disk", "cache must be one of"),
+        ("landmark:window=-1", "at least 0"),
+        ("favor+:features=sderf", "features"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Variant.parse(text)
+
+
+def test_exact_attention_comes_first_and_nothing_twice():
+    assert [v.label for v in variants(["landmark", "favor+", "landmark"])] == ["exact", "landmark", "favor+"]
+    assert [v.label for v in variants(["landmark", "sdpa"])] == ["sdpa", "landmark"]
+
+
+def test_nothing_is_left_of_the_variant_before(llama):
+    for text, window in (("landmark:window=32", 32), ("landmark", 0), ("exact", 0)):
+        Variant.parse(text).apply(llama)
+        assert llama.config.favor["window"] == window
+    Variant.parse("sdpa").apply(llama)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_exact_is_softmax_attention_in_layers_with_and_without_a_window():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(vocab_size=99, head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
+    config.sliding_window, config.initializer_range = 8, 0.3
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    ids, found = torch.randint(99, (1, 60)), {}
+    for variant in variants(["exact", "sdpa", "favor+:num_features=4"]):
+        variant.apply(model)
+        cache = variant.new_cache(model)
+        with torch.no_grad():
+            pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 59), (59, 60))]
+        found[variant.label] = torch.cat(pieces, 1)
+        assert isinstance(cache, DynamicCache)
+        assert isinstance(cache, favor.FavorCache) == (variant.cache == "state")
+    torch.testing.assert_close(found["exact"], found["sdpa"], rtol=1e-4, atol=1e-4)
+    assert (found["favor+:num_features=4"] - found["sdpa"]).abs().max() > 1e-2
