@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from favor.attention.call import AttentionCall
 from favor.kernels import exported
 from favor.landmark import causal as landmark_causal
+from favor.landmark import causal_selected
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 from favor.landmark.selected import Selection, bidirectional
 
@@ -56,6 +57,10 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         return out.view(batch, heads, length, -1)
     if _raises_half_precision(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
+    selection = Selection.of(call)
+    if call.is_causal and selection is not None:
+        setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
+        return causal_selected.attention(setting, shared, key, value, counts, call.state).flatten(1, 2)
     if call.is_causal:
         out = landmark_causal.attention(
             family, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=call.state
@@ -70,7 +75,6 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         None if key_mask is None else key_mask[:, None],
         scale=scale,
     )
-    selection = Selection.of(call)
     if selection is not None and not window:
         operands = (shared, key, value, cells, counts)
         return bidirectional(selection, *operands, num_landmarks, scale, query_mask).flatten(1, 2)

@@ -89,13 +89,13 @@ def attention(
     parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
     joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
     if state is not None and state.is_ragged:
-        done, rest = _split(fresh, block)
+        done, rest = split_complete(fresh, block)
         joining = list(done[1].split(block, 2))
     outs: list[Tensor] = []
     for tokens, own in zip(parts, joining, strict=True):
-        outs.append(_checkpointed(tokens[0], groups, tokens, scale))
+        outs.append(checkpointed(tokens[0], groups, tokens, scale))
         if own.shape[2] == block and (state is not None or len(outs) < len(parts)):
-            groups = _regrouped(features, groups, (tokens[0], own, *tokens[2:]), num_landmarks, scale)
+            groups, _ = regrouped(features, groups, (tokens[0], own, *tokens[2:]), num_landmarks, scale)
     if state is not None:
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
@@ -109,7 +109,7 @@ def _next(
 ) -> Tensor:
     """Attends with tokens that come after those of a state."""
     begun, groups = state.block, state.memory
-    if not isinstance(groups, Groups) or groups.counts.shape[:2] != fresh[1].shape[:2] or _length(begun) >= block:
+    if not isinstance(groups, Groups) or groups.counts.shape[:2] != fresh[1].shape[:2] or length_of(begun) >= block:
         raise ValueError(
             "the state was begun with other features, longer blocks or another batch; begin again with a new "
             "StreamState()."
@@ -118,24 +118,24 @@ def _next(
     begun = tuple(earlier.to(later.dtype) for earlier, later in zip(begun, fresh, strict=False))
     outs, start, length = [], 0, fresh[0].shape[3]
     while start < length:
-        stop = min(start + block - _length(begun), length)
+        stop = min(start + block - length_of(begun), length)
         now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
-        tokens = tuple(map(_joined, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
+        tokens = tuple(map(joined_tokens, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
         outs.append(_read(now[0], groups, tokens, scale))
         begun = tokens
-        if _length(tokens) == block:
-            done, begun = _split(tokens, block) if state.is_ragged else (tokens, ())
-            groups = _regrouped(features, groups, done, num_landmarks, scale)
+        if length_of(tokens) == block:
+            done, begun = split_complete(tokens, block) if state.is_ragged else (tokens, ())
+            groups, _ = regrouped(features, groups, done, num_landmarks, scale)
         start = stop
     state.memory, state.block = groups, begun
     return torch.cat(outs, 3)
 
 
-def _length(tokens: Tokens) -> int:
+def length_of(tokens: Tokens) -> int:
     return tokens[1].shape[2] if tokens else 0
 
 
-def _split(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
+def split_complete(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
     """Tokens of which only those in complete blocks count, and the others; () if there are none."""
     query, counts, key, value = tokens
     waiting = Waiting.of(counts[:, 0] > 0, block)
@@ -146,11 +146,11 @@ def _split(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
     return done, (waiting.take(query, 3), own, waiting.take(key, 2), waiting.take(value, 2))
 
 
-def _joined(earlier: Tensor, later: Tensor) -> Tensor:
+def joined_tokens(earlier: Tensor, later: Tensor) -> Tensor:
     return torch.cat([earlier, later], -1 if earlier.ndim == 3 else -2)
 
 
-def _checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
+def checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
     """`_read`, computed again in the backward pass: it would keep a mask of queries times keys."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return _read(rows, groups, tokens, scale)
@@ -169,14 +169,16 @@ def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float
     return out.unflatten(2, rows.shape[2:4])
 
 
-def _regrouped(features: Landmarks, groups: Groups, tokens: tuple[Tensor, ...], number: int, scale: float) -> Groups:
-    """The groups with a complete block in them, at most M."""
+def regrouped(
+    features: Landmarks, groups: Groups, tokens: Tokens, number: int, scale: float
+) -> tuple[Groups, Tensor | None]:
+    """The groups with a complete block in them, at most M, and the new group of each; None if all are as they were."""
     rows, counts, key, value = tokens
     joined = groups.joined(counts, key.to(groups.key.dtype), value.to(groups.key.dtype))
     if joined.counts.shape[2] <= number:
-        return joined
+        return joined, None
     real = (counts > 0).repeat(1, 1, rows.shape[2])
     # Not in half precision, which would group otherwise than the means that are kept.
     means, there = joined.mean(joined.key, joined.key.dtype), joined.counts > 0
     cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
-    return joined.fewer(cells, number)
+    return joined.fewer(cells, number), cells

@@ -199,6 +199,8 @@ def choose_next(
     """
     chosen, since = held
     every = pages.mean.shape[1]
+    if every == 0:
+        return chosen, torch.full_like(since, rows)
     values, best = pages.scores(query).topk(min(max(growth.number, _LOOKS * growth.later), every), -1)
     place = torch.arange(best.shape[-1], device=query.device)
     is_first, all_fit = (row == 0).unsqueeze(-1), pages.there.sum(1).view(-1, 1, 1) <= growth.number

@@ -1,0 +1,322 @@
+"""Causal attention through landmarks with selected keys: whole sequences, and piece by piece with all keys kept.
+
+A section of tokens is exact, as in `favor.landmark.causal`. The queries of a block inside it choose pages of earlier
+sections one after another, see `favor.landmark.pages.Growth`, and see the other earlier keys through groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from favor.kernels import StreamState
+from favor.kernels.operands import SelectedOperands
+from favor.kernels.selected import selected_attention
+from favor.landmark.causal import Groups, Tokens, checkpointed, joined_tokens, length_of, regrouped, split_complete
+from favor.landmark.grouping import Landmarks
+from favor.landmark.pages import Pages, choose_growing, choose_next
+from favor.landmark.selected import Selection
+
+
+@dataclass
+class Kept(Groups):
+    """Groups of earlier tokens, and these tokens themselves.
+
+    Attributes:
+        tokens_key, tokens_value: of complete sections, `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
+        cells: their groups, `[B, Hk, S]`; -1 for tokens that do not count.
+        page_mean, page_there: their pages, `[B, Hk, p, d]` and `[B, Hk, p]`.
+        chosen, since: pages that the block of the last query has chosen, and the first rows that see them,
+            `[B, Hk, G, n]`; n is 0 where that is not known.
+    """
+
+    tokens_key: Tensor
+    tokens_value: Tensor
+    cells: Tensor
+    page_mean: Tensor
+    page_there: Tensor
+    chosen: Tensor
+    since: Tensor
+
+    @property
+    def pages(self) -> Pages:
+        """The pages, of all heads in one dimension."""
+        return Pages(self.page_mean.flatten(0, 1), self.page_there.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all tokens: the family, how keys are selected, M, the scale and the length of a section."""
+
+    features: Landmarks
+    selection: Selection
+    number: int
+    scale: float
+    block: int
+
+
+def attention(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, state: StreamState | None
+) -> Tensor:
+    """Each token attends to its own section up to itself, to chosen earlier keys and to the groups of the others.
+
+    Args:
+        setting: see there.
+        query: `[B, Hk, G, L, d]`.
+        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, S >= L; hidden ones zeros, and at the end if S is L.
+        counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
+        state: what earlier tokens left, changed in place; it keeps all keys. No gradient but for the first piece.
+
+    Returns:
+        `[B, Hk, G, L, dv]`.
+
+    Raises:
+        ValueError: if the state was begun with other options or another batch.
+    """
+    if state is not None and state.memory is not None:
+        return _next(setting, (query, counts, key, value), state)
+    block, selection, past = setting.block, setting.selection, key.shape[2] - query.shape[3]
+    sections = _Sections(setting, query, key, value, counts)
+    groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
+    cells = _numbered(counts[:, :, :past], 0)
+    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in (counts, key, value)))
+    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
+    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
+    if state is not None and state.is_ragged:
+        done, rest = split_complete(fresh, block)
+        joining = list(done[1].split(block, 2))
+    first = None
+    for tokens, own in zip(parts, joining, strict=True):
+        if past and first is None:  # all earlier keys are groups of their own
+            first = checkpointed(tokens[0], groups, tokens, setting.scale)
+            nothing = Groups(*(tensor[:, :, :0] for tensor in (groups.counts, groups.key, groups.value)))
+            sections.add(nothing, torch.full_like(cells, -1))
+        else:
+            sections.add(groups, cells)
+        if own.shape[2] == block and (state is not None or len(sections.far) < len(parts)):
+            groups, cells = _regrouped(setting, groups, cells, (tokens[0], own, *tokens[2:]))
+    out = sections.attend()
+    if state is not None:
+        grouped = [tensor.detach() for tensor in (groups.counts, groups.key, groups.value)]
+        complete = query.shape[3] - query.shape[3] % block
+        kept = [tensor[:, :, :complete].detach() for tensor in (key, value)]
+        nothing = cells.new_zeros(*query.shape[:3], 0)
+        state.memory = _indexed(selection, Kept(*grouped, *kept, cells, cells, cells, nothing, nothing), counts)
+        state.block = tuple(tensor.detach().clone() for tensor in rest)
+    return out if first is None else torch.cat([first, out[:, :, :, block:]], 3)
+
+
+class _Sections:
+    """The sections of a sequence: what each of them sees, collected, and then attended to at once."""
+
+    def __init__(self, setting: Setting, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> None:
+        self.setting, self.tensors, self.counts = setting, (query, key, value), counts
+        self.far: list[Groups] = []
+        self.cells: list[Tensor] = []
+        selection, block = setting.selection, setting.block
+        self.lead, (self.groups, self.length) = query.shape[:2], query.shape[2:4]
+        self.past = key.shape[2] - self.length
+        self.number = -(-self.length // block)
+        rows = pad(query, (0, 0, 0, self.number * block - self.length)).unflatten(3, (self.number, block))
+        blocks = selection.blocks(rows)  # [B, Hk, G, F, n, R, d]
+        self.per_head = blocks.shape[4]
+        self.rows = blocks.transpose(2, 3).flatten(0, 1).flatten(2, 3)  # [N, F, Z, R, d]
+        flat_key, real = key.flatten(0, 1), counts.flatten(0, 1) > 0
+        before = (self.past + block * torch.arange(self.number, device=query.device)) // selection.size
+        pages = Pages.of(flat_key, real, selection.size)
+        until = before.repeat_interleave(self.rows.shape[2])
+        chosen = choose_growing(pages, self.rows.flatten(1, 2), until, selection.growth)
+        self.pages, self.since = (tensor.unflatten(1, (self.number, -1)) for tensor in chosen)
+
+    def add(self, groups: Groups, cells: Tensor) -> None:
+        """Adds the groups that the next section sees, and the group of each token in them."""
+        cells = pad(cells, (0, self.counts.shape[2] - cells.shape[2]), value=-1).flatten(0, 1)
+        self.cells.append(self.setting.selection.cells(cells, self.pages[:, len(self.far)]))
+        self.far.append(groups)
+
+    def attend(self) -> Tensor:
+        """Attention of all sections, `[B, Hk, G, L, dv]`."""
+        (_, key, value), selection, block = self.tensors, self.setting.selection, self.setting.block
+        most = max(1, *(groups.counts.shape[2] for groups in self.far))
+
+        def stacked(parts: list[Tensor]) -> Tensor:
+            rows = [pad(part, (0, 0, 0, most - part.shape[2])) for part in parts]
+            return torch.stack(rows, 2).flatten(0, 1)
+
+        def near(tensor: Tensor) -> Tensor:
+            own = pad(tensor[:, :, self.past :], (0, 0, 0, self.number * block - self.length))
+            return own.unflatten(2, (self.number, block)).flatten(0, 1)
+
+        out = selected_attention(
+            SelectedOperands(
+                self.rows,
+                stacked([groups.counts.unsqueeze(-1) for groups in self.far]).squeeze(-1),
+                stacked([groups.mean(groups.key, key.dtype) for groups in self.far]),
+                stacked([groups.mean(groups.value, key.dtype) for groups in self.far]),
+                near(self.counts.unsqueeze(-1)).squeeze(-1),
+                near(key),
+                near(value),
+                key.flatten(0, 1),
+                value.flatten(0, 1),
+                self.pages,
+                torch.stack(self.cells, 1),
+                self.since,
+                selection.size,
+                self.per_head,
+                0,
+                self.setting.scale,
+            ),
+            selection.kernel,
+        )
+        rows = out.unflatten(2, (self.groups, -1)).flatten(3, 4)[:, :, :, :block]  # [N, F, G, block, dv]
+        return rows.transpose(1, 2).flatten(2, 3)[:, :, : self.length].unflatten(0, self.lead)
+
+
+def _numbered(counts: Tensor, first: int) -> Tensor:
+    """Tokens as groups of their own, from number `first` on; -1 for those that do not count."""
+    cells = first + torch.arange(counts.shape[2], device=counts.device).expand(counts.shape)
+    return cells.masked_fill(counts == 0, -1)
+
+
+def _regrouped(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) -> tuple[Groups, Tensor]:
+    """Groups with a complete section in them, and the group of each token."""
+    cells = torch.cat([cells, _numbered(tokens[1], groups.counts.shape[2])], 2)
+    groups, moved = regrouped(setting.features, groups, tokens, setting.number, setting.scale)
+    if moved is not None:
+        found = moved.gather(2, cells.clamp(min=0))
+        cells = found.masked_fill((cells < 0) | (found == setting.number), -1)
+    return groups, cells
+
+
+def _indexed(selection: Selection, kept: Kept, counts: Tensor | None = None) -> Kept:
+    """The kept tokens with pages over them; their own are moved together where others lie between them."""
+    length = kept.tokens_key.shape[2]
+    cells = kept.cells[:, :, :length]
+    real = cells >= 0
+    if not bool(real.all()):
+        # Of a batch of different lengths: the tokens that count come first, so that pages are those of each sequence.
+        longest = int(real[:, 0].sum(1).max())
+        order = (~real[:, 0]).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
+        place = order[:, None].expand(-1, real.shape[1], -1)
+        cells, real = cells.gather(2, place), real.gather(2, place)
+        key, value = (
+            tensor.gather(2, place.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
+            for tensor in (kept.tokens_key, kept.tokens_value)
+        )
+        kept = replace(kept, tokens_key=key, tokens_value=value)
+    pages = Pages.of(kept.tokens_key.flatten(0, 1), real.flatten(0, 1), selection.size)
+    lead = cells.shape[:2]
+    indexed = {"page_mean": pages.mean.unflatten(0, lead), "page_there": pages.there.unflatten(0, lead)}
+    return replace(kept, cells=cells, **indexed)
+
+
+@torch.no_grad()
+def _next(setting: Setting, fresh: Tokens, state: StreamState) -> Tensor:
+    """Attends with tokens that come after those of a state."""
+    begun, kept, block = state.block, state.memory, setting.block
+    if not isinstance(kept, Kept) or kept.counts.shape[:2] != fresh[1].shape[:2] or length_of(begun) >= block:
+        raise ValueError(
+            "the state was begun with other options, longer blocks or another batch; begin again with a new "
+            "StreamState()."
+        )
+    outs, start, length = [], 0, fresh[0].shape[3]
+    while start < length:
+        stop = min(start + block - length_of(begun), length)
+        now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
+        tokens = tuple(map(joined_tokens, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
+        one = stop - start == 1 and kept.chosen.shape[-1] > 0
+        out, chosen, since = (_read_one if one else _read_many)(setting, kept, tokens, stop - start)
+        outs.append(out)
+        kept, begun = replace(kept, chosen=chosen, since=since), tokens
+        if length_of(tokens) == block:
+            done, begun = split_complete(tokens, block) if state.is_ragged else (tokens, ())
+            kept = _extended(setting, kept, done)
+        start = stop
+    state.memory, state.block = kept, begun
+    return torch.cat(outs, 3)
+
+
+def _extended(setting: Setting, kept: Kept, tokens: Tokens) -> Kept:
+    """The kept tokens and one more section."""
+    groups, cells = _regrouped(setting, kept, kept.cells, tokens)
+    key, value = torch.cat([kept.tokens_key, tokens[2]], 2), torch.cat([kept.tokens_value, tokens[3]], 2)
+    grouped = {"counts": groups.counts, "key": groups.key, "value": groups.value}
+    return _indexed(setting.selection, replace(kept, **grouped, tokens_key=key, tokens_value=value, cells=cells))
+
+
+def _operands(
+    setting: Setting, kept: Kept, query: Tensor, near: tuple[Tensor, Tensor, Tensor], chosen: tuple[Tensor, Tensor]
+) -> SelectedOperands:
+    """The operands of blocks of queries `[N, Z, R, d]` in one section, all of which see the near keys."""
+    counts, key, value = (tensor.flatten(0, 1) for tensor in near)
+    dtype = key.dtype
+    if not kept.cells.shape[2]:  # there is no page yet
+        chosen = (chosen[0][..., :0], chosen[1][..., :0])
+    means = [kept.mean(sums, dtype).flatten(0, 1) for sums in (kept.key, kept.value)]
+    cell = setting.selection.cells(kept.cells.flatten(0, 1), chosen[0])
+    per_section = (query, kept.counts.flatten(0, 1), *means, counts, key, value)
+    tokens = (kept.tokens_key.flatten(0, 1), kept.tokens_value.flatten(0, 1))
+    return SelectedOperands(
+        *(tensor.unsqueeze(1) for tensor in per_section),
+        *(tensor.to(dtype) for tensor in tokens),
+        *(tensor.unsqueeze(1) for tensor in (chosen[0], cell, chosen[1])),
+        setting.selection.size,
+        1,
+        -1,
+        setting.scale,
+    )
+
+
+def _read_one(setting: Setting, kept: Kept, tokens: Tokens, _: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of one more token `[B, Hk, G, 1, dv]`, with what its block has chosen by now."""
+    query, counts, key, value = tokens
+    selection, rows = setting.selection, setting.selection.rows
+    now = query[:, :, :, -1]  # [B, Hk, G, d]
+    rank = (counts > 0).sum(2) - 1  # [B, Hk]
+    row = (rank.clamp(min=0) % rows).flatten().unsqueeze(1).expand(-1, now.shape[2])
+    held = (kept.chosen.flatten(0, 1), kept.since.flatten(0, 1))
+    chosen, since = choose_next(kept.pages, now.flatten(0, 1), row, selection.growth, held, rows)
+    there = (counts[:, :, -1] > 0).flatten().view(-1, 1, 1)
+    chosen, since = torch.where(there, chosen, held[0]), torch.where(there, since, held[1])
+    given = _operands(
+        setting, kept, now.flatten(0, 1).unsqueeze(2), (counts, key, value), (chosen, (since >= rows).long())
+    )
+    out = selected_attention(given, selection.kernel)  # [N, 1, G, 1, dv]
+    lead = counts.shape[:2]
+    return out.squeeze(1).unflatten(0, lead), chosen.unflatten(0, lead), since.unflatten(0, lead)
+
+
+def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of the last tokens of a section `[B, Hk, G, l, dv]`, with what the block of the last one has chosen."""
+    query, counts, key, value = tokens
+    selection, rows, lead = setting.selection, setting.selection.rows, counts.shape[:2]
+    real = counts[:, 0] > 0
+    # Blocks begin with the first token of the section, in each sequence.
+    order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
+
+    def moved(tensor: Tensor, dim: int) -> Tensor:
+        index = order.view(len(order), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
+        return torch.take_along_dim(tensor, index, dim)
+
+    blocks = selection.blocks(moved(query, 3))  # [B, Hk, G, n, R, d]
+    flat = blocks.flatten(0, 1).flatten(1, 2)
+    pages = kept.pages
+    until = pages.there.sum(1, keepdim=True).expand(-1, flat.shape[1])
+    chosen, since = choose_growing(pages, flat, until, selection.growth)
+    near = (moved(counts, 2), moved(key, 2), moved(value, 2))
+    given = _operands(setting, kept, flat, near, (chosen, since))._replace(per_head=blocks.shape[3], first=0)
+    out = selected_attention(given, selection.kernel).squeeze(1).unflatten(0, lead)
+    out = out.unflatten(2, (query.shape[2], -1)).flatten(3, 4)
+    place = (real.cumsum(1) - 1).clamp(min=0)[:, -number:].view(len(real), 1, 1, -1, 1)
+    last = (real.sum(1) - 1).clamp(min=0).view(-1, 1, 1, 1, 1)
+
+    def of_last(tensor: Tensor) -> Tensor:
+        own = tensor.unflatten(0, lead).unflatten(2, (query.shape[2], -1))  # [B, Hk, G, n, pages]
+        return torch.take_along_dim(own, last // rows, 3).squeeze(3)
+
+    since = of_last(since)
+    since = since.masked_fill(since > (last % rows).squeeze(-1), rows)
+    return torch.take_along_dim(out, place, 3), of_last(chosen), since
