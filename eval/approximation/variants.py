@@ -56,8 +56,12 @@ class Variant:
         return self.label + number + (f", window {self.window}" if self.window else "")
 
     def options(self, seed: int) -> dict[str, Any]:
-        """Options of the backend for the whole model."""
+        """Options of the backend for the whole model: all of them, so that none is left of another variant.
+
+        A converted checkpoint keeps those that are not compared.
+        """
         return {
+            **({} if self.folder else FavorConfig().to_dict()),
             "features": self.features,
             "num_features": self.num_features,
             "window": self.window,

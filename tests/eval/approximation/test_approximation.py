@@ -211,6 +211,16 @@ def test_backends_with_options_of_their_own():
     HeadErrors(found, seed=3)(o)  # every option reaches the estimator
 
 
+def test_no_option_is_left_of_the_variant_before(bert_folder):
+    model = BertModel.from_pretrained(bert_folder)
+    first, second = (v for v in variants_of(["favor+:orthogonal=False", "favor+"], [8], [4]) if v.is_backend)
+    approximation_model.switch(model, first, 0)
+    assert model.config.favor["orthogonal"] is False
+    approximation_model.switch(model, second, 0)
+    assert model.config.favor["orthogonal"] is True
+    assert (model.config.favor["num_features"], model.config.favor["window"]) == (8, 4)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
