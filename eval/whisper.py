@@ -209,7 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
     variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
     model, processor = load(arguments.model)
-    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], *arguments.seconds, arguments.pieces)
+    least, most = arguments.seconds
+    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
     model.set_attn_implementation("sdpa")

@@ -146,7 +146,7 @@ def layers_of(variables: dict[str, np.ndarray], side: str) -> int:
     return sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/bias") for name in variables)
 
 
-def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, int]) -> Any:
+def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, Any]) -> Any:
     """The model's configuration, from the shapes of its weights and the tokenizer's special tokens."""
     vocabulary, width = weights["proj_out.weight"].shape
     return WhisperConfig(
@@ -178,11 +178,10 @@ def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProce
         raise ValueError(f"expected {', '.join(FILES)} in {folder}, but there is no {missing[0]}")
     variables = read_variables(folder / "model.bin")
     stored = json.loads((folder / "config.json").read_text())
-    tokenizer = WhisperTokenizer.from_pretrained(
-        folder, **{f"{name}_token": END for name in ("unk", "bos", "eos", "pad")}
-    )
+    words: dict[str, Any] = {f"{name}_token": END for name in ("unk", "bos", "eos", "pad")}
+    tokenizer = WhisperTokenizer.from_pretrained(folder, **words)
     ids = {word: tokenizer.convert_tokens_to_ids(f"<|{word}|>") for word in ("endoftext", "startoftranscript")}
-    special = {f"{name}_token_id": ids["endoftext"] for name in ("bos", "eos", "pad")}
+    special: dict[str, Any] = {f"{name}_token_id": ids["endoftext"] for name in ("bos", "eos", "pad")}
     special["decoder_start_token_id"] = ids["startoftranscript"]
     try:
         weights = weights_of(variables)
