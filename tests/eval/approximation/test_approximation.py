@@ -3,15 +3,25 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaModel,
+)
 
 import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import model as approximation_model
-from favor.eval.approximation.heads import LOCAL, MEAN, HeadErrors, Variant, mean_of_values, window_alone
+from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
+from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
 from favor.features.moments import attention_received
 from favor.integrations.adapt.observe import Observation
 
@@ -100,7 +110,7 @@ def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
     assert -1 <= by_name[("favor+", None, 0)]["sts"] <= 1
     text_of = (tmp_path / "approximation.md").read_text()
     assert str(tmp_path) not in text_of
-    assert "| `favor#:wderf` | 8 | 24 | 0.000 |" in text_of
+    assert "| `favor#:wderf` | 8 | 24 | 24 | 0.000 |" in text_of
     # A row for each attention layer, numbered as in the heat map.
     diagnostics = text_of.split("## Diagnostics by layer")[1].split("| layer |")[1].splitlines()[2:4]
     assert [row.split(" | ")[0] for row in diagnostics] == ["| 0", "| 1"]
@@ -122,3 +132,142 @@ def test_perplexity_of_a_decoder(bert_folder, text, tmp_path):
     assert approximation_model.score("perplexity", losses, losses) == pytest.approx(math.exp(expected), rel=1e-5)
     switched = approximation_model.switch(model, Variant("favor+", None, 4, 16), 0)
     torch.testing.assert_close(approximation_model.outputs(switched, ids, None, 0), losses, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_on_a_sample_of_the_queries():
+    """The same as on all queries, of the rows that were drawn; one row of each equal stretch, not always its first."""
+    o = seen(length=60)
+    variants = [Variant(MEAN, None, 0, 0), Variant(LOCAL, None, 0, 7), Variant("favor+", None, 8, 0)]
+    errors = HeadErrors(variants, seed=3, query_samples=12)
+    errors(o)
+    places = errors._places(60, o.query.device)
+    assert (places // 5).tolist() == list(range(12))
+    assert len(set((places % 5).tolist())) > 1
+    whole = favor.favor_attention(o.query, o.key, o.value, features="pos", num_features=8, scale=0.6, seed=3)
+    for variant, out in zip(variants, (mean_of_values(o), window_alone(o, 7), whole), strict=True):
+        difference = (out - o.output)[:, :, places].flatten(2).norm(dim=-1)
+        expected = difference / o.output[:, :, places].flatten(2).norm(dim=-1)
+        torch.testing.assert_close(torch.stack(errors.errors[variant][0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "first"), [(BertConfig, BertModel, 0), (RobertaConfig, RobertaModel, 3)]
+)
+def test_repeated_positions_are_those_of_a_model_with_a_longer_table(config_class, model_class, first):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    small, large = (
+        model_class(
+            config_class(**sizes, vocab_size=20, pad_token_id=max(first - 1, 0), max_position_embeddings=first + number)
+        ).eval()
+        for number in (8, 24)
+    )
+    weights = small.state_dict()
+    name = "embeddings.position_embeddings.weight"
+    weights[name] = torch.cat([weights[name][:first], weights[name][first:].repeat(3, 1)])
+    large.load_state_dict(weights)
+    ids = torch.randint(5, 20, (2, 21))
+    expected = approximation_model.outputs(large, ids, None, 0)
+    assert approximation_model.placement(large, 21, None) == {}
+    torch.testing.assert_close(approximation_model.outputs(small, ids, None, 0), expected)
+    with pytest.raises(ValueError, match="at most the model's 8 positions, got 9"):
+        approximation_model.placement(small, 21, 9)
+
+
+@pytest.mark.parametrize("backend", [None, "landmark"])
+def test_repeated_positions_of_a_decoder_are_no_packed_sequences(backend):
+    """The last token still sees the first one, many periods ago."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=24, max_position_embeddings=8)).eval()
+    if backend is not None:
+        favor.configure(model, backend, exact_below=0)
+    ids = torch.randint(0, 24, (1, 30))
+    places = approximation_model.placement(model, 30, None)
+    assert places["position_ids"][0].tolist() == [i % 8 for i in range(30)]
+    other = torch.cat([(ids[:, :1] + 1) % 24, ids[:, 1:]], 1)
+    with torch.no_grad():
+        last = [model(input_ids=x, use_cache=False, **places).logits[0, -1] for x in (ids, other)]
+    assert (last[0] - last[1]).abs().max() > 1e-4
+
+
+def test_backends_with_options_of_their_own():
+    texts = ["landmark:num_features=32,window=4", "favor#:sderf:factorization=newton_schulz", "favor+:orthogonal=False"]
+    found = [v for v in variants_of(texts, [8, 16], [0]) if v.is_backend]
+    assert found == [
+        Variant("landmark", None, 32, 4),
+        Variant("favor#", "sderf", 8, 0, more=(("factorization", "newton_schulz"),)),
+        Variant("favor#", "sderf", 16, 0, more=(("factorization", "newton_schulz"),)),
+        Variant("favor+", None, 8, 0, more=(("orthogonal", False),)),
+        Variant("favor+", None, 16, 0, more=(("orthogonal", False),)),
+    ]
+    assert found[-1].label == "favor+:orthogonal=False"
+    assert found[-1].options(0)["orthogonal"] is False
+    o = seen()
+    out = HeadErrors(found, seed=3).output(found[-1], o, torch.arange(12))
+    options = {"features": "pos", "num_features": 16, "scale": 0.6, "seed": 3}
+    torch.testing.assert_close(out, favor.favor_attention(o.query, o.key, o.value, orthogonal=False, **options))
+    different = favor.favor_attention(o.query, o.key, o.value, **options)
+    assert (out - different).abs().max() > 1e-3
+    HeadErrors(found, seed=3)(o)  # every option reaches the estimator
+
+
+def test_no_option_is_left_of_the_variant_before(bert_folder):
+    model = BertModel.from_pretrained(bert_folder)
+    first, second = (v for v in variants_of(["favor+:orthogonal=False", "favor+"], [8], [4]) if v.is_backend)
+    approximation_model.switch(model, first, 0)
+    assert model.config.favor["orthogonal"] is False
+    approximation_model.switch(model, second, 0)
+    assert model.config.favor["orthogonal"] is True
+    assert (model.config.favor["num_features"], model.config.favor["window"]) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("landmark:page=4", "unknown option page"),
+        ("landmark:seed=4", "seed is no option of a compared backend"),
+        ("favor_elu:num_features=4", "does not read num_features"),
+        ("landmarks", "a backend must be one of .* got 'landmarks'"),
+        ("favor#:wderf:64", "must be written NAME"),
+    ],
+)
+def test_backends_that_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        variants_of([text], [8], [0])
+
+
+def test_report_by_length(bert_folder, text, tmp_path):
+    """Also beyond the 128 positions of the model."""
+    options = [
+        "--length",
+        "200",
+        "24",
+        "--samples",
+        "2",
+        "--num_features",
+        "8",
+        "--windows",
+        "0",
+        "--query_samples",
+        "50",
+    ]
+    more = ["--backends", "favor+", "landmark:window=200", "--results", str(tmp_path), "--name", "by_length"]
+    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
+    found = json.loads((tmp_path / "by_length.json").read_text())
+    assert found["facts"]["positions"] == "repeat every 128 tokens in longer samples"
+    by_name = {(v["backend"], v["length"]): v for v in found["variants"]}
+    assert len(by_name) == len(found["variants"]) == 6
+    for entry in found["variants"]:
+        heads = np.array(entry["by_head"])
+        expected = [heads.mean(), np.quantile(heads, 0.5), np.quantile(heads, 0.9), heads.max()]
+        assert [entry[name] for name in ("error", "p50", "p90", "max")] == pytest.approx(expected, abs=1e-4)
+    for length in (24, 200):
+        assert by_name["landmark", length]["error"] < 1e-5 < by_name["favor+", length]["error"]
+        assert by_name["landmark", length]["score"] == pytest.approx(1.0, abs=1e-6)
+    lines = (tmp_path / "by_length.md").read_text().splitlines()
+    assert "| mean error (p90) | M | window | L = 24 | L = 200 |" in lines
+    assert "| `landmark` | 8 | 200 | 0.000 (0.000) | 0.000 (0.000) |" in lines
+    assert any(
+        line.startswith("| `landmark` | 8 | 200 | 200 | 0.000 | 0.000 | 0.000 | 0.000 | 100% |") for line in lines
+    )
+    assert (tmp_path / "by_length.png").stat().st_size > 10_000

