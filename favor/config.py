@@ -47,6 +47,11 @@ class FavorConfig:
             error. "auto" (default) is the length where the two take equally long, measured by `favor.eval.speed` for
             each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported program
             (`torch.export`, ONNX) cannot choose by length, so one for lengths on both sides needs 0.
+        selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
+            for none. Default None: as many as the backend was measured best with, see
+            `favor.landmark.Landmarks.default_selected`.
+        page_size, query_block: keys that are chosen together, and queries that choose together; 0 (default) takes the
+            measured ones, see `favor.favor_attention`.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 
@@ -64,12 +69,19 @@ class FavorConfig:
     statistics: str = "batch"
     exact_below: int | str = "auto"
     kernel: str = "auto"
+    selected_keys: int | None = None
+    page_size: int = 0
+    query_block: int = 0
 
     def __post_init__(self) -> None:
         self._check_integer("num_features", minimum=1, maximum=MOST_FEATURES)
         self._check_integer("seed")
         self._check_integer("redraw_interval", minimum=0)
         self._check_integer("window", minimum=0)
+        if self.selected_keys is not None:
+            self._check_integer("selected_keys", minimum=0)
+        self._check_integer("page_size", minimum=0)
+        self._check_integer("query_block", minimum=0)
         if not isinstance(self.orthogonal, bool):
             raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
         if self.exact_below != "auto":
@@ -116,7 +128,12 @@ class FavorConfig:
             raise ValueError(
                 f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
             )
-        if self.kernel not in ("auto", "torch") and not family.has_kernel and (given is None or "kernel" in given):
+        selects = family.selects_keys and self.selected_keys != 0
+        if (
+            self.kernel not in ("auto", "torch")
+            and not (family.has_kernel or selects)
+            and (given is None or "kernel" in given)
+        ):
             raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 
     def _check_ignored(self, family: type[registry.Family], called: str, given: Collection[str]) -> None:
@@ -126,6 +143,8 @@ class FavorConfig:
             ignored.append("num_features")
         if not family.is_drawn:
             ignored += ["orthogonal", "redraw_interval"]
+        if not family.selects_keys:
+            ignored += ["selected_keys", "page_size", "query_block"]
         if called in registry.BACKENDS and len(registry.BACKENDS[called]) == 1 and self.features != family.name:
             ignored.append("features")
         for name in ignored:
@@ -157,6 +176,18 @@ class FavorConfig:
         device_type = device_type if device_type in measured.crossover else "cuda"
         keys = measured.crossover[device_type][is_causal] * self.num_features
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
+
+    def selected(self, family: str, is_causal: bool) -> int:
+        """Number of selected keys of a layer; 0 for families that select none.
+
+        Args:
+            family: its name.
+            is_causal: whether queries see earlier keys only.
+        """
+        known = registry.FAMILIES[family]
+        if not known.selects_keys:
+            return 0
+        return known.default_selected[is_causal] if self.selected_keys is None else self.selected_keys
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionary that JSON can hold; `from_dict` reverses it."""

@@ -28,6 +28,7 @@ class Family:
         is_drawn: whether it has random directions, which depend on a seed.
         has_kernel: whether Triton kernels compute it.
         selects_keys: whether queries can attend exactly to keys that matter to them.
+        default_selected: how many keys a backend selects by default, (bidirectional, causal).
         pooled_options: keyword arguments of the class where statistics of some texts have to serve for others.
         crossover: keys per feature from which on both passes take less time than the fastest exact attention,
             (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
@@ -48,6 +49,7 @@ class Family:
     is_drawn: bool = True
     has_kernel: bool = False
     selects_keys: bool = False
+    default_selected: tuple[int, int] = (0, 0)
     pooled_options: dict[str, Any] = {}  # noqa: RUF012
     crossover: dict[str, tuple[int, int]] = {"cpu": (4, 12), "cuda": (18, 32)}  # noqa: RUF012
     windowed: dict[str, int] = {"cpu": 2, "cuda": 3}  # noqa: RUF012

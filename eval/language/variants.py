@@ -63,7 +63,7 @@ class Variant:
         if exact and options:
             raise ValueError(f"{backend} takes no options, got {text!r}")
         if cache == "auto":
-            cache = "dynamic" if exact else "all" if options.get("selected_keys") else "state"
+            cache = "dynamic" if exact else "all"
         config = FavorConfig.from_dict({"exact_below": ALWAYS if exact else 0, **options})
         if not exact:
             feature_family(backend, config, given=options)
@@ -80,8 +80,7 @@ class Variant:
         """Makes an empty cache for `model`."""
         if self.cache == "dynamic":
             return DynamicCache(config=model.config)
-        keep: dict[str, Any] = {} if self.cache == "state" else {"keep": self.cache}
-        return favor.FavorCache(model.config, **keep)
+        return favor.FavorCache(model.config, keep=self.cache)
 
 
 def _value(text: str) -> Any:

@@ -89,11 +89,20 @@ def favor_attention(
         max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which stalls a GPU.
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
             first), changed in place. The inputs are then the tokens that come next, of which padding is left out; there
-            is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length.
+            is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length, but
+            with `selected_keys`, which needs all keys and values.
         kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
             "triton"; see `favor.kernels`. Other features have one plain form, which "triton" refuses.
         key_heads: where this process has some of the heads of a layer, the number of its first key head and how many
             the layer has; its directions are then those of these heads. None (default) if it has all.
+        selected_keys: K, for landmarks: each block of queries attends exactly to about K keys that matter to it, and
+            through landmarks to the others (`favor.landmark.selected`). 0 (default) for none. With at least as many as
+            there are keys this is softmax attention.
+        page_size: neighbouring keys that are found and chosen together; 0 (default) for 4 in causal attention, else 8.
+            Smaller pages find more and take longer to search.
+        query_block: queries that choose together; 0 (default) for 16 in causal attention, else 32. In causal attention
+            the choice grows from query to query inside a block, so that nothing of a later one shows. Queries that
+            must not see each other (`use_statistics=False`) choose one by one.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.
@@ -137,6 +146,12 @@ def favor_attention(
         if query_mask is not None and query_mask.shape == compaction.order.shape:
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
+    elif call.key_mask is not None and call.selected_keys and not is_causal:
+        # Pages of keys begin with the first real one, too.
+        moved = Compaction.of(call.key_mask)
+        if moved is not None:
+            key, value = moved.move(key), moved.move(value)
+            call = replace(call, key_mask=moved.mask)
     # Autocast would run the projections, and so the exponents, in half precision.
     with torch.autocast(query.device.type, enabled=False):
         out = attend(family, query, key, value, call)
@@ -152,4 +167,4 @@ def _has_blocks(family: Family, call: AttentionCall, same_length: bool) -> bool:
     """Whether tokens are cut into blocks, which begin with the first real one wherever the padding is."""
     if call.is_causal and isinstance(family, Landmarks):
         return same_length  # else they are blocks of queries
-    return call.window > 0
+    return call.window > 0 or (call.selected_keys > 0 and same_length)

@@ -157,7 +157,10 @@ def favor_attention_forward(
         return _exact(call, query, key, value), None
 
     _account(
-        module, known, f"{LINEAR}{plan.family}, M = {plan.num_features}, window {choice.get('window', plan.window)}"
+        module,
+        known,
+        f"{LINEAR}{plan.family}, M = {plan.num_features}, window {choice.get('window', plan.window)}"
+        + (f", {plan.selected_keys} selected keys" if plan.selected_keys else ""),
     )
     return _estimated(call, name, plan, (query, key, value), state).contiguous(), None
 
@@ -187,6 +190,8 @@ def _estimated(
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
     if isinstance(state, StreamLayer):
+        if plan.selected_keys and not state.keeps_keys:
+            plan = plan._replace(selected_keys=0)
         state = state_of(state, query, (backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
     window = choice.get("window", plan.window) if has_window else 0
@@ -231,6 +236,9 @@ class _Plan(NamedTuple):
     window: int
     statistics: str
     kernel: str
+    selected_keys: int
+    page_size: int
+    query_block: int
 
 
 class _Call(NamedTuple):
@@ -293,7 +301,10 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.orthogonal,
         config.window,
         config.statistics if fitted and family.takes_parameters else "batch",
-        config.kernel if family.has_kernel else "auto",
+        config.kernel if family.has_kernel or family.selects_keys else "auto",
+        config.selected(name, is_causal),
+        config.page_size,
+        config.query_block,
     )
 
 
@@ -394,6 +405,9 @@ def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, para
         state=estimate.state,
         kernel=plan.kernel,
         key_heads=estimate.key_heads,
+        selected_keys=plan.selected_keys,
+        page_size=plan.page_size,
+        query_block=plan.query_block,
         **({} if call.packing is None else call.packing.for_kernel()),
     )
     return out.transpose(1, 2)

@@ -1,7 +1,8 @@
-"""Generation with a state of fixed size in place of a cache of keys and values."""
+"""Generation with a state of fixed size in place of a cache of keys and values, or with the keys that matter."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from transformers.cache_utils import (
 )
 
 from favor.kernels import StreamState
+from favor.landmark.causal_selected import crop
 
 CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` hands on
+KEEP = ("all", "state")
+_logger = logging.getLogger("favor")
 
 
 class StreamLayer(CacheLayerMixin):
@@ -59,6 +63,18 @@ class StreamLayer(CacheLayerMixin):
         marked = key_states.view_as(key_states)
         setattr(marked, CACHE_LAYER, self)
         return marked, value_states
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether the state may hold all keys, which layers with selected keys read."""
+        keep = "all" if self.place is None else self.place[0].keep
+        if keep == "state" and self.place is not None and not self.place[0].is_told:
+            self.place[0].is_told = True
+            _logger.warning(
+                'favor: FavorCache(keep="state") keeps no keys, so the selected keys of these layers are not read, and '
+                'facts that stand far back may be lost; keep="all" reads them.'
+            )
+        return keep == "all"
 
     def _check(self) -> None:
         if self._unread:
@@ -135,15 +151,22 @@ class StreamLayer(CacheLayerMixin):
         """Forgets everything."""
         self._forget()
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: what a sum holds cannot be taken out of it again.
+    def crop(self, tokens: int) -> None:
+        """Forgets the last tokens: those of a section that is not complete, of a state that keeps all keys.
+
+        Args:
+            tokens: how many are left; if negative, how many are forgotten.
 
         Raises:
-            ValueError: always.
+            ValueError: for other tokens or states: what a sum holds cannot be taken out of it again.
         """
+        forgotten = -tokens if tokens < 0 else max(self.length - tokens, 0)
+        if forgotten == 0 or crop(self.state, forgotten):
+            self.length -= forgotten
+            return
         raise ValueError(
-            "a FavorCache cannot forget its last tokens, which assisted generation asks for: use transformers' "
-            "DynamicCache there."
+            "a FavorCache cannot forget its last tokens, which assisted generation asks for, but for those of the block "
+            "that is not complete, with selected keys: use transformers' DynamicCache there."
         )
 
     def offload(self) -> None:
@@ -182,8 +205,8 @@ class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type
         LinearAttentionLayer.reset(self)
         StreamLayer.reset(self)
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        StreamLayer.crop(self)
+    def crop(self, tokens: int) -> None:
+        StreamLayer.crop(self, tokens)
 
     def offload(self) -> None:
         LinearAttentionLayer.offload(self)
@@ -212,6 +235,10 @@ class FavorCache(DynamicCache):
         favor.configure(model, "favor#", exact_below=0)
         model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
 
+    Landmarks with selected keys (the default of the backend `landmark`) need all keys and values: the cache then grows
+    as a `DynamicCache` does, while a token reads M groups and K keys of them, whatever the length. `keep="state"` does
+    without selected keys and keeps the size fixed.
+
     Layers of full attention keep the state of `favor.kernels.extend`, and so do others whose attention is estimated,
     whatever the config calls them; layers that stay exact (sliding windows, cross attention) keep their keys as in a
     `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with
@@ -222,9 +249,17 @@ class FavorCache(DynamicCache):
 
     Args:
         config: of the model. Default None: all layers are of full attention.
+        keep: "all" (default) keeps the keys of layers that select some of them; "state" keeps groups alone, so that
+            these layers select none.
+
+    Raises:
+        ValueError: for another `keep`.
     """
 
-    def __init__(self, config: PretrainedConfig | None = None) -> None:
+    def __init__(self, config: PretrainedConfig | None = None, keep: str = "all") -> None:
+        if keep not in KEEP:
+            raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}; got {keep!r}.")
+        self.keep, self.is_told = keep, False
         super().__init__(config=config)
         if config is None:
             self.layer_class_to_replicate = StreamLayer

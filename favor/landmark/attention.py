@@ -19,7 +19,7 @@ from favor.kernels import exported
 from favor.landmark import causal as landmark_causal
 from favor.landmark import causal_selected
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
-from favor.landmark.selected import Selection, bidirectional
+from favor.landmark.selected import Selection, bidirectional, windowed
 
 # Numbers in keys and landmarks of all blocks at a time: little memory on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
@@ -75,11 +75,12 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         None if key_mask is None else key_mask[:, None],
         scale=scale,
     )
+    if selection is not None and query_mask is not None:  # they have no say in what their block chooses
+        shared = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if selection is not None and not window:
-        operands = (shared, key, value, cells, counts)
-        return bidirectional(selection, *operands, num_landmarks, scale, query_mask).flatten(1, 2)
+        return bidirectional(selection, shared, key, value, cells, counts, num_landmarks, scale).flatten(1, 2)
     if window:
-        return _windowed(shared, key, value, cells, num_landmarks, scale, window).flatten(1, 2)
+        return _windowed(shared, key, value, cells, num_landmarks, scale, window, selection).flatten(1, 2)
     sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
     means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
     return attend_counted(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
@@ -93,6 +94,7 @@ def _windowed(
     number: int,
     scale: float,
     window: int,
+    selection: Selection | None,
 ) -> Tensor:
     """Each block of tokens attends to its own keys, and to landmarks without them; some heads at a time.
 
@@ -109,12 +111,22 @@ def _windowed(
     together = max(numbers // (blocks * (number + window) * key.shape[3]), 1)
     parts = [tensor.split(together) for tensor in flat]
     options: dict[str, Any] = {"number": number, "scale": scale, "window": window, "blocks": blocks}
+    options["selection"] = selection
     outs = [_blocks(*part, **options)[:, :, :length] for part in zip(*parts, strict=True)]
     return torch.cat(outs).unflatten(0, lead)
 
 
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, cells: Tensor, *, number: int, scale: float, window: int, blocks: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cells: Tensor,
+    *,
+    number: int,
+    scale: float,
+    window: int,
+    blocks: int,
+    selection: Selection | None = None,
 ) -> Tensor:
     """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]
@@ -124,12 +136,16 @@ def _blocks(
 
     rows = cut(query).transpose(1, 2)  # [N, blocks, G, window, d]
     near_key, near_value = cut(key), cut(value)
+    of_keys = cells.masked_fill(cells == number, -1)
     cells = pad(cells, (0, missing), value=number).unflatten(1, (-1, window))
     real = (cells < number).to(torch.promote_types(key.dtype, torch.float32))
     counts, *sums = sums_of(cells, number, real.unsqueeze(-1), near_key, near_value)
     apart = counts.sum(1, keepdim=True) - counts
     far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
     apart = apart.squeeze(-1)
+    if selection is not None:
+        groups = (apart, *(mean.to(near_key.dtype) for mean in far))
+        return windowed(selection, rows, groups, (real, near_key, near_value), (key, value, of_keys), scale)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
     return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)

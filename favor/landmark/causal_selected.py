@@ -320,3 +320,23 @@ def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tup
     since = of_last(since)
     since = since.masked_fill(since > (last % rows).squeeze(-1), rows)
     return torch.take_along_dim(out, place, 3), of_last(chosen), since
+
+
+def crop(state: StreamState, tokens: int) -> bool:
+    """Forgets the last tokens of a state that keeps all keys, if they are in the section that is not complete.
+
+    Args:
+        state: changed in place.
+        tokens: how many are forgotten.
+
+    Returns:
+        Whether they could be forgotten.
+    """
+    if not isinstance(state.memory, Kept) or length_of(state.block) < tokens:
+        return False
+    query, *others = state.block
+    left = length_of(state.block) - tokens
+    state.block = (query[:, :, :, :left], *(tensor[:, :, :left] for tensor in others)) if left else ()
+    nothing = state.memory.chosen[..., :0]
+    state.memory = replace(state.memory, chosen=nothing, since=nothing)
+    return True

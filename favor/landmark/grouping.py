@@ -45,6 +45,7 @@ class Landmarks(Family):
     supports_state = True
     is_drawn = False
     selects_keys = True
+    default_selected = (256, 256)  # docs/selected_keys.md
     # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without), on a GPU a bound.
     crossover = {"cpu": (4, 28), "cuda": (48, 1024)}  # noqa: RUF012
 

@@ -49,14 +49,16 @@ class Pages:
 
 
 @torch.no_grad()
-def choose(pages: Pages, query: Tensor, real: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+def choose(
+    pages: Pages, query: Tensor, number: int, near: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Chooses pages for each block of queries together, by the mean of its queries.
 
     Args:
         pages: of the keys.
-        query: `[N, Z, R, d]`.
-        real: `[N, Z, R]`, False for queries that do not count; None if all do.
+        query: `[N, Z, R, d]`, zeros for queries that do not count.
         number: of pages.
+        near: pages that each block does not choose from, begin and end, `[Z]`: their tokens are exact as it is.
 
     Returns:
         The pages of each block, `[N, Z, n]`, and the first row that sees each: 0, or R for absent pages.
@@ -66,11 +68,15 @@ def choose(pages: Pages, query: Tensor, real: Tensor | None, number: int) -> tup
     if number >= every:
         chosen = torch.arange(every, device=query.device).expand(heads, blocks, every)
         return chosen, torch.where(pages.there.unsqueeze(1).expand_as(chosen), 0, rows)
-    query = query.to(pages.mean.dtype)
-    if real is not None:
-        query = query * real.unsqueeze(-1)  # the length of the sum does not matter
     together = max(_limit(query) // (heads * every), 1)
-    best = [pages.scores(part).topk(number, -1, sorted=False) for part in query.sum(2).split(together, 1)]
+    best, place = [], torch.arange(every, device=query.device)
+    for first in range(0, blocks, together):
+        part = slice(first, first + together)
+        scores = pages.scores(query[:, part].to(pages.mean.dtype).sum(2))  # their number does not matter
+        if near is not None:
+            begin, end = (edge[part].unsqueeze(-1) for edge in near)
+            scores.masked_fill_((place >= begin) & (place < end), -torch.inf)
+        best.append(scores.topk(number, -1, sorted=False))
     values, chosen = (torch.cat(part, 1) for part in zip(*best, strict=True))
     return chosen, torch.where(values > -torch.inf, 0, rows)
 

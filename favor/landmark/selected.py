@@ -87,19 +87,17 @@ def bidirectional(
     counts: Tensor,
     number: int,
     scale: float,
-    query_mask: Tensor | None,
 ) -> Tensor:
     """Attention of all queries, without a window.
 
     Args:
         selection: how keys are selected.
-        query: `[B, Hk, G, L, d]`.
+        query: `[B, Hk, G, L, d]`, zeros for queries that do not count.
         key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, hidden ones zeros.
         cells: the group of each key, `[B, Hk, S]`; `number` for hidden ones.
         counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
         number: of groups.
         scale: of the logits.
-        query_mask: `[B, L]`, False for queries that do not count; None if all do.
 
     Returns:
         `[B, Hk, G, L, dv]`.
@@ -108,13 +106,9 @@ def bidirectional(
     sizes, *sums = sums_of(cells, number, counts.unsqueeze(-1), key, value)
     means = [(total / sizes.clamp(min=1)).to(query.dtype).flatten(0, 1).unsqueeze(1) for total in sums]
     rows = selection.blocks(query)  # [B, Hk, G, n, R, d]
-    real = None
-    if query_mask is not None:
-        real = selection.blocks(query_mask.unsqueeze(-1)).squeeze(-1)[:, None, None].expand(rows.shape[:-1])
-        real = real.flatten(0, 1).flatten(1, 2)
     flat = rows.flatten(0, 1).flatten(1, 2)  # [N, Z, R, d]
     keys, values, counts, cells = (tensor.flatten(0, 1) for tensor in (key, value, counts, cells))
-    pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, real, selection.pages)
+    pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, selection.pages)
     cell = selection.cells(cells.masked_fill(counts == 0, -1), pages)
     nothing = [tensor[:, None, :0] for tensor in (counts, keys, values)]
     out = selected_attention(
@@ -134,3 +128,43 @@ def bidirectional(
         selection.kernel,
     )
     return out.squeeze(1).unflatten(0, lead).unflatten(2, (groups, -1)).flatten(3, 4)[:, :, :, :length]
+
+
+def windowed(
+    selection: Selection,
+    query: Tensor,
+    far: tuple[Tensor, Tensor, Tensor],
+    near: tuple[Tensor, Tensor, Tensor],
+    tokens: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """Attention of blocks of tokens that see their own keys as they are.
+
+    Args:
+        selection: how keys are selected.
+        query: `[N, F, G, w, d]`, of F blocks of w tokens; zeros for queries that do not count.
+        far: counts and means of the groups outside of each block, `[N, F, M]`, `[N, F, M, d]` and `[N, F, M, dv]`.
+        near: counts, keys and values of each block, `[N, F, w]`, `[N, F, w, d]` and `[N, F, w, dv]`.
+        tokens: keys, values and groups of all tokens, `[N, L, d]`, `[N, L, dv]` and `[N, L]`; -1 for hidden ones.
+        scale: of the logits.
+
+    Returns:
+        `[N, G, F w, dv]`.
+    """
+    (sections, groups, window), (key, value, cells) = query.shape[1:4], tokens
+    rows = selection.blocks(query)  # [N, F, G, n, R, d]
+    blocks, per_head = rows.flatten(2, 3), rows.shape[3]
+    section = torch.arange(sections, device=key.device).repeat_interleave(blocks.shape[2])
+    begin, end = section * window, (section + 1) * window
+    own = (-(-begin // selection.size), end // selection.size)
+    pages, since = choose(Pages.of(key, cells >= 0, selection.size), blocks.flatten(1, 2), selection.pages, near=own)
+    place = (pages.unsqueeze(-1) * selection.size + torch.arange(selection.size, device=key.device)).flatten(2)
+    is_near = (place >= begin.unsqueeze(-1)) & (place < end.unsqueeze(-1))
+    cell = selection.cells(cells, pages).masked_fill(is_near, -1)
+    chosen = (tensor.unflatten(1, (sections, -1)) for tensor in (pages, cell, since))
+    out = selected_attention(
+        SelectedOperands(blocks, *far, *near, key, value, *chosen, selection.size, per_head, -1, scale),
+        selection.kernel,
+    )
+    out = out.unflatten(2, (groups, per_head)).flatten(3, 4)[:, :, :, :window]  # [N, F, G, w, dv]
+    return out.transpose(1, 2).flatten(2, 3)
