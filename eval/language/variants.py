@@ -42,8 +42,7 @@ class Variant:
 
         Args:
             text: values are JSON or plain words; the key `cache` names the cache of this variant.
-            cache: of a variant that names none. "auto" is "dynamic" for exact attention, "all" with selected keys, else
-                "state".
+            cache: of a variant that names none. "auto" is "dynamic" for exact attention, else "all".
 
         Raises:
             ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.

@@ -5,8 +5,8 @@
 
 Which keys are near, in groups or chosen is the only approximation: with all pages chosen this is softmax attention.
 Choosing exact keys beside means of others under one normaliser is known from clustered attention (Vyas et al., 2020),
-MRA-2 (Zeng et al., 2022), RetroInfer and Multipole Attention (2025); means that count as often as they have members from
-ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
+MRA-2 (Zeng et al., 2022), RetroInfer and Multipole Attention (2025); means that count as often as they have members
+from ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
 """
 
 from __future__ import annotations
