@@ -127,9 +127,7 @@ class _Sections:
         flat_key, real = key.flatten(0, 1), counts.flatten(0, 1) > 0
         before = (self.past + block * torch.arange(self.number, device=query.device)) // selection.size
         pages = Pages.of(flat_key, real, selection.size)
-        until = before.repeat_interleave(self.rows.shape[2])
-        chosen = choose_growing(pages, self.rows.flatten(1, 2), until, selection.growth)
-        self.pages, self.since = (tensor.unflatten(1, (self.number, -1)) for tensor in chosen)
+        self.pages, self.since = choose_growing(pages, self.rows, before, selection.growth)
 
     def add(self, groups: Groups, cells: Tensor) -> None:
         """Adds the groups that the next section sees, and the group of each token in them."""
@@ -304,8 +302,8 @@ def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tup
     blocks = selection.blocks(moved(query, 3))  # [B, Hk, G, n, R, d]
     flat = blocks.flatten(0, 1).flatten(1, 2)
     pages = kept.pages
-    until = pages.there.sum(1, keepdim=True).expand(-1, flat.shape[1])
-    chosen, since = choose_growing(pages, flat, until, selection.growth)
+    until = pages.there.sum(1, keepdim=True)
+    chosen, since = (own.squeeze(1) for own in choose_growing(pages, flat.unsqueeze(1), until, selection.growth))
     near = (moved(counts, 2), moved(key, 2), moved(value, 2))
     given = _operands(setting, kept, flat, near, (chosen, since))._replace(per_head=blocks.shape[3], first=0)
     out = selected_attention(given, selection.kernel).squeeze(1).unflatten(0, lead)
