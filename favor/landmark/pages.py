@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 # Scores of pages at a time: little memory on a CPU, few launches on a GPU.
 _SCORES, _SCORES_OF_GPU = 2**23, 2**27
-_LOOKS = 4  # pages that a later query looks at for each page that it may add
+_LOOKS = 2  # pages that a later query looks at for each page that it may add
 _PARTS = 16
 
 
