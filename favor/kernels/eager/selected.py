@@ -99,9 +99,9 @@ class _Head:
         pages, cell = self.pages[f, z].flatten(), self.cell[f, z].flatten(0, 1)
         key = self.memory["key"].rows(self.key_table, pages).view(*cell.shape, self.width)
         value = self.memory["value"].rows(self.value_table, pages).view(*cell.shape, self.far_value.shape[-1])
-        first = torch.arange(sections, device=cell.device).view(-1, 1, 1) * self.counts.shape[-1]
-        place = cell.clamp(min=0).unflatten(0, (sections, blocks)) + first
-        place = place * blocks + torch.arange(blocks, device=cell.device).view(-1, 1)
+        section = torch.arange(sections, device=cell.device).view(-1, 1, 1)
+        first = section * (self.counts.shape[-1] * blocks) + torch.arange(blocks, device=cell.device).view(-1, 1)
+        place = torch.add(first.view(-1, 1), cell.clamp(min=0) if self.hides else cell, alpha=blocks)
         hidden = None
         if self.hides:
             late = self.since[f, z].flatten(0, 1).repeat_interleave(self.given.page_size, -1).unsqueeze(-1)
@@ -163,7 +163,8 @@ def _memory(given: SelectedOperands) -> dict[str, Buffer]:
 
 def _by_page(rows: Tensor, size: int) -> Tensor:
     """Rows `[S, w]` by page, `[pages, P w]`."""
-    return pad(rows, (0, 0, 0, -len(rows) % size)).view(-1, size * rows.shape[-1])
+    missing = -len(rows) % size
+    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, size * rows.shape[-1])
 
 
 def _longest(rows: Tensor) -> Tensor:
@@ -187,16 +188,14 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
             total = (head.counts[part.f].to(weights.far.dtype).unsqueeze(1) @ weights.far).squeeze(1)
             total = total + weights.near.sum(1) + changes.sum(1).view_as(total)
             values = torch.bmm(changes.transpose(1, 2), part.value).view(*part.rows.shape[:2], -1)
-            values = torch.baddbmm(values, weights.far.transpose(1, 2), head.weighted[part.f])
+            values.baddbmm_(weights.far.transpose(1, 2), head.weighted[part.f])
             if weights.near.shape[1]:
-                values = torch.baddbmm(values, weights.near.transpose(1, 2), head.near_value[part.f])
-            empty = total <= 0
-            total = total.masked_fill(empty, 1.0)
-            values = (values / total.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
+                values.baddbmm_(weights.near.transpose(1, 2), head.near_value[part.f])
+            total.masked_fill_(total <= 0, torch.inf)  # such a row sees nothing
             place = out[number, part.f, part.z]
-            place.copy_(values.view(place.shape))
+            torch.div(values.view(place.shape), total.view(*place.shape[:-1], 1), out=place)
             logarithm = total.log2() if top is None else top + total.log2()
-            lse[number, part.f, part.z] = (logarithm * LN2).masked_fill(empty, torch.inf).view(place.shape[:-1])
+            lse[number, part.f, part.z] = logarithm.view(place.shape[:-1]) * LN2
     return out, lse
 
 
@@ -296,10 +295,10 @@ def _part_backward(
     taken = _sums(moved.view(-1, size), part.place, slope.numel() // size)
     slope -= taken.view_as(slope)
     far_key[f] += slope @ rows
-    result = torch.baddbmm(result, slope.transpose(1, 2), head.far_key[f])
+    result.baddbmm_(slope.transpose(1, 2), head.far_key[f])
     if weights.near.shape[1]:
         near_value[f] += weights.near @ g
         slope = (head.near_value[f] @ g.transpose(1, 2)).sub_(d).mul_(weights.near)
         near_key[f] += slope @ rows
-        result = torch.baddbmm(result, slope.transpose(1, 2), head.near_key[f])
+        result.baddbmm_(slope.transpose(1, 2), head.near_key[f])
     of_query[f, z] = (result * head.given.scale).view(query.shape)
