@@ -153,7 +153,7 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
         # What stays in cache on a CPU; few launches on a GPU.
         numbers = 2**18 if key.device.type == "cpu" else 2**26
         parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
-    indices = [_largest(torch.baddbmm(bias, part.to(columns.dtype), columns, beta=-1)) for part in parts]
+    indices = [_largest(torch.bmm(part.to(columns.dtype), columns).sub_(bias)) for part in parts]
     return torch.cat(indices, 1).view(key.shape[:-1])
 
 

@@ -20,6 +20,12 @@ _LOOKS = 2  # pages that a later query looks at for each page that it may add
 _PARTS = 16
 
 
+def filled(rows: Tensor, size: int) -> Tensor:
+    """Rows `[..., T, w]` with zeros (False) at the end, so that their number is a multiple of `size`; copied if need be."""
+    missing = -rows.shape[-2] % size
+    return pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
 @dataclass
 class Pages:
     """The pages of a sequence.
@@ -36,11 +42,11 @@ class Pages:
     @torch.no_grad()
     def of(cls, key: Tensor, real: Tensor, size: int) -> Pages:
         """Cuts keys `[N, S, d]` into pages of `size`; `real` is `[N, S]`, True for the keys that count."""
-        missing = -key.shape[1] % size
-        weights = pad(real, (0, missing)).unflatten(1, (-1, size)).to(torch.promote_types(key.dtype, torch.float32))
-        counts = weights.sum(2)
-        rows = pad(key, (0, 0, 0, missing)).unflatten(1, (-1, size)).to(weights.dtype)
-        total = (weights.unsqueeze(2) @ rows).squeeze(2)
+        weights = filled(real.unsqueeze(-1), size).view(len(real), -1, 1, size)
+        weights = weights.to(torch.promote_types(key.dtype, torch.float32))
+        counts = weights.sum((2, 3))
+        rows = filled(key, size).unflatten(1, (-1, size)).to(weights.dtype)
+        total = (weights @ rows).squeeze(2)
         return cls(total / counts.clamp(min=1).unsqueeze(-1), counts > 0)
 
     def scores(self, query: Tensor, until: int | None = None) -> Tensor:

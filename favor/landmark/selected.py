@@ -21,7 +21,7 @@ from favor.attention.call import AttentionCall
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark.grouping import sums_of
-from favor.landmark.pages import Growth, Pages, choose
+from favor.landmark.pages import Growth, Pages, choose, filled
 
 # Measured: eval/results/selected_cpu.md and docs/selected_keys.md.
 PAGE_SIZE, QUERY_BLOCK = {False: 8, True: 4}, {False: 32, True: 16}  # bidirectional, causal
@@ -75,7 +75,7 @@ class Selection:
 
     def blocks(self, rows: Tensor) -> Tensor:
         """Rows `[..., T, w]` in blocks `[..., T/R, R, w]`, zeros at the end."""
-        return pad(rows, (0, 0, 0, -rows.shape[-2] % self.rows)).unflatten(-2, (-1, self.rows))
+        return filled(rows, self.rows).unflatten(-2, (-1, self.rows))
 
 
 def bidirectional(
@@ -110,7 +110,7 @@ def bidirectional(
     keys, values, counts, cells = (tensor.flatten(0, 1) for tensor in (key, value, counts, cells))
     pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, selection.pages)
     cell = selection.cells(cells.masked_fill(counts == 0, -1), pages)
-    nothing = [tensor[:, None, :0] for tensor in (counts, keys, values)]
+    nothing = [tensor.new_empty(len(keys), 1, 0, *tensor.shape[2:]) for tensor in (counts, keys, values)]
     out = selected_attention(
         SelectedOperands(
             flat.unsqueeze(1),
@@ -127,7 +127,8 @@ def bidirectional(
         ),
         selection.kernel,
     )
-    return out.squeeze(1).unflatten(0, lead).unflatten(2, (groups, -1)).flatten(3, 4)[:, :, :, :length]
+    out = out.squeeze(1).unflatten(0, lead).unflatten(2, (groups, -1)).flatten(3, 4)
+    return out if out.shape[3] == length else out[:, :, :, :length]  # a slice costs a copy of its gradient
 
 
 def windowed(

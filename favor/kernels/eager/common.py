@@ -23,14 +23,21 @@ class Buffer:
     def __init__(self, like: Tensor) -> None:
         self._memory = like.new_empty(0)
 
-    def product(self, rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
-        """Rows `[N, R, w]` x columns `[N, w, C]` x a factor; valid until the next product."""
-        shape = (rows.shape[0], rows.shape[1], columns.shape[2])
+    def empty(self, *shape: int) -> Tensor:
+        """Memory of a shape, not set; valid until the next call of any method."""
         size = math.prod(shape)
         if self._memory.numel() < size:
-            self._memory = rows.new_empty(size)
-        out = self._memory[:size].view(shape)
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(shape)
+
+    def product(self, rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
+        """Rows `[N, R, w]` x columns `[N, w, C]` x a factor."""
+        out = self.empty(rows.shape[0], rows.shape[1], columns.shape[2])
         return torch.baddbmm(out, rows, columns, beta=0.0, alpha=factor, out=out)
+
+    def rows(self, table: Tensor, places: Tensor) -> Tensor:
+        """Rows of a table `[n, w]`, `[places, w]`."""
+        return torch.index_select(table, 0, places, out=self.empty(len(places), table.shape[1]))
 
 
 def exp2(logits: Tensor, most: float = 0.0) -> Tensor:

@@ -5,19 +5,22 @@ Logits stand as `[..., keys, rows]`, so that the weight that a chosen key has in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from favor.kernels.eager.common import LN2, LOG2E, exp2
+from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2
 from favor.kernels.operands import SelectedOperands
 
 # Numbers of the keys and values that are gathered at a time: what stays in cache on a CPU, few launches on a GPU.
-_NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
+_NUMBERS, _NUMBERS_OF_GPU = 2**21, 2**26
 _GRADIENTS = 2**24  # numbers of their gradients that are added up at a time
+_SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
 
 
 @dataclass
@@ -57,20 +60,36 @@ class _Weights:
 class _Head:
     """The operands of one head."""
 
-    def __init__(self, given: SelectedOperands, table: Tensor, number: int) -> None:
-        self.given, self.table = given, table
+    def __init__(self, given: SelectedOperands, number: int, memory: dict[str, Buffer]) -> None:
+        self.given, self.memory = given, memory
         self.query, self.counts, self.far_key, self.far_value = (t[number] for t in given[:4])
         self.near_counts, self.near_key, self.near_value = (t[number] for t in given[4:7])
+        self.key_table, self.value_table = (_by_page(t[number], given.page_size) for t in given[7:9])
         self.pages, self.cell, self.since = (t[number] for t in given[9:12])
         self.sections, self.blocks, self.size, self.width = self.query.shape
         self.weighted = self.far_value * self.counts.unsqueeze(-1)
         self.hides = bool((self.since > 0).any()) or bool((self.cell < 0).any())
+        self.lacks_near, self.later = bool((self.near_counts == 0).any()), {}
+        # Absent groups stand at the mean of the others, so that they do not raise the largest logit.
+        total = self.counts.sum(-1, keepdim=True)
+        self.nothing = total == 0
+        middle = (self.counts / total.clamp(min=1)).to(self.far_key.dtype).unsqueeze(1) @ self.far_key
+        self.far_key = torch.where((self.counts > 0).unsqueeze(-1), self.far_key, middle)
+        # Where a query must not see all keys, nothing may hang on what all of them are, not even rounding.
+        self.shifts = self.near_key.shape[1] > 0 or not self._are_small(given.key[number])
+
+    def _are_small(self, key: Tensor) -> bool:
+        """Whether all logits are surely so small that exponentials need no shift by the largest; |q| |k| bounds them."""
+        if torch.finfo(key.dtype).max < 2.0**100:
+            return False
+        keys = [_longest(rows) for rows in (self.far_key, self.near_key, key)]
+        return bool(_longest(self.query) * torch.stack(keys).amax() * (self.given.scale * LOG2E) <= _SMALL)
 
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
         numbers = _NUMBERS if self.query.device.type == "cpu" else _NUMBERS_OF_GPU
-        each = max(self.pages.shape[-1] * self.table.shape[-1], self.counts.shape[-1] * self.size, 1)
-        together = max(numbers // each, 1)
+        gathered = self.pages.shape[-1] * (self.key_table.shape[-1] + self.value_table.shape[-1])
+        together = max(numbers // max(gathered, self.counts.shape[-1] * self.size, 1), 1)
         sections = max(together // self.blocks, 1)
         for f in range(0, self.sections, sections):
             for z in range(0, self.blocks, together):
@@ -80,42 +99,48 @@ class _Head:
         query = self.query[f, z] * (self.given.scale * LOG2E)
         sections, blocks = query.shape[:2]
         pages, cell = self.pages[f, z].flatten(), self.cell[f, z].flatten(0, 1)
-        both = self.table.index_select(0, pages).view(
-            sections * blocks, cell.shape[-1], self.table.shape[-1] // self.given.page_size
-        )
-        first = torch.arange(sections, device=cell.device).view(-1, 1, 1) * self.counts.shape[-1]
-        place = cell.clamp(min=0).unflatten(0, (sections, blocks)) + first
-        place = place * blocks + torch.arange(blocks, device=cell.device).view(-1, 1)
+        key = self.memory["key"].rows(self.key_table, pages).view(*cell.shape, self.width)
+        value = self.memory["value"].rows(self.value_table, pages).view(*cell.shape, self.far_value.shape[-1])
+        section = torch.arange(sections, device=cell.device).view(-1, 1, 1)
+        first = section * (self.counts.shape[-1] * blocks) + torch.arange(blocks, device=cell.device).view(-1, 1)
+        place = torch.add(first.view(-1, 1), cell.clamp(min=0) if self.hides else cell, alpha=blocks)
         hidden = None
         if self.hides:
             late = self.since[f, z].flatten(0, 1).repeat_interleave(self.given.page_size, -1).unsqueeze(-1)
             hidden = (late > torch.arange(self.size, device=cell.device)) | (cell < 0).unsqueeze(-1)
         columns = query.flatten(0, 1).transpose(1, 2)
-        key, value = both[..., : self.width], both[..., self.width :]
         return _Part(f, z, query.flatten(1, 2), columns, pages, key, value, place.flatten(), hidden)
 
     def logits(self, part: _Part) -> _Weights:
-        """Logits in base 2, -inf for what a row does not see."""
-        far = self.far_key[part.f] @ part.rows.transpose(1, 2)
-        far.masked_fill_((self.counts[part.f] == 0).unsqueeze(-1), -torch.inf)
-        near = self.near_key[part.f] @ part.rows.transpose(1, 2)
+        """Logits in base 2, -inf for what a row does not see; absent groups have any."""
+        columns = part.rows.transpose(1, 2)
+        far = self.memory["far"].product(self.far_key[part.f], columns)
+        near = self.memory["near"].product(self.near_key[part.f], columns)
         if near.shape[1]:
-            near.masked_fill_(self._hidden(part), -torch.inf)
-        own = torch.bmm(part.key, part.columns)
+            near += self._later(part)
+            if self.lacks_near:
+                near.masked_fill_((self.near_counts[part.f] == 0).unsqueeze(-1), -torch.inf)
+        own = self.memory["own"].product(part.key, part.columns)
         return _Weights(far, near, own if part.hidden is None else own.masked_fill_(part.hidden, -torch.inf))
 
-    def _hidden(self, part: _Part) -> Tensor:
-        """Which near keys a row does not see, `[x, T, zR]` or broadcast to it."""
-        absent = (self.near_counts[part.f] == 0).unsqueeze(-1)
-        if self.given.first < 0:
-            return absent
-        block = torch.arange(self.blocks, device=absent.device)[part.z] % self.given.per_head
-        row = (block.unsqueeze(-1) * self.size + torch.arange(self.size, device=absent.device)).flatten()
-        return absent | (torch.arange(absent.shape[1], device=absent.device).unsqueeze(-1) > row + self.given.first)
+    def _later(self, part: _Part) -> Tensor:
+        """-inf for near keys that a row does not see since they come later, `[T, zR]`, else 0."""
+        edges = (part.z.start, part.rows.shape[1])
+        if edges not in self.later:
+            length, block = self.near_key.shape[1], torch.arange(self.blocks, device=part.rows.device)[part.z]
+            row = (
+                (block % self.given.per_head).unsqueeze(-1) * self.size + torch.arange(self.size, device=block.device)
+            ).flatten()
+            last = row + self.given.first if self.given.first >= 0 else row * 0 + length
+            is_later = torch.arange(length, device=block.device).unsqueeze(-1) > last
+            self.later[edges] = part.rows.new_zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
+        return self.later[edges]
 
     def largest(self, logits: _Weights, part: _Part) -> Tensor:
         """The largest logit of each row, `[x, zR]`; 0 if it sees nothing."""
         tops = [t.amax(1) for t in (logits.far, logits.near) if t.shape[1]]
+        if logits.far.shape[1]:
+            tops[0].masked_fill_(self.nothing[part.f], -torch.inf)
         if logits.own.shape[1]:
             tops.append(logits.own.amax(1).view(part.rows.shape[:2]))
         top = tops[0]
@@ -123,127 +148,166 @@ class _Head:
             top = torch.maximum(top, other)
         return top.masked_fill(top == -torch.inf, 0.0)
 
-    def exponentials(self, logits: _Weights, part: _Part, top: Tensor) -> tuple[_Weights, Tensor]:
-        """Weights 2^(logits - top), in place, and those that chosen keys have in their groups, `[xz, K, R]`."""
-        far, near = (exp2(t.sub_(top.unsqueeze(1)), 64.0) for t in (logits.far, logits.near))
-        own = exp2(logits.own.sub_(top.view(-1, 1, self.size)), 64.0)
-        replaced = far.view(-1, self.size).index_select(0, part.place).view(own.shape)
+    def exponentials(self, logits: _Weights, part: _Part, top: Tensor | None) -> tuple[_Weights, Tensor]:
+        """Weights 2^(logits - top), in place, and those that chosen keys have in their groups, `[xz, K, R]`.
+
+        None for `top` is 0, where logits are small.
+        """
+        far, near, own = logits.far, logits.near, logits.own
+        if top is None:
+            far, near, own = (t.exp2_() for t in (far, near, own))
+        else:
+            far, near = (exp2(t.sub_(top.unsqueeze(1)), 64.0) for t in (far, near))
+            own = exp2(own.sub_(top.view(-1, 1, self.size)), 64.0)
+        replaced = self.memory["replaced"].rows(far.view(-1, self.size), part.place).view(own.shape)
         if part.hidden is not None:
             replaced.masked_fill_(part.hidden, 0.0)
         return _Weights(far, near, own), replaced
 
 
-def _tables(given: SelectedOperands) -> Tensor:
-    """Keys and values of each page in one row, `[N, pages, P (d + dv)]`: one copy gathers both."""
-    both = torch.cat([given.key, given.value], -1)
-    both = pad(both, (0, 0, 0, -both.shape[1] % given.page_size))
-    return both.view(len(both), -1, given.page_size * both.shape[-1])
+def _memory(given: SelectedOperands) -> dict[str, Buffer]:
+    """By name, what each part fills and the next one uses again."""
+    return defaultdict(partial(Buffer, given.query))
+
+
+def _by_page(rows: Tensor, size: int) -> Tensor:
+    """Rows `[S, w]` by page, `[pages, P w]`."""
+    missing = -len(rows) % size
+    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, size * rows.shape[-1])
+
+
+def _longest(rows: Tensor) -> Tensor:
+    """The largest norm of some rows; 0 if there are none."""
+    norms = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.amax() if norms.numel() else norms.sum()
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     """Output `[N, F, Z, R, dv]` and the logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:-1])
-    for number, table in enumerate(_tables(given)):
-        head = _Head(given, table, number)
+    memory = _memory(given)
+    for number in range(len(out)):
+        head = _Head(given, number, memory)
         for part in head.parts():
             logits = head.logits(part)
-            top = head.largest(logits, part)
+            top = head.largest(logits, part) if head.shifts else None
             weights, replaced = head.exponentials(logits, part, top)
             changes = weights.own.sub_(replaced)
-            total = (head.counts[part.f].unsqueeze(1) @ weights.far).squeeze(1)
+            total = (head.counts[part.f].to(weights.far.dtype).unsqueeze(1) @ weights.far).squeeze(1)
             total = total + weights.near.sum(1) + changes.sum(1).view_as(total)
             values = torch.bmm(changes.transpose(1, 2), part.value).view(*part.rows.shape[:2], -1)
-            values = torch.baddbmm(values, weights.far.transpose(1, 2), head.weighted[part.f])
+            values.baddbmm_(weights.far.transpose(1, 2), head.weighted[part.f])
             if weights.near.shape[1]:
-                values = torch.baddbmm(values, weights.near.transpose(1, 2), head.near_value[part.f])
-            empty = total <= 0
-            total = total.masked_fill(empty, 1.0)
-            values = (values / total.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
+                values.baddbmm_(weights.near.transpose(1, 2), head.near_value[part.f])
+            total.masked_fill_(total <= 0, torch.inf)  # such a row sees nothing
             place = out[number, part.f, part.z]
-            place.copy_(values.view(place.shape))
-            logarithm = ((top + total.log2()) * LN2).masked_fill(empty, torch.inf)
-            lse[number, part.f, part.z] = logarithm.view(place.shape[:-1])
+            torch.div(values.view(place.shape), total.view(*place.shape[:-1], 1), out=place)
+            logarithm = total.log2() if top is None else top + total.log2()
+            lse[number, part.f, part.z] = logarithm.view(place.shape[:-1]) * LN2
     return out, lse
 
 
 class _Scatter:
     """Adds gradients of gathered pages to those of all pages, many at a time."""
 
-    def __init__(self, total: Tensor) -> None:
-        self.total, self.rows, self.places, self.held = total, [], [], 0
+    def __init__(self, total: Tensor, memory: Buffer, pages: int) -> None:
+        """`total` is `[pages, P w]`; `pages` are added up in all, with repetitions."""
+        self.total, self.places, self.held = total, [], 0
+        self.rows = memory.empty(min(pages, max(_GRADIENTS // max(total.shape[1], 1), 1)), total.shape[1])
 
-    def add(self, places: Tensor, rows: Tensor) -> None:
-        self.places.append(places)
-        self.rows.append(rows)
-        self.held += rows.numel()
-        if self.held > _GRADIENTS:
+    def take(self, places: Tensor) -> Tensor:
+        """Memory for the gradients of pages at these places, `[n, P w]`, to be filled at once."""
+        if self.held + len(places) > len(self.rows):
             self.flush()
+        self.places.append(places)
+        self.held += len(places)
+        return self.rows[self.held - len(places) : self.held]
 
     def flush(self) -> None:
         if self.held:
-            _add_rows(self.total, torch.cat(self.places), torch.cat(self.rows))
-        self.rows, self.places, self.held = [], [], 0
+            self.total += _sums(self.rows[: self.held], torch.cat(self.places), len(self.total))
+        self.places, self.held = [], 0
 
 
-def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Adds rows `[n, w]` to those of `total` at their places; on a CPU the gradient of an embedding is fastest."""
-    if total.device.type == "cpu":
-        total += torch.ops.aten.embedding_dense_backward(rows, places, len(total), -1, False)
-    else:
-        total.index_add_(0, places, rows)
+def _sums(rows: Tensor, places: Tensor, number: int) -> Tensor:
+    """Sums of the rows `[n, w]` with the same place, `[number, w]`; on a CPU the gradient of an embedding is fastest."""
+    if rows.device.type == "cpu":
+        found: Tensor = torch.ops.aten.embedding_dense_backward(rows, places, number, -1, False)
+        return found
+    return rows.new_zeros(number, rows.shape[1]).index_add_(0, places, rows)
 
 
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, far key and value, near key and value, key and value."""
     found = [torch.zeros_like(given[place]) for place in (0, 2, 3, 5, 6)]
-    tables = _tables(given)
-    totals = torch.zeros_like(tables)
-    share = (grad * out).sum(-1)
-    for number, table in enumerate(tables):
-        head, scatter = _Head(given, table, number), _Scatter(totals[number])
+    totals = [
+        rows.new_zeros(len(rows), -(-rows.shape[1] // given.page_size), given.page_size * rows.shape[2])
+        for rows in (given.key, given.value)
+    ]
+    memory = _memory(given)
+    for number in range(len(out)):
+        head, own = _Head(given, number, memory), [tensor[number] for tensor in found]
+        scatters = [
+            _Scatter(total[number], memory[name], head.pages.numel())
+            for total, name in zip(totals, ("key gradients", "value gradients"), strict=True)
+        ]
         for part in head.parts():
-            own = [tensor[number] for tensor in found]
-            _part_backward(head, part, grad[number], share[number], lse[number], own, scatter)
-        scatter.flush()
-    width = given.key.shape[-1]
-    both = totals.view(len(totals), -1, width + given.value.shape[-1])[:, : given.key.shape[1]]
-    return (*found, both[..., :width].contiguous(), both[..., width:].contiguous())
+            f, z = part.f, part.z
+            g, top = grad[number, f, z], lse[number, f, z] / LN2
+            share = (g * out[number, f, z]).sum(-1)
+            if not head.shifts:  # the weights are not divided by the normaliser, so what they meet is
+                inverse = torch.exp2(-top)
+                g, share, top = g * inverse.unsqueeze(-1), share * inverse, None
+            weights, replaced = head.exponentials(head.logits(part), part, None if top is None else top.flatten(1))
+            _part_backward(head, part, weights, replaced, (g, share), own, scatters)
+        for scatter in scatters:
+            scatter.flush()
+    of_key, of_value = (
+        total.view(len(rows), -1, rows.shape[2])[:, : rows.shape[1]].contiguous()
+        for total, rows in zip(totals, (given.key, given.value), strict=True)
+    )
+    return (*found, of_key, of_value)
 
 
 def _part_backward(
-    head: _Head, part: _Part, grad: Tensor, share: Tensor, lse: Tensor, found: list[Tensor], scatter: _Scatter
+    head: _Head,
+    part: _Part,
+    weights: _Weights,
+    replaced: Tensor,
+    slopes: tuple[Tensor, Tensor],
+    found: list[Tensor],
+    scatters: list[_Scatter],
 ) -> None:
-    """Adds the gradients of some query blocks."""
-    f, z, size = part.f, part.z, head.size
+    """Adds the gradients of some query blocks; `slopes` are those of the output and of the normaliser's logarithm."""
+    f, z, size, memory = part.f, part.z, head.size, head.memory
     of_query, far_key, far_value, near_key, near_value = found
-    weights, replaced = head.exponentials(head.logits(part), part, lse[f, z].flatten(1) / LN2)
     query = head.query[f, z] * head.given.scale
     rows, of_rows = query.flatten(1, 2), query.flatten(0, 1)
-    g, of_g = grad[f, z].flatten(1, 2), grad[f, z].flatten(0, 1)
-    d = share[f, z].flatten(1).unsqueeze(1)
+    g, of_g = slopes[0].flatten(1, 2), slopes[0].flatten(0, 1)
+    d = slopes[1].flatten(1).unsqueeze(1)
 
     # The chosen keys.
-    slope = torch.bmm(part.value, of_g.transpose(1, 2)).sub_(d.view(-1, 1, size))
-    moved = replaced * slope
-    values = torch.bmm(weights.own - replaced, of_g)
+    changes = torch.sub(weights.own, replaced, out=memory["changes"].empty(*replaced.shape))
+    torch.bmm(changes, of_g, out=scatters[1].take(part.pages).view(part.value.shape))
+    slope = memory["slope"].product(part.value, of_g.transpose(1, 2)).sub_(d.view(-1, 1, size))
+    moved = replaced.mul_(slope)
     slope.mul_(weights.own)
-    both = torch.cat([torch.bmm(slope, of_rows), values], -1)
-    scatter.add(part.pages, both.view(len(part.pages), head.table.shape[-1]))
+    torch.bmm(slope, of_rows, out=scatters[0].take(part.pages).view(part.key.shape))
     result = torch.bmm(slope.transpose(1, 2), part.key).view_as(rows)
 
     # The groups, without what the chosen keys took from them.
-    far = weights.far * head.counts[f].unsqueeze(-1)
-    far_value[f] += far @ g
-    slope = (head.far_value[f] @ g.transpose(1, 2)).sub_(d).mul_(far)
-    taken = torch.zeros_like(slope).view(-1, size)
-    _add_rows(taken, part.place, moved.view(-1, size))
+    counts = head.counts[f].unsqueeze(-1)
+    far_value[f] += (weights.far @ g).mul_(counts)
+    columns = torch.cat([g, -d.transpose(1, 2)], -1).transpose(1, 2)
+    slope = memory["far slope"].product(torch.cat([head.weighted[f], counts], -1), columns).mul_(weights.far)
+    taken = _sums(moved.view(-1, size), part.place, slope.numel() // size)
     slope -= taken.view_as(slope)
     far_key[f] += slope @ rows
-    result = torch.baddbmm(result, slope.transpose(1, 2), head.far_key[f])
+    result.baddbmm_(slope.transpose(1, 2), head.far_key[f])
     if weights.near.shape[1]:
         near_value[f] += weights.near @ g
         slope = (head.near_value[f] @ g.transpose(1, 2)).sub_(d).mul_(weights.near)
         near_key[f] += slope @ rows
-        result = torch.baddbmm(result, slope.transpose(1, 2), head.near_key[f])
+        result.baddbmm_(slope.transpose(1, 2), head.near_key[f])
     of_query[f, z] = (result * head.given.scale).view(query.shape)

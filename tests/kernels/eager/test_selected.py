@@ -20,6 +20,8 @@ CASES: list[dict[str, Any]] = [
     {"rows": 1, "blocks": 2, "per_head": 1, "first": 7},
     {"page_size": 1, "pages": 9},
     {"width": 8, "value_width": 2, "keys": 64, "pages": 9, "groups": 12, "seed": 3},
+    {"norm": 12.0},
+    {"norm": 12.0, "first": 0},
 ]
 
 
