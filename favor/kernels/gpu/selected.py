@@ -36,22 +36,28 @@ from favor.kernels.gpu.common import (
 )
 from favor.kernels.operands import SelectedOperands
 
-# Rows of a block of queries and keys in a tile, by the bytes of the widest row.
+# By the bytes of a number and of the widest row: rows of a block of queries (tokens) and keys of a tile (features).
 _FORWARD = {
-    128: (Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 3), Blocks(16, 64, 4, 2)),
-    256: (Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 64, 4, 2)),
-    512: (Blocks(32, 32, 4, 2), Blocks(16, 32, 4, 2)),
-    1024: (Blocks(16, 16, 4, 2), Blocks(16, 32, 4, 1)),
+    2: {
+        128: (Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 3), Blocks(16, 64, 4, 2)),
+        256: (Blocks(32, 64, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 64, 4, 2)),
+        512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 2)),
+    },
+    4: {
+        256: (Blocks(32, 32, 4, 2), Blocks(16, 64, 4, 2)),
+        512: (Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2)),
+        1024: (Blocks(16, 16, 4, 2),),
+    },
 }
-# One each: while several were timed, they would all add to the gradients.
+# One each: if several were timed, all of them would add to the gradients.
 _BACKWARD = {
-    128: (Blocks(32, 32, 4, 2),),
-    256: (Blocks(32, 32, 4, 2),),
-    512: (Blocks(16, 32, 4, 1),),
-    1024: (Blocks(16, 16, 4, 1),),
+    2: {256: (Blocks(32, 32, 4, 2),), 512: (Blocks(16, 32, 8, 2),)},
+    4: {256: (Blocks(16, 32, 4, 2),), 512: (Blocks(16, 32, 8, 1),), 1024: (Blocks(16, 16, 4, 1),)},
 }
 # Logarithm in base 2 of the largest weight backwards: it is at most 1, but for logits that are rounded in another way.
 _MOST = tl.constexpr(8.0)
+
+_SIZES = ("blocks", "sections", "rows", "groups", "nears", "keys", "number", "per_head", "first")
 
 
 @triton.jit
@@ -135,7 +141,7 @@ def _load_chosen(
     return seen, grouped, place, group, k, c, own, mean
 
 
-@triton.jit(do_not_specialize=["blocks", "sections", "groups", "nears", "keys", "number", "first"])
+@triton.jit(do_not_specialize=_SIZES)
 def _read(
     query, counts, far_key, far_value, near_counts, near_key, near_value, key, value, pages, cell, since, out, lse,
     blocks, sections, rows, groups, nears, keys, number, per_head, first, scale,
@@ -202,7 +208,7 @@ def _pull_back(weights, q, k, v, g, delta, dq):
     return dk, dv, wide(slopes, k, dq, q)
 
 
-@triton.jit(do_not_specialize=["blocks", "sections", "groups", "nears", "keys", "number", "first"])
+@triton.jit(do_not_specialize=_SIZES)
 def _gradients(
     query, counts, far_key, far_value, near_counts, near_key, near_value, key, value, pages, cell, since, grad, out,
     lse, d_query, d_far_key, d_far_value, d_near_key, d_near_value, d_key, d_value,
@@ -276,11 +282,11 @@ def _gradients(
     store_rows(d_query + first_row * width, width, dq * scale, inside, width, TOKENS, WIDTH)
 
 
-def _launch(kernel: Any, choices: dict[int, tuple[Blocks, ...]], given: SelectedOperands, *others: Tensor) -> None:
-    """Runs a kernel on all operands and other tensors, all of them contiguous."""
+def _launch(kernel: Any, choices: dict[int, Any], given: SelectedOperands, *others: Tensor) -> None:
+    """Runs a kernel on the operands and other tensors, which are contiguous."""
     heads, sections, blocks, rows, width = given.query.shape
     widths = (width, given.value.shape[-1])
-    chosen = tuned(kernel, choices, widths, given.query, longest=rows)
+    chosen = tuned(kernel, choices[given.query.element_size()], widths, given.query, longest=rows)
     sizes = (given.counts.shape[-1], given.near_counts.shape[-1], given.key.shape[1], given.cell.shape[-1])
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
