@@ -24,8 +24,8 @@ WINDOWED = {
 }
 # Type and width of keys that are selected.
 SELECTED = {
-    80: (("float16", 64), ("bfloat16", 256), ("float32", 128), ("float32", 256)),
-    90: (("bfloat16", 64), ("float16", 128), ("float16", 256), ("float32", 64)),
+    80: (("float16", 64), ("bfloat16", 256), ("float32", 128)),
+    90: (("bfloat16", 64), ("float16", 256), ("float32", 64)),
 }
 
 

@@ -20,7 +20,7 @@ PLACES = (0, 2, 3, 5, 6, 7, 8)
 # More rows, groups, near and chosen keys than a tile has, and widths that fill one or do not.
 ONE = {"heads": 1, "sections": 1, "blocks": 2}
 LONG: list[dict[str, Any]] = [
-    {"rows": 40, "groups": 40, "near": 90, "first": 2, "width": 16, "value_width": 16, **ONE},
+    {"rows": 40, "groups": 40, "near": 90, "first": 1, "width": 16, "value_width": 16, **ONE},
     {"rows": 16, "keys": 90, "pages": 14, "page_size": 3, "width": 64, "value_width": 64, "norm": 0.5, **ONE},
     {"rows": 2, "first": 3, "width": 256, "value_width": 80, "norm": 0.3, **ONE},
 ]
@@ -101,6 +101,8 @@ def test_all_keys_chosen_are_softmax_attention() -> None:
 def test_what_is_hidden_is_not_read() -> None:
     given = drawn(dtype=torch.float32, first=0, pages=6, sections=1)
     given = given._replace(cell=given.cell.masked_fill(given.pages.repeat_interleave(4, -1) < 2, -1))
+    given.counts[:, :, 0] = 0  # chosen keys of this group take nothing from it
+    check(given)
     missing = {
         "far": given.counts == 0,
         "near": given.near_counts == 0,
