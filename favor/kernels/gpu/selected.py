@@ -317,7 +317,9 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, far key and value, near key and value, key and value."""
     of_query = given.query.new_empty(given.query.shape)
-    sums = [given.counts.new_zeros(given[place].shape) for place in (2, 3, 5, 6, 7, 8)]
+    _, _, far_key, far_value, _, near_key, near_value, key, value, *_ = given
+    read = (far_key, far_value, near_key, near_value, key, value)
+    sums = [given.counts.new_zeros(tensor.shape) for tensor in read]
     if out.numel():
         _launch(_gradients, _BACKWARD, given, grad.contiguous(), out, lse, of_query, *sums)
     return (of_query, *(total.to(given.query.dtype) for total in sums))
