@@ -22,6 +22,11 @@ WINDOWED = {
     80: (("float16", 64, True, False), ("float32", 128, False, True)),
     90: (("bfloat16", 64, False, True), ("bfloat16", 128, True, False), ("float32", 64, True, False)),
 }
+# Type and width of keys that are selected.
+SELECTED = {
+    80: (("float16", 64), ("bfloat16", 256), ("float32", 128)),
+    90: (("bfloat16", 64), ("float16", 256), ("float32", 64)),
+}
 
 
 def compiled_elsewhere(*arguments):
@@ -62,6 +67,36 @@ def test_windowed_kernels_compile(capability):
     assert products | {"_outside"} == {name.split(":")[0] for name in kernels}
     if capability == 90:
         assert {f"{name}:wgmma" for name in products} <= set(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CASES)
+def test_kernels_of_selected_keys_compile(capability):
+    kernels = compiled_elsewhere(capability, "selected")
+    assert {"_read", "_gradients"} == {name.split(":")[0] for name in kernels}
+
+
+def compile_selected(capability):
+    """Compiles the kernels of selected keys."""
+    import torch
+    from ahead import compiling
+
+    from favor.kernels.gpu import selected as triton_selected
+    from favor.kernels.operands import SelectedOperands
+
+    for kind, width in SELECTED[capability]:
+
+        def tokens(*shape, width=width, kind=kind):
+            return torch.zeros(1, *shape, width, dtype=getattr(torch, kind))
+
+        means = (torch.ones(1, 1, 4), tokens(1, 4), tokens(1, 4))
+        chosen = (torch.zeros(1, 1, 1, size, dtype=torch.int64) for size in (2, 8, 2))
+        inputs = (tokens(1, 1, 32), *means, *means, tokens(8), tokens(8), *chosen, 4, 1, 0, width**-0.5)
+        given = SelectedOperands(*inputs)
+        with compiling(capability) as compiled:
+            out, lse = triton_selected.forward(given)
+            triton_selected.backward(out, given, out, lse)
+        report(compiled)
 
 
 def compile_windowed(capability):
@@ -145,4 +180,5 @@ def passes(rows, matrix):
 
 
 if __name__ == "__main__":
-    (compile_windowed if "windowed" in sys.argv else compile_all)(int(sys.argv[1]))
+    programs = {"windowed": compile_windowed, "selected": compile_selected}
+    programs.get(sys.argv[-1], compile_all)(int(sys.argv[1]))
