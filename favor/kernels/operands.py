@@ -299,3 +299,10 @@ class SelectedOperands(NamedTuple):
     per_head: int
     first: int
     scale: float
+
+    def raised(self) -> SelectedOperands:
+        """The operands with tokens and means in float32 at least."""
+        if self.query.dtype == self.counts.dtype:
+            return self
+        places = (name for name in self._fields if name.endswith(("query", "key", "value")))
+        return self._replace(**{name: getattr(self, name).to(self.counts.dtype) for name in places})

@@ -5,8 +5,8 @@
 
 so that with sums over groups (n_m keys with the mean value w_m) and the chosen keys C_i
 
-    out_i = [ sum_m n_m e^{q_i.c_m} w_m + sum_{j near} e^{q_i.k_j} v_j + sum_{j in C_i} (e^{q_i.k_j} - e^{q_i.c_g(j)}) v_j ]
-            / the same with 1 for w and v.
+    out_i = [ sum_m n_m e^{q_i.c_m} w_m + sum_{j near} e^{q_i.k_j} v_j
+              + sum_{j in C_i} (e^{q_i.k_j} - e^{q_i.c_g(j)}) v_j ] / the same with 1 for w and v.
 
 The difference loses no digits: by Jensen's inequality a group never weighs more by its mean than by its keys.
 """
@@ -66,7 +66,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @selected_backward.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     given = SelectedOperands(*arguments[:-1])
-    return tuple(torch.empty_like(given[place]) for place in (0, 2, 3, 5, 6, 7, 8))
+    return tuple(given[place].new_empty(given[place].shape) for place in (0, 2, 3, 5, 6, 7, 8))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

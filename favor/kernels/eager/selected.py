@@ -184,6 +184,7 @@ def _longest(rows: Tensor) -> Tensor:
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     """Output `[N, F, Z, R, dv]` and the logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
+    dtype, given = given.query.dtype, given.raised()
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:-1])
     memory = _memory(given)
@@ -205,7 +206,7 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
             torch.div(values.view(place.shape), total.view(*place.shape[:-1], 1), out=place)
             logarithm = total.log2() if top is None else top + total.log2()
             lse[number, part.f, part.z] = logarithm.view(place.shape[:-1]) * LN2
-    return out, lse
+    return out.to(dtype), lse
 
 
 class _Scatter:
@@ -240,6 +241,8 @@ def _sums(rows: Tensor, places: Tensor, number: int) -> Tensor:
 
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, far key and value, near key and value, key and value."""
+    dtype, given = given.query.dtype, given.raised()
+    grad, out = grad.to(lse.dtype), out.to(lse.dtype)
     found = [torch.zeros_like(given[place]) for place in (0, 2, 3, 5, 6)]
     totals = [
         rows.new_zeros(len(rows), -(-rows.shape[1] // given.page_size), given.page_size * rows.shape[2])
@@ -267,7 +270,7 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
         total.view(len(rows), -1, rows.shape[2])[:, : rows.shape[1]].contiguous()
         for total, rows in zip(totals, (given.key, given.value), strict=True)
     )
-    return (*found, of_key, of_value)
+    return tuple(tensor.to(dtype) for tensor in (*found, of_key, of_value))
 
 
 def _part_backward(
