@@ -173,7 +173,7 @@ def _memory(given: SelectedOperands) -> dict[str, Buffer]:
 def _by_page(rows: Tensor, size: int) -> Tensor:
     """Rows `[S, w]` by page, `[pages, P w]`."""
     missing = -len(rows) % size
-    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, size * rows.shape[-1])
+    return (pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(-1, size * rows.shape[-1])
 
 
 def _longest(rows: Tensor) -> Tensor:
