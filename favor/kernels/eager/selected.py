@@ -76,7 +76,7 @@ class _Head:
         self.shifts = not self._are_small(given.key[number])
 
     def _are_small(self, key: Tensor) -> bool:
-        """Whether all logits are certainly so small that exponentials need no shift by the largest: |q| |k| bounds them."""
+        """Whether |q| |k| shows that no logit is large, so that exponentials need no shift by the largest one."""
         if torch.finfo(key.dtype).max < 2.0**100:
             return False
         keys = [_longest(rows) for rows in (self.far_key, self.near_key, key)]
@@ -111,7 +111,10 @@ class _Head:
     def logits(self, part: _Part) -> _Weights:
         """Logits in base 2, -inf for what a row does not see; absent groups have any."""
         columns = part.rows.transpose(1, 2)
-        far, near = self.memory["far"].product(self.far_key[part.f], columns), self.memory["near"].product(self.near_key[part.f], columns)
+        far, near = (
+            self.memory["far"].product(self.far_key[part.f], columns),
+            self.memory["near"].product(self.near_key[part.f], columns),
+        )
         if near.shape[1]:
             near.masked_fill_(self._hidden(part), -torch.inf)
         own = self.memory["own"].product(part.key, part.columns)
@@ -163,7 +166,7 @@ def _memory(given: SelectedOperands) -> dict[str, Buffer]:
 def _by_page(rows: Tensor, size: int) -> Tensor:
     """Rows `[S, w]` by page, `[pages, P w]`."""
     missing = -len(rows) % size
-    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, size * rows.shape[-1])
+    return (pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(-1, size * rows.shape[-1])
 
 
 def _longest(rows: Tensor) -> Tensor:
@@ -173,7 +176,7 @@ def _longest(rows: Tensor) -> Tensor:
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
-    """Output `[N, F, Z, R, dv]` and the logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
+    """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:-1])
     memory = _memory(given)
