@@ -51,7 +51,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--features",
         nargs="+",
         default=["pos"],
-        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens",
+        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
+        "with 256 selected keys",
     )
     add("--batch_size", type=int, default=1, help="sequences of a batch")
     add("--heads", type=int, default=8, help="attention heads")

@@ -22,7 +22,7 @@ from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
 from favor.eval.speed import reference
 from favor.eval.speed.cell import Attend, Cell, run_pass
-from favor.eval.speed.landmarks import landmark_rows
+from favor.eval.speed.landmarks import landmark_rows, selected_rows
 
 GROUPS = ("favor", "sdpa", "eager", "performer", "fla")
 SDPA = {
@@ -187,15 +187,25 @@ class Eager(Softmax):
 
 
 class Favor(Method):
-    """`favor.favor_attention` with one family of features, and exact blocks for a name such as wderf@128."""
+    """`favor.favor_attention` with one family of features.
+
+    A name such as wderf@128 stands for exact blocks of so many tokens, landmark+256 for so many selected keys.
+    """
 
     def __init__(self, name: str) -> None:
         features, _, window = name.partition("@")
-        if features not in families.REGISTRY or not (window or "0").isdecimal():
-            known = ", ".join(families.REGISTRY)
-            raise ValueError(f"expected features among {known}, alone or as NAME@WINDOW, got {name!r}")
-        self.features, self.window = features, int(window or 0)
+        features, _, keys = features.partition("+")
+        known, numbers = families.REGISTRY, (window or "0") + (keys or "0")
+        if features not in known or not numbers.isdecimal() or (keys and (window or not known[features].selects_keys)):
+            raise ValueError(
+                f"expected features among {', '.join(known)}, alone, as NAME@WINDOW or as landmark+KEYS, got {name!r}"
+            )
+        self.features, self.window, self.keys = features, int(window or 0), int(keys or 0)
         self.name = f"favor:{name}"
+
+    def refuses(self, cell: Cell) -> str | None:
+        """Causal selected keys have no formula here to be checked with."""
+        return "selected keys are checked in bidirectional attention only" if self.keys and cell.causal else None
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Features of any sign are held for all tokens, positive ones are not."""
@@ -213,8 +223,11 @@ class Favor(Method):
             is_causal=cell.causal,
             seed=cell.seed,
             window=self.window,
+            selected_keys=self.keys,
             kernel=cell.kernel if positive else "auto",
         )
+        if self.keys:
+            return Prepared(attend, lambda s: selected_rows(s, cell.num_features, self.keys))
         if self.features == families.Landmarks.name:
             return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, self.window))
         dtype = torch.float64 if cell.dtype == "float64" else torch.float32
@@ -223,10 +236,10 @@ class Favor(Method):
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:
-        """8 M d (landmarks 6) + 4 window d per token and head, three times that with the backward."""
+        """8 M d (landmarks 6) + 4 (window + keys) d per token and head, three times that with the backward."""
         features = cell.head_dim if self.features == "elu" else cell.num_features
         return _linear_flops(cell, 6 if self.features == "landmark" else 8, features) + _linear_flops(
-            cell, 4, self.window
+            cell, 4, self.window + self.keys
         )
 
 

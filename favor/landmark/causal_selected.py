@@ -102,7 +102,9 @@ def attention(
     if state is not None:
         grouped = [tensor.detach() for tensor in (groups.counts, groups.key, groups.value)]
         complete = query.shape[3] - query.shape[3] % block
-        kept = [tensor[:, :, :complete].detach().clone(memory_format=torch.contiguous_format) for tensor in (key, value)]
+        kept = [
+            tensor[:, :, :complete].detach().clone(memory_format=torch.contiguous_format) for tensor in (key, value)
+        ]
         nothing = cells.new_zeros(*query.shape[:3], 0)
         state.memory = _indexed(selection, Kept(*grouped, *kept, cells, cells, cells, nothing, nothing), counts)
         state.block = tuple(tensor.detach().clone() for tensor in rest)

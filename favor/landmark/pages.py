@@ -21,7 +21,7 @@ _PARTS = 16
 
 
 def filled(rows: Tensor, size: int) -> Tensor:
-    """Rows `[..., T, w]` with zeros (False) at the end, so that their number is a multiple of `size`; copied if need be."""
+    """Rows `[..., T, w]`, with zeros (False) at the end if their number is no multiple of `size`."""
     missing = -rows.shape[-2] % size
     return pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -42,7 +42,7 @@ class Pages:
     @torch.no_grad()
     def of(cls, key: Tensor, real: Tensor, size: int) -> Pages:
         """Cuts keys `[N, S, d]` into pages of `size`; `real` is `[N, S]`, True for the keys that count."""
-        weights = filled(real.unsqueeze(-1), size).view(len(real), -1, 1, size)
+        weights = filled(real.unsqueeze(-1), size).reshape(len(real), -1, 1, size)
         weights = weights.to(torch.promote_types(key.dtype, torch.float32))
         counts = weights.sum((2, 3))
         rows = filled(key, size).unflatten(1, (-1, size)).to(weights.dtype)

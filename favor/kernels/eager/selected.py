@@ -19,7 +19,6 @@ from favor.kernels.operands import SelectedOperands
 
 # Numbers of the keys and values that are gathered at a time: what stays in cache on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**21, 2**26
-_GRADIENTS = 2**24  # numbers of their gradients that are added up at a time
 _SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
 
 
@@ -79,7 +78,7 @@ class _Head:
         self.shifts = self.near_key.shape[1] > 0 or not self._are_small(given.key[number])
 
     def _are_small(self, key: Tensor) -> bool:
-        """Whether all logits are surely so small that exponentials need no shift by the largest; |q| |k| bounds them."""
+        """Whether |q| |k| shows that no logit is large, so that exponentials need no shift by the largest one."""
         if torch.finfo(key.dtype).max < 2.0**100:
             return False
         keys = [_longest(rows) for rows in (self.far_key, self.near_key, key)]
@@ -183,7 +182,7 @@ def _longest(rows: Tensor) -> Tensor:
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
-    """Output `[N, F, Z, R, dv]` and the logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
+    """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
     dtype, given = given.query.dtype, given.raised()
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:-1])
@@ -209,36 +208,6 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     return out.to(dtype), lse
 
 
-class _Scatter:
-    """Adds gradients of gathered pages to those of all pages, many at a time."""
-
-    def __init__(self, total: Tensor, memory: Buffer, pages: int) -> None:
-        """`total` is `[pages, P w]`; `pages` are added up in all, with repetitions."""
-        self.total, self.places, self.held = total, [], 0
-        self.rows = memory.empty(min(pages, max(_GRADIENTS // max(total.shape[1], 1), 1)), total.shape[1])
-
-    def take(self, places: Tensor) -> Tensor:
-        """Memory for the gradients of pages at these places, `[n, P w]`, to be filled at once."""
-        if self.held + len(places) > len(self.rows):
-            self.flush()
-        self.places.append(places)
-        self.held += len(places)
-        return self.rows[self.held - len(places) : self.held]
-
-    def flush(self) -> None:
-        if self.held:
-            self.total += _sums(self.rows[: self.held], torch.cat(self.places), len(self.total))
-        self.places, self.held = [], 0
-
-
-def _sums(rows: Tensor, places: Tensor, number: int) -> Tensor:
-    """Sums of the rows `[n, w]` with the same place, `[number, w]`; on a CPU the gradient of an embedding is fastest."""
-    if rows.device.type == "cpu":
-        found: Tensor = torch.ops.aten.embedding_dense_backward(rows, places, number, -1, False)
-        return found
-    return rows.new_zeros(number, rows.shape[1]).index_add_(0, places, rows)
-
-
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, far key and value, near key and value, key and value."""
     dtype, given = given.query.dtype, given.raised()
@@ -250,11 +219,7 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
     ]
     memory = _memory(given)
     for number in range(len(out)):
-        head, own = _Head(given, number, memory), [tensor[number] for tensor in found]
-        scatters = [
-            _Scatter(total[number], memory[name], head.pages.numel())
-            for total, name in zip(totals, ("key gradients", "value gradients"), strict=True)
-        ]
+        head, own = _Head(given, number, memory), [tensor[number] for tensor in (*found, *totals)]
         for part in head.parts():
             f, z = part.f, part.z
             g, top = grad[number, f, z], lse[number, f, z] / LN2
@@ -263,9 +228,7 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
                 inverse = torch.exp2(-top)
                 g, share, top = g * inverse.unsqueeze(-1), share * inverse, None
             weights, replaced = head.exponentials(head.logits(part), part, None if top is None else top.flatten(1))
-            _part_backward(head, part, weights, replaced, (g, share), own, scatters)
-        for scatter in scatters:
-            scatter.flush()
+            _part_backward(head, part, weights, replaced, (g, share), own)
     of_key, of_value = (
         total.view(len(rows), -1, rows.shape[2])[:, : rows.shape[1]].contiguous()
         for total, rows in zip(totals, (given.key, given.value), strict=True)
@@ -280,11 +243,10 @@ def _part_backward(
     replaced: Tensor,
     slopes: tuple[Tensor, Tensor],
     found: list[Tensor],
-    scatters: list[_Scatter],
 ) -> None:
     """Adds the gradients of some query blocks; `slopes` are those of the output and of the normaliser's logarithm."""
     f, z, size, memory = part.f, part.z, head.size, head.memory
-    of_query, far_key, far_value, near_key, near_value = found
+    of_query, far_key, far_value, near_key, near_value, key_pages, value_pages = found
     query = head.query[f, z] * head.given.scale
     rows, of_rows = query.flatten(1, 2), query.flatten(0, 1)
     g, of_g = slopes[0].flatten(1, 2), slopes[0].flatten(0, 1)
@@ -292,11 +254,13 @@ def _part_backward(
 
     # The chosen keys.
     changes = torch.sub(weights.own, replaced, out=memory["changes"].empty(*replaced.shape))
-    torch.bmm(changes, of_g, out=scatters[1].take(part.pages).view(part.value.shape))
+    values = memory["gradients"].product(changes, of_g)
+    value_pages.index_add_(0, part.pages, values.view(len(part.pages), value_pages.shape[1]))
     slope = memory["slope"].product(part.value, of_g.transpose(1, 2)).sub_(d.view(-1, 1, size))
     moved = replaced.mul_(slope)
     slope.mul_(weights.own)
-    torch.bmm(slope, of_rows, out=scatters[0].take(part.pages).view(part.key.shape))
+    keys = memory["gradients"].product(slope, of_rows)
+    key_pages.index_add_(0, part.pages, keys.view(len(part.pages), key_pages.shape[1]))
     result = torch.bmm(slope.transpose(1, 2), part.key).view_as(rows)
 
     # The groups, without what the chosen keys took from them.
@@ -304,8 +268,7 @@ def _part_backward(
     far_value[f] += (weights.far @ g).mul_(counts)
     columns = torch.cat([g, -d.transpose(1, 2)], -1).transpose(1, 2)
     slope = memory["far slope"].product(torch.cat([head.weighted[f], counts], -1), columns).mul_(weights.far)
-    taken = _sums(moved.view(-1, size), part.place, slope.numel() // size)
-    slope -= taken.view_as(slope)
+    slope.view(-1, size).index_add_(0, part.place, moved.view(-1, size), alpha=-1)
     far_key[f] += slope @ rows
     result.baddbmm_(slope.transpose(1, 2), head.far_key[f])
     if weights.near.shape[1]:

@@ -182,6 +182,21 @@ def test_the_formula_of_landmarks_is_what_is_computed_and_nothing_else(causal, w
     assert not reference.compare(other.attend, prepared.rows, *inputs, **options).passed
 
 
+def test_the_formula_of_selected_keys_is_what_is_computed_and_nothing_else():
+    cell = Cell(200, False, True, heads=4, key_heads=2, head_dim=8, num_features=24)
+    inputs = cell.inputs()[:3]
+    prepared = speed_methods.Favor("landmark+64").prepare(cell)
+    assert reference.compare(prepared.attend, prepared.rows, *inputs, causal=False, backward=True).passed
+    other = speed_methods.Favor("landmark+80").prepare(cell)
+    assert not reference.compare(other.attend, prepared.rows, *inputs, causal=False, backward=True).passed
+
+
+@pytest.mark.parametrize("name", ["pos+64", "landmark@16+64", "landmark+64@16", "landmark+x"])
+def test_only_landmarks_without_a_window_take_selected_keys(name):
+    with pytest.raises(ValueError, match=r"landmark\+KEYS"):
+        speed_methods.Favor(name)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_keys_change_nothing(causal, monkeypatch):
     cell = Cell(40, causal, True, head_dim=8, heads=2, key_heads=1, dtype="float64")

@@ -54,6 +54,12 @@ def test_work_in_many_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(selected_attention(given), whole)
 
 
+def test_rows_may_stand_apart_in_memory() -> None:
+    given = problem(keys=24)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.key, given.value)]
+    torch.testing.assert_close(selected_attention(given._replace(key=apart[0], value=apart[1])), naive(given))
+
+
 def test_large_norms_stay_finite() -> None:
     given = problem(dtype=torch.float32, norm=1e3, first=0)
     leaves = [given[place].clone().requires_grad_() for place in (0, 7, 8)]
