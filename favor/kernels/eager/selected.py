@@ -222,12 +222,13 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
         head, own = _Head(given, number, memory), [tensor[number] for tensor in (*found, *totals)]
         for part in head.parts():
             f, z = part.f, part.z
-            g, top = grad[number, f, z], lse[number, f, z] / LN2
+            g, level = grad[number, f, z], lse[number, f, z] / LN2
             share = (g * out[number, f, z]).sum(-1)
             if not head.shifts:  # the weights are not divided by the normaliser, so what they meet is
-                inverse = torch.exp2(-top)
-                g, share, top = g * inverse.unsqueeze(-1), share * inverse, None
-            weights, replaced = head.exponentials(head.logits(part), part, None if top is None else top.flatten(1))
+                inverse = torch.exp2(-level)
+                g, share = g * inverse.unsqueeze(-1), share * inverse
+            top = level.flatten(1) if head.shifts else None
+            weights, replaced = head.exponentials(head.logits(part), part, top)
             _part_backward(head, part, weights, replaced, (g, share), own)
     of_key, of_value = (
         total.view(len(rows), -1, rows.shape[2])[:, : rows.shape[1]].contiguous()
