@@ -45,7 +45,7 @@ def selected_rows(sample: Sample, num_landmarks: int, keys: int) -> Rows:
     cells = Landmarks().cells(queries.flatten(0, 1), key, num_landmarks, scale=scale)
     own = filled(queries[sample.head % len(queries)], QUERY_BLOCK[False]).unflatten(0, (-1, QUERY_BLOCK[False]))
     pages = Pages.of(key.unsqueeze(0), torch.ones_like(cells, dtype=torch.bool).unsqueeze(0), size)
-    chosen = choose(pages, own.unsqueeze(0), None, -(-keys // size))[0][0, sample.rows // QUERY_BLOCK[False]]
+    chosen = choose(pages, own.unsqueeze(0), -(-keys // size))[0][0, sample.rows // QUERY_BLOCK[False]]
     of_keys = torch.arange(length, device=key.device) // size
     is_chosen = torch.zeros(len(chosen), int(of_keys[-1]) + 1, dtype=torch.bool, device=key.device)
     is_chosen = is_chosen.scatter(1, chosen, True)[:, of_keys]

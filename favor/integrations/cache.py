@@ -165,8 +165,8 @@ class StreamLayer(CacheLayerMixin):
             self.length -= forgotten
             return
         raise ValueError(
-            "a FavorCache cannot forget its last tokens, which assisted generation asks for, but for those of the block "
-            "that is not complete, with selected keys: use transformers' DynamicCache there."
+            "a FavorCache cannot forget its last tokens, which assisted generation asks for, but (with selected keys) "
+            "those of the block that is not complete: use transformers' DynamicCache there."
         )
 
     def offload(self) -> None:

@@ -66,7 +66,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @selected_backward.register_fake
 def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     given = SelectedOperands(*arguments[:-1])
-    return tuple(given[place].new_empty(given[place].shape) for place in (0, 2, 3, 5, 6, 7, 8))
+    read = (given.query, given.far_key, given.far_value, given.near_key, given.near_value, given.key, given.value)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in read)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -144,7 +144,7 @@ def _blocks(
     far = [(own.sum(1, keepdim=True) - own) / apart.clamp(min=1) for own in sums]
     apart = apart.squeeze(-1)
     if selection is not None:
-        groups = (apart, *(mean.to(near_key.dtype) for mean in far))
+        groups = (apart, far[0].to(near_key.dtype), far[1].to(near_key.dtype))
         return windowed(selection, rows, groups, (real, near_key, near_value), (key, value, of_keys), scale)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)

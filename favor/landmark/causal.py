@@ -132,6 +132,7 @@ def _next(
 
 
 def length_of(tokens: Tokens) -> int:
+    """How many tokens there are."""
     return tokens[1].shape[2] if tokens else 0
 
 
@@ -147,6 +148,7 @@ def split_complete(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
 
 
 def joined_tokens(earlier: Tensor, later: Tensor) -> Tensor:
+    """One after the other, `[..., T]` counts or `[..., T, w]` rows."""
     return torch.cat([earlier, later], -1 if earlier.ndim == 3 else -2)
 
 

@@ -92,21 +92,32 @@ def attention(
     for tokens, own in zip(parts, joining, strict=True):
         if past and first is None:  # all earlier keys are groups of their own
             first = checkpointed(tokens[0], groups, tokens, setting.scale)
-            nothing = Groups(*(tensor[:, :, :0] for tensor in (groups.counts, groups.key, groups.value)))
-            sections.add(nothing, torch.full_like(cells, -1))
+            none = Groups(*(tensor[:, :, :0] for tensor in (groups.counts, groups.key, groups.value)))
+            sections.add(none, torch.full_like(cells, -1))
         else:
             sections.add(groups, cells)
         if own.shape[2] == block and (state is not None or len(sections.far) < len(parts)):
             groups, cells = _regrouped(setting, groups, cells, (tokens[0], own, *tokens[2:]))
     out = sections.attend()
     if state is not None:
-        grouped = [tensor.detach() for tensor in (groups.counts, groups.key, groups.value)]
         complete = query.shape[3] - query.shape[3] % block
-        kept = [
-            tensor[:, :, :complete].detach().clone(memory_format=torch.contiguous_format) for tensor in (key, value)
-        ]
+        kept_key, kept_value = (tensor[:, :, :complete].detach().contiguous() for tensor in (key, value))
         nothing = cells.new_zeros(*query.shape[:3], 0)
-        state.memory = _indexed(selection, Kept(*grouped, *kept, cells, cells, cells, nothing, nothing), counts)
+        state.memory = _indexed(
+            selection,
+            Kept(
+                counts=groups.counts.detach(),
+                key=groups.key.detach(),
+                value=groups.value.detach(),
+                tokens_key=kept_key,
+                tokens_value=kept_value,
+                cells=cells,
+                page_mean=kept_key[:, :, :0],
+                page_there=cells[:, :, :0] > 0,
+                chosen=nothing,
+                since=nothing,
+            ),
+        )
         state.block = tuple(tensor.detach().clone() for tensor in rest)
     return out if first is None else torch.cat([first, out[:, :, :, block:]], 3)
 
@@ -150,27 +161,25 @@ class _Sections:
             own = pad(tensor[:, :, self.past :], (0, 0, 0, self.number * block - self.length))
             return own.unflatten(2, (self.number, block)).flatten(0, 1)
 
-        out = selected_attention(
-            SelectedOperands(
-                self.rows,
-                stacked([groups.counts.unsqueeze(-1) for groups in self.far]).squeeze(-1),
-                stacked([groups.mean(groups.key, key.dtype) for groups in self.far]),
-                stacked([groups.mean(groups.value, key.dtype) for groups in self.far]),
-                near(self.counts.unsqueeze(-1)).squeeze(-1),
-                near(key),
-                near(value),
-                key.flatten(0, 1),
-                value.flatten(0, 1),
-                self.pages,
-                torch.stack(self.cells, 1),
-                self.since,
-                selection.size,
-                self.per_head,
-                0,
-                self.setting.scale,
-            ),
-            selection.kernel,
+        operands = SelectedOperands(
+            query=self.rows,
+            counts=stacked([groups.counts.unsqueeze(-1) for groups in self.far]).squeeze(-1),
+            far_key=stacked([groups.mean(groups.key, key.dtype) for groups in self.far]),
+            far_value=stacked([groups.mean(groups.value, key.dtype) for groups in self.far]),
+            near_counts=near(self.counts.unsqueeze(-1)).squeeze(-1),
+            near_key=near(key),
+            near_value=near(value),
+            key=key.flatten(0, 1),
+            value=value.flatten(0, 1),
+            pages=self.pages,
+            cell=torch.stack(self.cells, 1),
+            since=self.since,
+            page_size=selection.size,
+            per_head=self.per_head,
+            first=0,
+            scale=self.setting.scale,
         )
+        out = selected_attention(operands, selection.kernel)
         rows = out.unflatten(2, (self.groups, -1)).flatten(3, 4)[:, :, :, :block]  # [N, F, G, block, dv]
         return rows.transpose(1, 2).flatten(2, 3)[:, :, : self.length].unflatten(0, self.lead)
 
@@ -191,7 +200,7 @@ def _regrouped(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) 
     return groups, cells
 
 
-def _indexed(selection: Selection, kept: Kept, counts: Tensor | None = None) -> Kept:
+def _indexed(selection: Selection, kept: Kept) -> Kept:
     """The kept tokens with pages over them; their own are moved together where others lie between them."""
     length = kept.tokens_key.shape[2]
     cells = kept.cells[:, :, :length]
@@ -251,22 +260,27 @@ def _operands(
     setting: Setting, kept: Kept, query: Tensor, near: tuple[Tensor, Tensor, Tensor], chosen: tuple[Tensor, Tensor]
 ) -> SelectedOperands:
     """The operands of blocks of queries `[N, Z, R, d]` in one section, all of which see the near keys."""
-    counts, key, value = (tensor.flatten(0, 1) for tensor in near)
-    dtype = key.dtype
+    counts, key, value = (tensor.flatten(0, 1).unsqueeze(1) for tensor in near)
     if not kept.cells.shape[2]:  # there is no page yet
         chosen = (chosen[0][..., :0], chosen[1][..., :0])
-    means = [kept.mean(sums, dtype).flatten(0, 1) for sums in (kept.key, kept.value)]
     cell = setting.selection.cells(kept.cells.flatten(0, 1), chosen[0])
-    per_section = (query, kept.counts.flatten(0, 1), *means, counts, key, value)
-    tokens = (kept.tokens_key.flatten(0, 1), kept.tokens_value.flatten(0, 1))
     return SelectedOperands(
-        *(tensor.unsqueeze(1) for tensor in per_section),
-        *(tensor.to(dtype) for tensor in tokens),
-        *(tensor.unsqueeze(1) for tensor in (chosen[0], cell, chosen[1])),
-        setting.selection.size,
-        1,
-        -1,
-        setting.scale,
+        query=query.unsqueeze(1),
+        counts=kept.counts.flatten(0, 1).unsqueeze(1),
+        far_key=kept.mean(kept.key, key.dtype).flatten(0, 1).unsqueeze(1),
+        far_value=kept.mean(kept.value, key.dtype).flatten(0, 1).unsqueeze(1),
+        near_counts=counts,
+        near_key=key,
+        near_value=value,
+        key=kept.tokens_key.flatten(0, 1).to(key.dtype),
+        value=kept.tokens_value.flatten(0, 1).to(key.dtype),
+        pages=chosen[0].unsqueeze(1),
+        cell=cell.unsqueeze(1),
+        since=chosen[1].unsqueeze(1),
+        page_size=setting.selection.size,
+        per_head=1,
+        first=-1,
+        scale=setting.scale,
     )
 
 

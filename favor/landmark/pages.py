@@ -1,9 +1,9 @@
 """The index in which keys are searched: pages of a few neighbouring keys, and the choice of those that matter.
 
 A page is found by the logit of its mean key. Neighbours need no sorting and lie side by side in memory, and new pages
-are appended to old ones. Pages are known from Quest (Tang et al., 2024), which bounds the logits inside a page coordinate
-by coordinate. On the models measured here (docs/selected_keys.md) pages of 4 found every needle by their mean alone, and
-a bound, mean plus spread, chose slightly worse.
+are appended to old ones. Pages are known from Quest (Tang et al., 2024), which bounds the logits inside a page one
+coordinate after another. On the models measured for docs/selected_keys.md, pages of 4 found the needles by their mean
+alone, and a bound, mean plus spread, chose no better.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _candidates(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> t
 
     Where there are fewer, the scores of the others are -inf.
     """
-    heads, blocks, rows, width = query.shape
+    heads, _, rows, width = query.shape
     every, looks = int(until.max()), _LOOKS * growth.later
     together = max(_limit(query) // max(heads * rows * every, 1), 1)
     found = []

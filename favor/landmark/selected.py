@@ -110,23 +110,27 @@ def bidirectional(
     keys, values, counts, cells = (tensor.flatten(0, 1) for tensor in (key, value, counts, cells))
     pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, selection.pages)
     cell = selection.cells(cells.masked_fill(counts == 0, -1), pages)
-    nothing = [tensor.new_empty(len(keys), 1, 0, *tensor.shape[2:]) for tensor in (counts, keys, values)]
-    out = selected_attention(
-        SelectedOperands(
-            flat.unsqueeze(1),
-            sizes.flatten(0, 1).squeeze(-1).unsqueeze(1),
-            *means,
-            *nothing,
-            keys,
-            values,
-            *(tensor.unsqueeze(1) for tensor in (pages, cell, since)),
-            selection.size,
-            rows.shape[3],
-            -1,
-            scale,
-        ),
-        selection.kernel,
+    nothing = (tensor.new_empty(len(keys), 1, 0, *tensor.shape[2:]) for tensor in (counts, keys, values))
+    near_counts, near_key, near_value = nothing
+    operands = SelectedOperands(
+        query=flat.unsqueeze(1),
+        counts=sizes.flatten(0, 1).squeeze(-1).unsqueeze(1),
+        far_key=means[0],
+        far_value=means[1],
+        near_counts=near_counts,
+        near_key=near_key,
+        near_value=near_value,
+        key=keys,
+        value=values,
+        pages=pages.unsqueeze(1),
+        cell=cell.unsqueeze(1),
+        since=since.unsqueeze(1),
+        page_size=selection.size,
+        per_head=rows.shape[3],
+        first=-1,
+        scale=scale,
     )
+    out = selected_attention(operands, selection.kernel)
     out = out.squeeze(1).unflatten(0, lead).unflatten(2, (groups, -1)).flatten(3, 4)
     return out if out.shape[3] == length else out[:, :, :, :length]  # a slice costs a copy of its gradient
 
@@ -162,10 +166,25 @@ def windowed(
     place = (pages.unsqueeze(-1) * selection.size + torch.arange(selection.size, device=key.device)).flatten(2)
     is_near = (place >= begin.unsqueeze(-1)) & (place < end.unsqueeze(-1))
     cell = selection.cells(cells, pages).masked_fill(is_near, -1)
-    chosen = (tensor.unflatten(1, (sections, -1)) for tensor in (pages, cell, since))
-    out = selected_attention(
-        SelectedOperands(blocks, *far, *near, key, value, *chosen, selection.size, per_head, -1, scale),
-        selection.kernel,
+    chosen = [tensor.unflatten(1, (sections, -1)) for tensor in (pages, cell, since)]
+    operands = SelectedOperands(
+        query=blocks,
+        counts=far[0],
+        far_key=far[1],
+        far_value=far[2],
+        near_counts=near[0],
+        near_key=near[1],
+        near_value=near[2],
+        key=key,
+        value=value,
+        pages=chosen[0],
+        cell=chosen[1],
+        since=chosen[2],
+        page_size=selection.size,
+        per_head=per_head,
+        first=-1,
+        scale=scale,
     )
+    out = selected_attention(operands, selection.kernel)
     out = out.unflatten(2, (groups, per_head)).flatten(3, 4)[:, :, :, :window]  # [N, F, G, w, dv]
     return out.transpose(1, 2).flatten(2, 3)

@@ -68,7 +68,8 @@ class _Head:
         self.sections, self.blocks, self.size, self.width = self.query.shape
         self.weighted = self.far_value * self.counts.unsqueeze(-1)
         self.hides = bool((self.since > 0).any()) or bool((self.cell < 0).any())
-        self.lacks_near, self.later = bool((self.near_counts == 0).any()), {}
+        self.lacks_near = bool((self.near_counts == 0).any())
+        self.later: dict[tuple[int, int], Tensor] = {}
         # Absent groups stand at the mean of the others, so that they do not raise the largest logit.
         total = self.counts.sum(-1, keepdim=True)
         self.nothing = total == 0
@@ -212,7 +213,8 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
     """Gradients of query, far key and value, near key and value, key and value."""
     dtype, given = given.query.dtype, given.raised()
     grad, out = grad.to(lse.dtype), out.to(lse.dtype)
-    found = [torch.zeros_like(given[place]) for place in (0, 2, 3, 5, 6)]
+    read = (given.query, given.far_key, given.far_value, given.near_key, given.near_value)
+    found = list(map(torch.zeros_like, read))
     totals = [
         rows.new_zeros(len(rows), -(-rows.shape[1] // given.page_size), given.page_size * rows.shape[2])
         for rows in (given.key, given.value)
