@@ -43,7 +43,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if 0 in (batch, length, keys):
         zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # of the graph
         return zeros.expand(-1, -1, -1, value.shape[-1])
-    groups, block = heads // key_heads, window or landmark_causal.BLOCK
+    groups, block, selection = heads // key_heads, window or landmark_causal.BLOCK, Selection.of(call)
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
@@ -57,7 +57,6 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         return out.view(batch, heads, length, -1)
     if _raises_half_precision(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
-    selection = Selection.of(call)
     if call.is_causal and selection is not None:
         setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
         return causal_selected.attention(setting, shared, key, value, counts, call.state).flatten(1, 2)
