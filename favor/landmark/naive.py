@@ -166,7 +166,6 @@ def chosen_keys(
     together: int,
     window: int = 0,
     real: Tensor | None = None,
-    queries: Tensor | None = None,
 ) -> Tensor:
     """The keys that each query of bidirectional attention selects, boolean `[L, S]`.
 
@@ -178,7 +177,7 @@ def chosen_keys(
         size: keys of a page.
         together: queries that choose together.
         window: pages that lie inside the window of the queries are not chosen; 0 for none.
-        real, queries: False for padding, `[S]` and `[L]`.
+        real: False for padding, `[S]`.
     """
     chosen, pages = torch.zeros(len(query), len(key), dtype=torch.bool), _pages(len(key), size, real)
     logits = {page: (query @ key[keys].mean(0)).tolist() for page, keys in pages.items() if keys}
@@ -186,9 +185,8 @@ def chosen_keys(
         end = min(begin + (window or len(query)), len(query))
         for first in range(begin, end, together):
             block = range(first, min(first + together, end))
-            voices = [i for i in block if queries is None or queries[i]]
             inside = {page for page in pages if window and begin <= page * size and (page + 1) * size <= begin + window}
-            scores = {page: sum(own[i] for i in voices) for page, own in logits.items() if page not in inside}
+            scores = {page: sum(own[i] for i in block) for page, own in logits.items() if page not in inside}
             for page in sorted(scores, key=lambda page: -scores[page])[:number]:
                 chosen[first : block.stop, pages[page]] = True
     return chosen
@@ -199,8 +197,9 @@ def growing_keys(
 ) -> Tensor:
     """The keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
 
-    Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses the best pages, and each later one adds the
-    best that are not chosen yet, if they are among four times as many that are its best.
+    Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses
+    the best pages, and each later one adds the best that are not chosen yet, if they are among four times as many that
+    are its best.
 
     Args:
         query, key: `[L, d]` and `[S, d]`, of one query head; the queries are those of the last keys.

@@ -73,7 +73,11 @@ def test_causal_attention_is_the_definition(window, keys, page_size, query_block
 
 def test_default_sizes_are_the_definition():
     tensors = inputs(90, heads=2, batch=1)
-    for options in ({"selected_keys": 30}, {"selected_keys": 30, "window": 16}, {"selected_keys": 70, "is_causal": True}):
+    for options in (
+        {"selected_keys": 30},
+        {"selected_keys": 30, "window": 16},
+        {"selected_keys": 70, "is_causal": True},
+    ):
         found = favor.favor_attention(*tensors, features="landmark", num_features=6, **options)
         torch.testing.assert_close(found, naive_landmark_attention(*tensors, 6, **options))
 
@@ -259,7 +263,9 @@ def test_pieces_are_the_whole(window, pieces, page_size, query_block):
 @pytest.mark.parametrize("selected_keys", [7, 40])
 def test_fewer_keys_than_a_page(selected_keys):
     tensors = inputs(3, 3)
-    torch.testing.assert_close(attend(*tensors, num_features=1, page_size=7, selected_keys=selected_keys), exact(*tensors))
+    torch.testing.assert_close(
+        attend(*tensors, num_features=1, page_size=7, selected_keys=selected_keys), exact(*tensors)
+    )
 
 
 def test_padded_queries_choose_nothing():
