@@ -146,12 +146,16 @@ def favor_attention(
         if query_mask is not None and query_mask.shape == compaction.order.shape:
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
-    elif call.key_mask is not None and call.selected_keys and not is_causal:
-        # Pages of keys begin with the first real one, too.
-        moved = Compaction.of(call.key_mask)
+    elif call.selected_keys and not is_causal:
+        # Blocks of queries and pages of keys begin with the first real one, too, each by their own mask.
+        queries, keys = call.query_padding(length, key.shape[2]), call.key_mask
+        compaction = None if queries is None else Compaction.of(queries)
+        moved = None if keys is None else Compaction.of(keys)
         if moved is not None:
-            key, value = moved.move(key), moved.move(value)
-            call = replace(call, key_mask=moved.mask)
+            key, value, keys = moved.move(key), moved.move(value), moved.mask
+        if compaction is not None:
+            query, queries = compaction.move(query), compaction.mask
+        call = replace(call, key_mask=keys, query_mask=queries)
     # Autocast would run the projections, and so the exponents, in half precision.
     with torch.autocast(query.device.type, enabled=False):
         out = attend(family, query, key, value, call)
@@ -167,4 +171,4 @@ def _has_blocks(family: Family, call: AttentionCall, same_length: bool) -> bool:
     """Whether tokens are cut into blocks, which begin with the first real one wherever the padding is."""
     if call.is_causal and isinstance(family, Landmarks):
         return same_length  # else they are blocks of queries
-    return call.window > 0 or (call.selected_keys > 0 and same_length)
+    return call.window > 0

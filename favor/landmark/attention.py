@@ -43,7 +43,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if 0 in (batch, length, keys):
         zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # of the graph
         return zeros.expand(-1, -1, -1, value.shape[-1])
-    groups, block = heads // key_heads, window or landmark_causal.BLOCK
+    groups, block, selection = heads // key_heads, window or landmark_causal.BLOCK, Selection.of(call)
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
@@ -57,7 +57,9 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         return out.view(batch, heads, length, -1)
     if _raises_half_precision(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
-    selection = Selection.of(call)
+    query_mask = call.query_padding(length, keys)
+    if selection is not None and query_mask is not None:  # padding has no say in what its block chooses
+        shared = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if call.is_causal and selection is not None:
         setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
         return causal_selected.attention(setting, shared, key, value, counts, call.state).flatten(1, 2)
@@ -66,7 +68,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
             family, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=call.state
         )
         return out.flatten(1, 2)
-    rows, query_mask = shared.flatten(2, 3), call.query_padding(length, keys)
+    rows = shared.flatten(2, 3)
     cells = family.cells(
         rows if call.use_statistics else None,
         key,
@@ -75,8 +77,6 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         None if key_mask is None else key_mask[:, None],
         scale=scale,
     )
-    if selection is not None and query_mask is not None:  # they have no say in what their block chooses
-        shared = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if selection is not None and not window:
         return bidirectional(selection, shared, key, value, cells, counts, num_landmarks, scale).flatten(1, 2)
     if window:

@@ -79,6 +79,10 @@ def attention(
     if state is not None and state.memory is not None:
         return _next(setting, (query, counts, key, value), state)
     block, selection, past = setting.block, setting.selection, key.shape[2] - query.shape[3]
+    missing = -past % selection.size
+    if missing:  # a page ends where the first section begins
+        key, value = (pad(tensor, (0, 0, missing, 0)) for tensor in (key, value))
+        counts, past = pad(counts, (missing, 0)), past + missing
     sections = _Sections(setting, query, key, value, counts)
     groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
     cells = _numbered(counts[:, :, :past], 0)

@@ -9,18 +9,22 @@ A landmark is a group of n keys with the mean c. Every key of the group has the 
 
 so a group counts n times. Causal attention always has blocks; a group then holds keys of earlier blocks. At first each
 of these is a group of its own. At the end of a block its keys join them, and where there are then more groups than
-landmarks, groups are joined to larger ones. Memory and time are quadratic in the length.
+landmarks, groups are joined to larger ones. A key that is selected for query i has the weight exp(scale q_i.k_j), too;
+see `chosen_keys` and `growing_keys`. Memory and time are quadratic in the length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from favor.landmark.causal import BLOCK
 from favor.landmark.grouping import Landmarks
+from favor.landmark.pages import Growth
+from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
 
 # From positions of queries, means of groups `[n, d]` and their counts `[n]` to the new group of each, `[n]`.
 Regroup = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +39,9 @@ def naive_landmark_attention(
     is_causal: bool = False,
     window: int = 0,
     scale: float | None = None,
+    selected_keys: int = 0,
+    page_size: int = 0,
+    query_block: int = 0,
 ) -> Tensor:
     """Computes `favor.favor_attention` with `features="landmark"` from its definition, for tokens without padding.
 
@@ -44,6 +51,7 @@ def naive_landmark_attention(
         is_causal: query i sees keys 0 ... S - L + i.
         window: length of the blocks; 0 for none, or if causal for those of `favor.landmark.causal.BLOCK` tokens.
         scale: of the logits, 1/sqrt(d) by default.
+        selected_keys, page_size, query_block: as there.
 
     Returns:
         `[B, H, L, dv]`.
@@ -51,6 +59,7 @@ def naive_landmark_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     groups, past = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+    size, together = page_size or PAGE_SIZE[is_causal], query_block or QUERY_BLOCK[is_causal]
     for place in torch.cartesian_prod(torch.arange(key.shape[0]), torch.arange(key.shape[1])).tolist():
         heads = (place[0], slice(place[1] * groups, (place[1] + 1) * groups))
         x, y = query[heads], key[tuple(place)]
@@ -68,6 +77,15 @@ def naive_landmark_attention(
             block_of = torch.arange(key.shape[2]) // window if window else None
             of_rows = None if block_of is None else block_of.repeat(groups)
             logits = bidirectional_logits(scale * x.flatten(0, 1), y, cells, of_rows, block_of)
+        if selected_keys:
+            section = (window or BLOCK) if is_causal else window
+            size = gcd(size, section) if is_causal else size
+            number = -(-selected_keys // size)
+            if is_causal and not query_block:
+                together = min(together, number)
+            choose, options = growing_keys if is_causal else chosen_keys, (number, size, together)
+            chosen = torch.cat([choose(own, y, *options, section) for own in x])
+            logits = torch.where(chosen & (logits > -torch.inf), scale * x.flatten(0, 1) @ y.T, logits)
         out[heads] = (logits.softmax(-1) @ value[tuple(place)]).unflatten(0, (groups, -1))
     return out
 
@@ -138,6 +156,80 @@ def causal_logits(
             means, grouped = torch.cat([means, key[fresh]]), cells >= 0
             cells[grouped] = regroup(fresh - first, means.detach(), torch.bincount(cells[grouped]))[cells[grouped]]
     return logits
+
+
+def chosen_keys(
+    query: Tensor,
+    key: Tensor,
+    number: int,
+    size: int,
+    together: int,
+    window: int = 0,
+    real: Tensor | None = None,
+) -> Tensor:
+    """The keys that each query of bidirectional attention selects, boolean `[L, S]`.
+
+    Every `together` queries (of the same window, if there are windows) choose the pages with the largest sum of logits.
+
+    Args:
+        query, key: `[L, d]` and `[S, d]`, of one query head.
+        number: of pages.
+        size: keys of a page.
+        together: queries that choose together.
+        window: pages that lie inside the window of the queries are not chosen; 0 for none.
+        real: False for padding, `[S]`.
+    """
+    chosen, pages = torch.zeros(len(query), len(key), dtype=torch.bool), _pages(len(key), size, real)
+    logits = {page: (query @ key[keys].mean(0)).tolist() for page, keys in pages.items() if keys}
+    for begin in range(0, len(query), window or len(query)):
+        end = min(begin + (window or len(query)), len(query))
+        for first in range(begin, end, together):
+            block = range(first, min(first + together, end))
+            inside = {page for page in pages if window and begin <= page * size and (page + 1) * size <= begin + window}
+            scores = {page: sum(own[i] for i in block) for page, own in logits.items() if page not in inside}
+            for page in sorted(scores, key=lambda page: -scores[page])[:number]:
+                chosen[first : block.stop, pages[page]] = True
+    return chosen
+
+
+def growing_keys(
+    query: Tensor, key: Tensor, number: int, size: int, together: int, section: int, real: Tensor | None = None
+) -> Tensor:
+    """The keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
+
+    Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses
+    the best pages, and each later one adds the best that are not chosen yet, if they are among four times as many that
+    are its best.
+
+    Args:
+        query, key: `[L, d]` and `[S, d]`, of one query head; the queries are those of the last keys.
+        number, size, together, real: as in `chosen_keys`.
+        section: its length; the first one begins with the first query.
+    """
+    growth, past = Growth.of(number, together), len(key) - len(query)
+    chosen, pages = torch.zeros(len(query), len(key), dtype=torch.bool), _pages(len(key), size, real, past % size)
+    logits = {page: (query @ key[keys].mean(0)).tolist() for page, keys in pages.items() if keys}
+    for i in range(len(query)):
+        begin = i // section * section
+        row = (i - begin) % together
+        before = [page for page in pages if page * size + (past % size or size) <= past + begin]
+        best = sorted((page for page in before if page in logits), key=lambda page: -logits[page][i])
+        if row == 0:
+            held = best if len(before) <= number else best[: growth.first]
+        elif len(before) > number:
+            held = held + [page for page in best[: 4 * growth.later] if page not in held][: growth.later]
+        chosen[i, [key for page in held for key in pages[page]]] = True
+    return chosen
+
+
+def _pages(length: int, size: int, real: Tensor | None, shorter: int = 0) -> dict[int, list[int]]:
+    """The keys of each page that count; the first page may have fewer keys than the others."""
+    pages: dict[int, list[int]] = {}
+    for j in range(length):
+        own = pages.setdefault((j + -shorter % size) // size, [])
+        if real is None or real[j]:
+            own.append(j)
+    return pages
 
 
 def _means(rows: Tensor, cells: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 from favor.attention.call import AttentionCall
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
+from favor.landmark import causal as landmark_causal
 from favor.landmark.grouping import sums_of
 from favor.landmark.pages import Growth, Pages, choose, filled
 
@@ -47,20 +49,28 @@ class Selection:
     def of(cls, call: AttentionCall) -> Selection | None:
         """Reads a call; None if no keys are selected.
 
-        Queries that must not see each other, as in the cross attention of a decoder, choose one by one.
+        Queries that must not see each other, as in the cross attention of a decoder, choose one by one. Causal pages
+        divide a section, so that every earlier key is in one that can be chosen; where few are chosen, blocks are
+        shorter than they are by default.
 
         Raises:
-            ValueError: in an exported program, which has no operator for it.
+            ValueError: in an exported program, which has no operator for it, or for too few keys for a causal block.
         """
         if not call.selected_keys:
             return None
         if torch.compiler.is_exporting():
             raise ValueError("selected keys cannot be exported: set selected_keys=0.")
         size = call.page_size or PAGE_SIZE[call.is_causal]
-        rows = call.query_block or QUERY_BLOCK[call.is_causal]
+        if call.is_causal:  # a page belongs to one section
+            size = gcd(size, call.window or landmark_causal.BLOCK)
+        pages, rows = -(-call.selected_keys // size), call.query_block or QUERY_BLOCK[call.is_causal]
+        if call.is_causal and not call.query_block:
+            rows = min(rows, pages)
         if not (call.is_causal or call.use_statistics):
             rows = 1
-        return cls(-(-call.selected_keys // size), size, rows, call.kernel)
+        if call.is_causal:
+            Growth.of(pages, rows)  # refuses too few pages before the first sequence that is long enough to need them
+        return cls(pages, size, rows, call.kernel)
 
     @property
     def growth(self) -> Growth:

@@ -61,7 +61,7 @@ def test_options_are_those_of_the_family_that_the_backend_runs():
         with pytest.raises(ValueError, match=message):
             favor.configure(model, "favor#", **options)
     with pytest.raises(ValueError, match="landmark attention has no Triton kernel"):
-        favor.configure(model, "landmark", kernel="triton")
+        favor.configure(model, "landmark", kernel="triton", selected_keys=0)
     assert model.config.favor == before
 
 
@@ -134,7 +134,18 @@ def test_options_are_merged_validated_and_stored():
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'saderf'"),
         ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmark attention has no parameters"),
         ({"features": "landmark", "factorization": "cholesky"}, ValueError, "factorization of landmark must be one of"),
-        ({"features": "landmark", "kernel": "triton"}, ValueError, "landmark attention has no Triton kernel"),
+        (
+            {"features": "landmark", "kernel": "triton", "selected_keys": 0},
+            ValueError,
+            "landmark attention has no Triton kernel",
+        ),
+        ({"selected_keys": -1}, ValueError, "selected_keys must be at least 0, got -1"),
+        ({"selected_keys": 1.5}, TypeError, "selected_keys must be an integer, got 1.5"),
+        ({"selected_keys": True}, TypeError, "selected_keys must be an integer, got True"),
+        ({"page_size": -4}, ValueError, "page_size must be at least 0, got -4"),
+        ({"page_size": None}, TypeError, "page_size must be an integer, got None"),
+        ({"query_block": -1}, ValueError, "query_block must be at least 0, got -1"),
+        ({"query_block": "16"}, TypeError, "query_block must be an integer, got '16'"),
         ({"factorization": "svd"}, ValueError, "factorization must be one of 'auto', 'eigh'"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
@@ -422,6 +433,8 @@ def test_cross_attention_of_decoders_does_not_show_the_future(name, features):
     model_class, config = CROSS[name]
     config = config()
     config.favor = {"features": features, "num_features": 6 if features else 16, "exact_below": 0}
+    if features:  # pages of few keys: what one query chooses must not be what a later one wants
+        config.favor |= {"selected_keys": 4, "page_size": 2, "query_block": 2}
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="favor#").eval()
     ids = tokens(False)["input_ids"]

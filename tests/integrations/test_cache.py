@@ -85,7 +85,7 @@ def test_with_a_window(lengths):
 @pytest.mark.parametrize("lengths", [(5, 5), (8, 8), (19, 19), (19, 5, 9, 16)])
 def test_through_landmarks(lengths):
     """As without a cache; a DynamicCache, which keeps all keys, is closer to exact attention."""
-    model = favor.configure(make(window=8, num_features=6), "favor#", features="landmark")
+    model = favor.configure(make(window=8, num_features=6), "favor#", features="landmark", selected_keys=0)
     expected = generate(model, None, prompt(*lengths), use_cache=False)
     found = generate(model, favor.FavorCache(model.config), prompt(*lengths))
     assert torch.equal(found.sequences, expected.sequences)
@@ -95,7 +95,7 @@ def test_through_landmarks(lengths):
 def test_decoding_through_landmarks_with_a_cache_is_exact():
     """The groups of earlier tokens are not in the cache, their keys are: a new token sees them as they are."""
     config = next(a for a in ARCHITECTURES if a.name == "llama").config()
-    config.favor = {"features": "landmark", "num_features": 4, "window": 4, "exact_below": 0}
+    config.favor = {"features": "landmark", "num_features": 4, "window": 4, "exact_below": 0, "selected_keys": 0}
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, attn_implementation="favor#").eval()
     ids, mask = tokens(False)["input_ids"], padding_mask()
@@ -145,11 +145,11 @@ def make_hybrid(name: str, **options: object) -> PreTrainedModel:
 @pytest.mark.parametrize("length", [5, 19])
 def test_every_layer_that_estimates_attention_keeps_a_state(name, length):
     """Whatever the config calls it: results are those of no cache, and the cache does not grow."""
-    model, sizes = make_hybrid(name, num_features=4, window=8), set()
+    model, sizes = make_hybrid(name, num_features=4, window=8, selected_keys=0), set()
     ids = prompt(length + 16)["input_ids"]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, length - 1 :]
-        cache = favor.FavorCache(model.config)
+        cache = favor.FavorCache(model.config, keep="state")
         found = [model(ids[:, :length], past_key_values=cache).logits[:, -1]]
         for token in ids[:, length:].split(1, 1):
             found.append(model(token, past_key_values=cache).logits[:, -1])

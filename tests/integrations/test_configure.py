@@ -36,9 +36,10 @@ ENCODER = {f"encoder.layers.{i}.self_attn" for i in range(2)}
 def test_a_part_that_shares_its_config_is_switched_alone(how, tmp_path):
     model = whisper()
     if how == "part":
-        favor.configure(model.model.encoder, "landmark", **SMALL)
+        favor.configure(model.model.encoder, "landmark", **SMALL, selected_keys=0)
     else:
-        favor.configure(model, "landmark", only="encoder" if how == "only" else "model.encoder", **SMALL)
+        options = {**SMALL, "selected_keys": 0}
+        favor.configure(model, "landmark", only="encoder" if how == "only" else "model.encoder", **options)
     assert {name for name, what in runs(model).items() if what == "landmark"} == ENCODER
     # The encoder changes, and the decoder over the same encoder output does not.
     exact, frames = whisper(), whisper_features(False)["input_features"]
@@ -104,6 +105,9 @@ def test_options_without_a_backend_are_warned_of():
         ("favor_elu", {"num_features": 64}),
         ("landmark", {"orthogonal": False}),
         ("landmark", {"redraw_interval": 2}),
+        ("favor+", {"selected_keys": 16}),
+        ("favor#", {"page_size": 4}),
+        ("favor_elu", {"query_block": 8}),
     ],
 )
 def test_an_option_that_the_backend_does_not_read_is_refused(backend, option):

@@ -17,8 +17,8 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 SIZES |= {"vocab_size": 99, "initializer_range": 0.5}  # large weights, so that attention matters
 # Window or not, drawn or not, with parameters from the sequence or not.
 METHODS = {
-    "landmark": ("landmark", {"num_features": 8}),
-    "landmark-window": ("landmark", {"num_features": 8, "window": 8}),
+    "landmark": ("landmark", {"num_features": 8, "selected_keys": 0}),
+    "landmark-window": ("landmark", {"num_features": 8, "selected_keys": 0, "window": 8}),
     "favor+": ("favor+", {"num_features": 16}),
     "favor+-window": ("favor+", {"num_features": 16, "window": 8}),
     "favor++": ("favor++", {"num_features": 16}),

@@ -1,0 +1,231 @@
+"""Selected keys in models: options, and generation with a cache that keeps the keys."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from test_cache import CONFIGS, prompt
+from test_cache import generate as generate_any
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+import favor
+
+OPTIONS = {"num_features": 6, "exact_below": 0, "window": 8, "selected_keys": 8, "page_size": 2, "query_block": 3}
+
+
+def make(name="llama", **options):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().double()  # no choice by rounding
+    return favor.configure(model, "landmark", **{**OPTIONS, **options})
+
+
+def bert(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    model = BertModel(BertConfig(**sizes, vocab_size=40, initializer_range=0.5)).eval()
+    return favor.configure(model, "landmark", num_features=4, exact_below=0, **options)
+
+
+def generate(*args, **options):
+    """Without the padding token, whose embedding is 0: its query would find all pages equal."""
+    return generate_any(*args, **options, suppress_tokens=[0])
+
+
+def full(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [(11,), (19, 19), (19, 5, 9, 16)], ids=str)
+@pytest.mark.parametrize("window", [8, 7])
+def test_generate_is_a_full_forward_pass(name, lengths, window):
+    model = make(name, window=window)
+    expected = generate(model, None, prompt(*lengths), use_cache=False)
+    found = generate(model, favor.FavorCache(model.config), prompt(*lengths))
+    assert torch.equal(found.sequences, expected.sequences)
+    close(torch.stack(found.logits), torch.stack(expected.logits))
+    without = generate(make(name, window=window, selected_keys=0), None, prompt(*lengths), use_cache=False)
+    assert (torch.stack(without.logits) - torch.stack(expected.logits)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+@pytest.mark.parametrize("lengths", [(21, 21), (21, 13)], ids=str)
+def test_beams_and_samples(options, lengths):
+    model, runs = make(), []
+    for cache in ({"use_cache": False}, {"past_key_values": favor.FavorCache(model.config)}):
+        torch.manual_seed(5)
+        length = {"max_new_tokens": 12, "min_new_tokens": 12}
+        runs.append(model.generate(**prompt(*lengths), **cache, **length, **{"do_sample": False, **options}))
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("lengths", [(19,), (19, 9)], ids=str)
+def test_several_turns(lengths):
+    model, inputs = make(), prompt(*lengths)
+    cache = favor.FavorCache(model.config)
+    for turn in (12, 1, 30):
+        expected = generate(model, None, inputs, use_cache=False)
+        found = generate(model, cache, inputs)
+        assert torch.equal(found.sequences, expected.sequences)
+        close(torch.stack(found.logits), torch.stack(expected.logits))
+        more = torch.randint(3, 40, (len(lengths), turn), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat([found.sequences, more], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, inputs["input_ids"].shape[1] :])], 1)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("pieces", [[20, 3, 17, 1, 1, 8], [1] * 50, [7, 43]], ids=str)
+def test_pieces(pieces):
+    model, ids = make(), prompt(50)["input_ids"]
+    cache = favor.FavorCache(model.config)
+    with torch.no_grad():
+        found = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(pieces, 1)], 1)
+    close(found, full(model, ids))
+
+
+@pytest.mark.parametrize(("length", "forgotten"), [(21, 1), (21, 4), (21, 5), (23, 6)])
+@pytest.mark.parametrize("more", [1, 2, 12])
+def test_the_last_tokens_are_forgotten(length, forgotten, more):
+    """Of the section that is not complete; the cache then goes on as if it had never seen them."""
+    model, ids = make(), prompt(60)["input_ids"]
+    cache = favor.FavorCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :length], past_key_values=cache)
+        cache.crop(-forgotten)
+        assert cache.get_seq_length() == length - forgotten
+        kept = ids[:, : length - forgotten]
+        found = [model(ids[:, 40 : 40 + more], past_key_values=cache).logits]
+        found += [model(token, past_key_values=cache).logits for token in ids[:, 52:58].split(1, 1)]
+    close(
+        torch.cat(found, 1),
+        full(model, torch.cat([kept, ids[:, 40 : 40 + more], ids[:, 52:58]], 1))[:, kept.shape[1] :],
+    )
+
+
+def test_to_a_length_and_no_further():
+    model, ids = make(), prompt(21)["input_ids"]
+    cache = favor.FavorCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.crop(25)
+    cache.crop(18)
+    assert cache.get_seq_length() == 18
+    with pytest.raises(ValueError, match="cannot forget its last tokens"):
+        cache.crop(-3)
+    with torch.no_grad():
+        found = model(ids[:, :1], past_key_values=cache).logits[:, -1]
+    close(found, full(model, torch.cat([ids[:, :18], ids[:, :1]], 1))[:, -1])
+
+
+def test_forgetting_in_a_padded_batch():
+    model, inputs = make(), prompt(22, 13)
+    cache, more = favor.FavorCache(model.config), torch.tensor([[7, 8, 9], [5, 6, 7]])
+    mask = inputs["attention_mask"]
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(inputs["input_ids"], attention_mask=mask, position_ids=places, past_key_values=cache)
+        cache.crop(-2)
+        mask = torch.cat([mask[:, :20], torch.ones(2, 3, dtype=mask.dtype)], 1)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        now = {"attention_mask": mask, "position_ids": places[:, 20:]}
+        found = model(more, **now, past_key_values=cache).logits
+    ids = torch.cat([inputs["input_ids"][:, :20], more], 1)
+    close(found, full(model, ids, attention_mask=mask, position_ids=places)[:, 20:])
+
+
+def test_copies_and_rows():
+    model, ids = make(), prompt(21, 21)["input_ids"]
+    cache, more = favor.FavorCache(model.config), torch.tensor([[7], [8]])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(more, past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        found = [model(more, past_key_values=own).logits[:, -1] for own in (cache, twin)]
+        expected = full(model, torch.cat([ids, more, more], 1))[:, -1]
+        for own in found:
+            close(own, expected)
+        for layer in twin.layers:
+            layer.batch_repeat_interleave(2)
+        rows = torch.tensor([[7], [9], [8], [7]])
+        found = model(rows, past_key_values=twin).logits[:, -1]
+        whole = torch.cat([torch.cat([ids, more, more], 1).repeat_interleave(2, 0), rows], 1)
+        close(found, full(model, whole)[:, -1])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        found = model(more, past_key_values=cache).logits[:, -1]
+        close(found, full(model, torch.cat([torch.cat([ids, more, more], 1).flip(0), more], 1))[:, -1])
+
+
+def test_a_state_alone_selects_no_keys_and_says_so_once(caplog):
+    model, ids = make(), prompt(40)["input_ids"]
+    sizes, founds = set(), []
+    with caplog.at_level(logging.WARNING, logger="favor"), torch.no_grad():
+        cache = favor.FavorCache(model.config, keep="state")
+        for token in ids.split(1, 1):
+            founds.append(model(token, past_key_values=cache).logits)
+            if cache.get_seq_length() in (16, 24, 32, 40):
+                sizes.add(cache.nbytes)
+    assert len(sizes) == 1
+    told = [record.message for record in caplog.records if "keeps no keys" in record.message]
+    assert len(told) == 1
+    close(torch.cat(founds, 1), full(make(selected_keys=0), ids))
+
+
+def test_the_kept_keys_are_counted():
+    model, ids = make(), prompt(40)["input_ids"]
+    cache = favor.FavorCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.nbytes > 2 * 40 * 2 * (8 + 8) * 4  # two layers, two key heads, keys and values of width 8
+
+
+def test_another_keep_is_refused():
+    with pytest.raises(ValueError, match="keep must be one of 'all', 'state'; got 'some'"):
+        favor.FavorCache(keep="some")
+
+
+def test_options_are_saved_and_loaded(tmp_path):
+    model = bert(selected_keys=8, page_size=2, query_block=5)
+    ids = torch.arange(3, 39)[None]
+    model.save_pretrained(tmp_path)
+    again = BertModel.from_pretrained(tmp_path).eval()
+    assert {name: again.config.favor[name] for name in ("selected_keys", "page_size", "query_block")} == {
+        "selected_keys": 8,
+        "page_size": 2,
+        "query_block": 5,
+    }
+    with torch.no_grad():
+        out = model(ids).last_hidden_state
+        assert torch.equal(again(ids).last_hidden_state, out)
+        favor.configure(again, selected_keys=0)
+        assert not torch.allclose(again(ids).last_hidden_state, out)
+
+
+def test_by_default_many_keys_are_selected():
+    """More than there are tokens here, so that attention is exact; 0 selects none."""
+    ids = torch.arange(3, 39)[None]
+    with torch.no_grad():
+        model, none = bert(), bert(selected_keys=0)
+        exact = BertModel(model.config)
+        exact.load_state_dict(model.state_dict())
+        exact.eval().set_attn_implementation("sdpa")
+        wanted = exact(ids).last_hidden_state
+        torch.testing.assert_close(model(ids).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(none(ids).last_hidden_state, wanted, atol=1e-2)
+
+
+def test_packed_and_padded_batches_of_a_model():
+    model = bert(selected_keys=8, page_size=2, query_block=5)
+    ids, mask = torch.randint(3, 40, (3, 30), generator=torch.Generator().manual_seed(0)), torch.ones(3, 30).long()
+    mask[1, 17:] = mask[2, :11] = 0
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).last_hidden_state
+        for row in range(3):
+            real = mask[row].bool()
+            alone = model(ids[row : row + 1, real]).last_hidden_state
+            torch.testing.assert_close(out[row : row + 1, real], alone, rtol=1e-4, atol=1e-5)
