@@ -174,7 +174,8 @@ class FavorConfig:
             return int(self.exact_below)
         measured = registry.FAMILIES.get(family or "", registry.Family)
         device_type = device_type if device_type in measured.crossover else "cuda"
-        keys = measured.crossover[device_type][is_causal] * self.num_features
+        crossover = measured.crossover if self.selected_keys == 0 else measured.crossover_selecting
+        keys = (crossover or measured.crossover)[device_type][is_causal] * self.num_features
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
 
     def selected(self, family: str, is_causal: bool) -> int:

@@ -33,6 +33,7 @@ class Family:
         crossover: keys per feature from which on both passes take less time than the fastest exact attention,
             (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
             (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
+        crossover_selecting: the same with as many selected keys as groups; empty for families that select none.
         windowed: how many times as many keys that takes with a window in bidirectional layers (the same files).
     """
 
@@ -52,6 +53,7 @@ class Family:
     default_selected: tuple[int, int] = (0, 0)
     pooled_options: dict[str, Any] = {}  # noqa: RUF012
     crossover: dict[str, tuple[int, int]] = {"cpu": (4, 12), "cuda": (18, 32)}  # noqa: RUF012
+    crossover_selecting: dict[str, tuple[int, int]] = {}  # noqa: RUF012
     windowed: dict[str, int] = {"cpu": 2, "cuda": 3}  # noqa: RUF012
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from favor.integrations.masks import Visibility, favor_mask, refuse, visibility
 from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
 from favor.registry import AnyFamily
+
+_logger = logging.getLogger("favor")
 
 # Names that transformers gives to the lengths of packed sequences.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -189,8 +192,14 @@ def _estimated(
     # Loaded as a part of another model, a layer may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
+    if plan.selected_keys and torch.compiler.is_exporting() and not plan.asks_for_selected:
+        _logger.warning(
+            "favor: an exported program has no operator for selected keys, so its landmarks select none. Set "
+            "selected_keys=0 to run the same here."
+        )
+        plan = plan._replace(selected_keys=0)
     if isinstance(state, StreamLayer):
-        if plan.selected_keys and not state.keeps_keys:
+        if plan.selected_keys and not state.keeps_keys():
             plan = plan._replace(selected_keys=0)
         state = state_of(state, query, (backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
@@ -239,6 +248,7 @@ class _Plan(NamedTuple):
     selected_keys: int
     page_size: int
     query_block: int
+    asks_for_selected: bool
 
 
 class _Call(NamedTuple):
@@ -305,6 +315,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.selected(name, is_causal),
         config.page_size,
         config.query_block,
+        config.selected_keys is not None,
     )
 
 

@@ -64,9 +64,8 @@ class StreamLayer(CacheLayerMixin):
         setattr(marked, CACHE_LAYER, self)
         return marked, value_states
 
-    @property
     def keeps_keys(self) -> bool:
-        """Whether the state may hold all keys, which layers with selected keys read."""
+        """Tells whether the state may hold all keys, which layers with selected keys read; the log says if not."""
         keep = "all" if self.place is None else self.place[0].keep
         if keep == "state" and self.place is not None and not self.place[0].is_told:
             self.place[0].is_told = True

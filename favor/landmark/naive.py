@@ -23,7 +23,7 @@ from torch import Tensor
 
 from favor.landmark.causal import BLOCK
 from favor.landmark.grouping import Landmarks
-from favor.landmark.pages import Growth
+from favor.landmark.pages import LOOKS, Growth
 from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
 
 # From positions of queries, means of groups `[n, d]` and their counts `[n]` to the new group of each, `[n]`.
@@ -198,8 +198,8 @@ def growing_keys(
     """The keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
 
     Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses
-    the best pages, and each later one adds the best that are not chosen yet, if they are among four times as many that
-    are its best.
+    the best pages, and each later one adds the best that are not chosen yet, if they are among
+    the first of its best, `LOOKS` for each that it may add.
 
     Args:
         query, key: `[L, d]` and `[S, d]`, of one query head; the queries are those of the last keys.
@@ -217,7 +217,7 @@ def growing_keys(
         if row == 0:
             held = best if len(before) <= number else best[: growth.first]
         elif len(before) > number:
-            held = held + [page for page in best[: 4 * growth.later] if page not in held][: growth.later]
+            held = held + [page for page in best[: LOOKS * growth.later] if page not in held][: growth.later]
         chosen[i, [key for page in held for key in pages[page]]] = True
     return chosen
 

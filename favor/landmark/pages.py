@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 # Scores of pages at a time: little memory on a CPU, few launches on a GPU.
 _SCORES, _SCORES_OF_GPU = 2**23, 2**27
-_LOOKS = 2  # pages that a later query looks at for each page that it may add
+LOOKS = 2  # pages that a later query looks at for each page that it may add
 _PARTS = 16
 
 
@@ -129,7 +129,7 @@ class Growth:
 def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> tuple[Tensor, Tensor]:
     """Chooses pages query by query for causal blocks: the set of a block grows with each of its queries.
 
-    A later query looks at its best pages, `_LOOKS` for each that it may add, and adds the best that are not in the set.
+    A later query looks at its best pages, `LOOKS` for each that it may add, and adds the best that are not in the set.
 
     Args:
         pages: of the keys.
@@ -173,7 +173,7 @@ def _candidates(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> t
     Where there are fewer, the scores of the others are -inf.
     """
     heads, _, rows, width = query.shape
-    every, looks = int(until.max()), _LOOKS * growth.later
+    every, looks = int(until.max()), LOOKS * growth.later
     together = max(_limit(query) // max(heads * rows * every, 1), 1)
     found = []
     for part in query.split(together, 1):
@@ -238,12 +238,12 @@ def choose_next(
     every = pages.mean.shape[1]
     if every == 0:
         return chosen, torch.full_like(since, rows)
-    values, best = _top(pages.scores(query), min(max(growth.number, _LOOKS * growth.later), every))
+    values, best = _top(pages.scores(query), min(max(growth.number, LOOKS * growth.later), every))
     place = torch.arange(best.shape[-1], device=query.device)
     is_first, all_fit = (row == 0).unsqueeze(-1), pages.there.sum(1).view(-1, 1, 1) <= growth.number
     # A block begins with a row of 0 and forgets what the last one chose.
     in_set = ((best.unsqueeze(-1) == chosen.unsqueeze(-2)) & (since < rows).unsqueeze(-2)).any(-1)
-    looks = torch.where(is_first, all_fit | (place < growth.first), ~in_set & (place < _LOOKS * growth.later))
+    looks = torch.where(is_first, all_fit | (place < growth.first), ~in_set & (place < LOOKS * growth.later))
     own, takes = _fresh(best, looks & (values > -torch.inf), min(growth.number, best.shape[-1]))
     slot = torch.arange(chosen.shape[-1], device=query.device)
     begin = torch.where(is_first, 0, growth.first + (row.unsqueeze(-1) - 1) * growth.later)

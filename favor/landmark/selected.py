@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.attention.call import AttentionCall
+from favor.kernels.dispatch import is_transformed
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark import causal as landmark_causal
@@ -60,6 +61,8 @@ class Selection:
             return None
         if torch.compiler.is_exporting():
             raise ValueError("selected keys cannot be exported: set selected_keys=0.")
+        if is_transformed():
+            raise ValueError("selected keys do not go through torch.func: set selected_keys=0.")
         size = call.page_size or PAGE_SIZE[call.is_causal]
         if call.is_causal:  # a page belongs to one section
             size = gcd(size, call.window or landmark_causal.BLOCK)
