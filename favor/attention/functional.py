@@ -147,15 +147,7 @@ def favor_attention(
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
     elif call.selected_keys and not is_causal:
-        # Blocks of queries and pages of keys begin with the first real one, too, each by their own mask.
-        queries, keys = call.query_padding(length, key.shape[2]), call.key_mask
-        compaction = None if queries is None else Compaction.of(queries)
-        moved = None if keys is None else Compaction.of(keys)
-        if moved is not None:
-            key, value, keys = moved.move(key), moved.move(value), moved.mask
-        if compaction is not None:
-            query, queries = compaction.move(query), compaction.mask
-        call = replace(call, key_mask=keys, query_mask=queries)
+        (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
     with torch.autocast(query.device.type, enabled=False):
         out = attend(family, query, key, value, call)
@@ -165,6 +157,25 @@ def favor_attention(
             out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
         out = compaction.back(out, length)
     return out.to(given)
+
+
+def _moved_apart(
+    tensors: tuple[Tensor, Tensor, Tensor], call: AttentionCall
+) -> tuple[tuple[Tensor, Tensor, Tensor], AttentionCall, Compaction | None]:
+    """Moves padding to the end, so that blocks of queries and pages of keys begin with the first real one.
+
+    Returns:
+        Query, key and value; the call with their masks; how queries were moved, if they were.
+    """
+    query, key, value = tensors
+    queries, keys = call.query_padding(query.shape[2], key.shape[2]), call.key_mask
+    compaction = None if queries is None else Compaction.of(queries)
+    moved = None if keys is None else Compaction.of(keys)
+    if moved is not None:
+        key, value, keys = moved.move(key), moved.move(value), moved.mask
+    if compaction is not None:
+        query, queries = compaction.move(query), compaction.mask
+    return (query, key, value), replace(call, key_mask=keys, query_mask=queries), compaction
 
 
 def _has_blocks(family: Family, call: AttentionCall, same_length: bool) -> bool:

@@ -49,7 +49,7 @@ class Kept(Groups):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all tokens: the family, how keys are selected, M, the scale and the length of a section."""
+    """Options of a sequence: the family, how keys are selected, M, the scale and the length of a section."""
 
     features: Landmarks
     selection: Selection

@@ -168,7 +168,9 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert config.exact_threshold("cpu", True) == 100 * causal
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
-    assert config.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover["cpu"][1]
+    assert config.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover_selecting["cpu"][1]
+    alone = favor.FavorConfig(num_features=100, selected_keys=0)
+    assert alone.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover["cpu"][1]
     windowed = favor.FavorConfig(num_features=100, window=128)
     assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * Family.windowed["cpu"]
     assert windowed.exact_threshold("cpu", True) == 100 * causal

@@ -126,7 +126,7 @@ def test_features_may_be_named_by_their_backend():
         favor.favor_attention(query, query, query, features="SDERF")
 
 
-@pytest.mark.parametrize("length", [24, 2048])
+@pytest.mark.parametrize("length", [24, 4096])
 @pytest.mark.parametrize("backend", ["sdpa", "favor#", "landmark", "favor+"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_description_has_every_layer(architecture, backend, length):
