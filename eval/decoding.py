@@ -1,0 +1,116 @@
+"""What a token costs in generation through landmarks with selected keys, beside exact attention with its cache.
+
+    python -m favor.eval.decoding --contexts 16384 32768 --shapes llama gemma
+
+A decoder with random weights reads a context and goes on token by token: with exact attention and a `DynamicCache`, and
+with the backend `landmark` and `FavorCache(config, keep="all")`, in turns. Times are printed only if the last hidden
+state with the cache is that of a full forward pass without one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaModel
+
+import favor
+from favor.eval.common import report
+from favor.eval.common.program import add_results
+from favor.train.common.program import Parser, program
+
+# Query heads, key heads, width of a head: those of a small LLaMA, and of the global layers of Gemma 3 270M.
+SHAPES = {"llama": (8, 8, 64), "gemma": (4, 1, 256)}
+TOLERANCE = 1e-3
+
+
+def build(shape: str, layers: int, longest: int, seed: int) -> LlamaModel:
+    """Makes a decoder with random weights."""
+    heads, key_heads, head_dim = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        max_position_embeddings=longest,
+    )
+    torch.manual_seed(seed)
+    return LlamaModel(config).eval()
+
+
+@torch.no_grad()
+def generate(model: LlamaModel, ids: Tensor, context: int, cache: Any) -> tuple[float, Tensor]:
+    """Reads a context, then the other tokens one by one; median milliseconds of these, and the last hidden state."""
+    hidden = model(ids[:, :context], past_key_values=cache).last_hidden_state
+    times = []
+    for token in ids[:, context:].split(1, 1):
+        clock = time.perf_counter()
+        hidden = model(token, past_key_values=cache).last_hidden_state
+        times.append(1e3 * (time.perf_counter() - clock))
+    return statistics.median(times[2:]), hidden[:, -1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code, 1 if the cache gives something else."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = Parser("favor.eval.decoding", __doc__, abbreviations=True)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[16384, 32768], metavar="L", help="tokens before")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the heads")
+    parser.add_argument("--num_features", type=int, default=256, help="landmarks per head")
+    parser.add_argument("--selected_keys", type=int, default=256, help="keys read exactly; 0 for none")
+    parser.add_argument("--layers", type=int, default=4, help="of the decoder, 512 wide")
+    parser.add_argument("--tokens", type=int, default=24, help="timed after each context; at least 3")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    add_results(parser, "decoding_cpu")
+    given = parser.parse_args(words)
+    if given.tokens < 3:
+        parser.error("--tokens must be at least 3")
+    rows, results = [], []
+    for shape in given.shapes:
+        for context in given.contexts:
+            model = build(shape, given.layers, context + given.tokens, given.seed)
+            ids = torch.randint(1000, (1, context + given.tokens), generator=torch.Generator().manual_seed(given.seed))
+            model.set_attn_implementation("sdpa")
+            exact, _ = generate(model, ids, context, DynamicCache(config=model.config))
+            options = {"num_features": given.num_features, "selected_keys": given.selected_keys, "exact_below": 0}
+            favor.configure(model, "landmark", **options)
+            own, found = generate(model, ids, context, favor.FavorCache(model.config))
+            with torch.no_grad():
+                expected = model(ids, use_cache=False).last_hidden_state[:, -1]
+            error = float((found - expected).norm() / expected.norm())
+            if not error < TOLERANCE:
+                print(f"{shape}, {context} tokens: the cache differs from a full pass by {error:.1e}, so no times")
+                return 1
+            results.append({"shape": shape, "context": context, "exact_ms": exact, "own_ms": own, "error": error})
+            rows.append([shape, str(context), f"{exact:.3g}", f"{own:.3g}", f"{exact / own:.2f}", f"{error:.0e}"])
+            print("  ".join(rows[-1]), flush=True)
+    header = ["heads", "context", "exact, ms", "selected keys, ms", "times as fast", "error of the cache"]
+    lines = [
+        "# Generation through selected keys: time of a token",
+        "",
+        f"{given.layers} layers, 512 wide, random weights, float32; `landmark` with M = {given.num_features} and K = "
+        f"{given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
+        + "; ".join(f"{name} {h} of width {d}, {k} of keys" for name, (h, k, d) in SHAPES.items())
+        + ". The error is that of the last hidden state against a full forward pass without a cache.",
+        "",
+        *report.table(header, rows),
+    ]
+    command = report.shown_command("favor.eval.decoding", words, [], ["--output_dir"])
+    content = {**report.context(command, ("transformers",)), "seed": given.seed, "rows": results}
+    report.write(given.output_dir, given.name, lines, content, [])
+    return 0
+
+
+cli = program("favor.eval.decoding", main)
+
+
+if __name__ == "__main__":
+    cli()

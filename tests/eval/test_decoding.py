@@ -1,0 +1,30 @@
+"""The benchmark of generation through selected keys."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from favor.eval import decoding
+
+
+def test_the_table(tmp_path):
+    words = ["--contexts", "300", "--layers", "1", "--tokens", "4", "--num_features", "16", "--selected_keys", "64"]
+    assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "decoding_cpu.json").read_text())
+    assert [row["shape"] for row in found["rows"]] == ["llama", "gemma"]
+    assert all(row["error"] < 1e-4 for row in found["rows"])
+    assert "| gemma | 300 |" in (tmp_path / "decoding_cpu.md").read_text()
+
+
+def test_a_cache_that_gives_something_else_is_not_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decoding, "TOLERANCE", 0.0)
+    words = ["--contexts", "300", "--layers", "1", "--tokens", "3", "--shapes", "llama", "--num_features", "16"]
+    assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 1
+    assert "so no times" in capsys.readouterr().out
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(SystemExit):
+        decoding.main(["--tokens", "2"])
