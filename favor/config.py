@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -48,8 +48,7 @@ class FavorConfig:
             each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported program
             (`torch.export`, ONNX) cannot choose by length, so one for lengths on both sides needs 0.
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
-            for none. Default None: as many as the backend was measured best with, see
-            `favor.landmark.Landmarks.default_selected`.
+            for none. Default None: 256 for the backend `landmark`, see docs/selected_keys.md.
         page_size, query_block: keys that are chosen together, and queries that choose together; 0 (default) takes the
             measured ones, see `favor.favor_attention`.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
@@ -177,6 +176,19 @@ class FavorConfig:
         crossover = measured.crossover if self.selected_keys == 0 else measured.crossover_selecting
         keys = (crossover or measured.crossover)[device_type][is_causal] * self.num_features
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
+
+    def for_backend(self, backend: str) -> FavorConfig:
+        """These options with selected keys only where the backend selects some.
+
+        `features="landmark"` under `favor#`, the older spelling of `landmark`, keeps its older default: none.
+
+        Args:
+            backend: a value of `attn_implementation`.
+        """
+        family = registry.family_of(backend, self.features)
+        if self.selected_keys is None and backend not in family.backends[:1]:
+            return replace(self, selected_keys=0)
+        return self
 
     def selected(self, family: str, is_causal: bool) -> int:
         """Number of selected keys of a layer; 0 for families that select none.

@@ -98,7 +98,7 @@ def favor_attention(
         selected_keys: K, for landmarks: each block of queries attends exactly to about K keys that matter to it, and
             through landmarks to the others (`favor.landmark.selected`). 0 (default) for none. With at least as many as
             there are keys this is softmax attention.
-        page_size: neighbouring keys that are found and chosen together; 0 (default) for 4 in causal attention, else 8.
+        page_size: neighbouring keys that are found and chosen together; 0 (default) for 4 in causal attention, else 16.
             Smaller pages find more and take longer to search.
         query_block: queries that choose together; 0 (default) for 16 in causal attention, else 32. In causal attention
             the choice grows from query to query inside a block, so that nothing of a later one shows. Queries that

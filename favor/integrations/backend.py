@@ -297,7 +297,7 @@ def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is
 
 @lru_cache(maxsize=64)
 def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
-    config = FavorConfig.from_dict(dict(items))
+    config = FavorConfig.from_dict(dict(items)).for_backend(backend)
     name, options = feature_family(backend, config)
     family = registry.FAMILIES[name]
     fitted = config.statistics == "calibrated" or family.needs_statistics
@@ -315,7 +315,7 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.selected(name, is_causal),
         config.page_size,
         config.query_block,
-        config.selected_keys is not None,
+        dict(items).get("selected_keys") is not None,
     )
 
 

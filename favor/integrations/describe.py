@@ -150,7 +150,7 @@ def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescripti
             speed=_round(1 / seen),
             memory=_round(seen),
         )
-    options = FavorConfig.from_dict(given)
+    options = FavorConfig.from_dict(given).for_backend(own)
     family_name, _ = feature_family(own, options)
     family, device = registry.FAMILIES[family_name], next(iter(module.parameters())).device.type
     threshold = options.exact_threshold(device, is_causal, family_name)
@@ -163,12 +163,13 @@ def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescripti
         return LayerDescription(name, "refused", problem)
     heads = list(choice.get("exact_heads", ()))
     estimated = 1 - len(heads) / choice["key_heads"] if heads and "key_heads" in choice else 1.0
-    equal = FavorConfig(num_features=options.num_features, window=options.window).exact_threshold(
-        device, is_causal, family_name
-    )
+    equal = replace(options, exact_below="auto").exact_threshold(device, is_causal, family_name)
     share = estimated * equal / length + (1 - estimated)
     held = estimated * min(1.0, (options.num_features + window) / length) + (1 - estimated)
-    why = f"key heads {', '.join(map(str, heads))} are exact" if heads else ""
+    selected = options.selected(family_name, is_causal)
+    reasons = [f"{selected} selected keys"] if selected else []
+    reasons += [f"key heads {', '.join(map(str, heads))} are exact"] if heads else []
+    why = "; ".join(reasons)
     costs = {"speed": _round(1 / share), "memory": _round(held)}
     return LayerDescription(name, family_name, why, options.num_features, window, parameters, **costs)
 

@@ -26,7 +26,7 @@ from favor.landmark import causal as landmark_causal
 from favor.landmark.grouping import sums_of
 from favor.landmark.pages import Growth, Pages, choose, filled
 
-# Measured: eval/results/selected_cpu.md and docs/selected_keys.md.
+# Measured: docs/selected_keys.md.
 PAGE_SIZE, QUERY_BLOCK = {False: 16, True: 4}, {False: 32, True: 16}  # bidirectional, causal
 
 

@@ -229,3 +229,10 @@ def test_packed_and_padded_batches_of_a_model():
             real = mask[row].bool()
             alone = model(ids[row : row + 1, real]).last_hidden_state
             torch.testing.assert_close(out[row : row + 1, real], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_older_spelling_selects_none_by_default():
+    assert favor.FavorConfig(features="landmark").for_backend("favor#").selected("landmark", False) == 0
+    assert favor.FavorConfig().for_backend("landmark").selected("landmark", False) == 256
+    asked = favor.FavorConfig(features="landmark", selected_keys=8).for_backend("favor#")
+    assert asked.selected("landmark", True) == 8

@@ -61,6 +61,9 @@ class BackendArguments:
     exact_below: str | None = option(
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
+    selected_keys: int | None = option(
+        None, "Keys that landmarks attend to exactly. Default: 256 for landmark, else 0."
+    )
     redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
 
     def __post_init__(self) -> None:
@@ -74,7 +77,15 @@ class BackendArguments:
 
     def favor_options(self) -> dict[str, Any]:
         """The options of the FAVOR backends that were given."""
-        names = ("num_features", "features", "factorization", "window", "statistics", "redraw_interval")
+        names = (
+            "num_features",
+            "features",
+            "factorization",
+            "window",
+            "statistics",
+            "selected_keys",
+            "redraw_interval",
+        )
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.exact_below is not None:
             options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)
