@@ -107,7 +107,7 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
         >>> [layer.runs for layer in favor.describe(model, length=8192).layers]
         ['landmark']
         >>> favor.describe(model, length=100).layers[0].why
-        'fewer keys than exact_below = 256'
+        'fewer keys than exact_below = 512'
     """
     inner: Any = getattr(model, "get_base_model", None)  # of peft
     model = model if inner is None else inner()

@@ -58,11 +58,12 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if _raises_half_precision(query):
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
     query_mask = call.query_padding(length, keys)
+    asking = shared
     if selection is not None and query_mask is not None:  # padding has no say in what its block chooses
-        shared = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
+        asking = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if call.is_causal and selection is not None:
         setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
-        return causal_selected.attention(setting, shared, key, value, counts, call.state).flatten(1, 2)
+        return causal_selected.attention(setting, asking, key, value, counts, call.state).flatten(1, 2)
     if call.is_causal:
         out = landmark_causal.attention(
             family, shared, key, value, num_landmarks, counts=counts, scale=scale, block=block, state=call.state
@@ -78,9 +79,11 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         scale=scale,
     )
     if selection is not None and not window:
-        return bidirectional(selection, shared, key, value, cells, counts, num_landmarks, scale).flatten(1, 2)
+        tensors = (shared, asking, key, value, cells, counts)
+        return bidirectional(selection, *tensors, num_landmarks, scale).flatten(1, 2)
     if window:
-        return _windowed(shared, key, value, cells, num_landmarks, scale, window, selection).flatten(1, 2)
+        tensors = (shared, asking, key, value, cells)
+        return _windowed(*tensors, num_landmarks, scale, window, selection).flatten(1, 2)
     sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
     means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
     return attend_counted(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
@@ -88,6 +91,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
 
 def _windowed(
     query: Tensor,
+    asking: Tensor,
     key: Tensor,
     value: Tensor,
     cells: Tensor,
@@ -98,10 +102,10 @@ def _windowed(
 ) -> Tensor:
     """Each block of tokens attends to its own keys, and to landmarks without them; some heads at a time.
 
-    Queries are `[B, Hk, G, L, d]`, the output too.
+    Queries are `[B, Hk, G, L, d]`, the output too; `asking` are those that select keys.
     """
     length, lead = query.shape[3], query.shape[:2]
-    flat = [tensor.flatten(0, 1) for tensor in (query, key, value, cells)]
+    flat = [tensor.flatten(0, 1) for tensor in (query, asking, key, value, cells)]
     if torch.compiler.is_exporting():
         out = _blocks(*flat, number=number, scale=scale, window=window, blocks=exported.blocks_of(length, window))
         return exported.first_rows(out, length).unflatten(0, lead)
@@ -118,6 +122,7 @@ def _windowed(
 
 def _blocks(
     query: Tensor,
+    asking: Tensor,
     key: Tensor,
     value: Tensor,
     cells: Tensor,
@@ -128,7 +133,7 @@ def _blocks(
     blocks: int,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Queries `[N, G, L, d]`, keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
+    """Queries `[N, G, L, d]` (twice), keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:
@@ -145,7 +150,8 @@ def _blocks(
     apart = apart.squeeze(-1)
     if selection is not None:
         groups = (apart, far[0].to(near_key.dtype), far[1].to(near_key.dtype))
-        return windowed(selection, rows, groups, (real, near_key, near_value), (key, value, of_keys), scale)
+        queries = (rows, cut(asking).transpose(1, 2))
+        return windowed(selection, queries, groups, (real, near_key, near_value), (key, value, of_keys), scale)
     operands = [torch.cat([f.to(near.dtype), near], 2) for f, near in zip(far, (near_key, near_value), strict=True)]
     out = attend_counted(rows.flatten(2, 3), *operands, counts=torch.cat([apart, real], 2), scale=scale)
     return out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3)

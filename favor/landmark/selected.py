@@ -94,6 +94,7 @@ class Selection:
 def bidirectional(
     selection: Selection,
     query: Tensor,
+    asking: Tensor,
     key: Tensor,
     value: Tensor,
     cells: Tensor,
@@ -105,7 +106,7 @@ def bidirectional(
 
     Args:
         selection: how keys are selected.
-        query: `[B, Hk, G, L, d]`, zeros for queries that do not count.
+        query, asking: `[B, Hk, G, L, d]`, those that attend and those that select: zeros for those that do not count.
         key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, hidden ones zeros.
         cells: the group of each key, `[B, Hk, S]`; `number` for hidden ones.
         counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
@@ -121,7 +122,11 @@ def bidirectional(
     rows = selection.blocks(query)  # [B, Hk, G, n, R, d]
     flat = rows.flatten(0, 1).flatten(1, 2)  # [N, Z, R, d]
     keys, values, counts, cells = (tensor.flatten(0, 1) for tensor in (key, value, counts, cells))
-    pages, since = choose(Pages.of(keys, counts > 0, selection.size), flat, selection.pages)
+    pages, since = choose(
+        Pages.of(keys, counts > 0, selection.size),
+        selection.blocks(asking).flatten(0, 1).flatten(1, 2),
+        selection.pages,
+    )
     cell = selection.cells(cells.masked_fill(counts == 0, -1), pages)
     nothing = (tensor.new_empty(len(keys), 1, 0, *tensor.shape[2:]) for tensor in (counts, keys, values))
     near_counts, near_key, near_value = nothing
@@ -150,7 +155,7 @@ def bidirectional(
 
 def windowed(
     selection: Selection,
-    query: Tensor,
+    queries: tuple[Tensor, Tensor],
     far: tuple[Tensor, Tensor, Tensor],
     near: tuple[Tensor, Tensor, Tensor],
     tokens: tuple[Tensor, Tensor, Tensor],
@@ -160,7 +165,8 @@ def windowed(
 
     Args:
         selection: how keys are selected.
-        query: `[N, F, G, w, d]`, of F blocks of w tokens; zeros for queries that do not count.
+        queries: those that attend and those that select, `[N, F, G, w, d]`, of F blocks of w tokens; the latter with zeros
+            for those that do not count.
         far: counts and means of the groups outside of each block, `[N, F, M]`, `[N, F, M, d]` and `[N, F, M, dv]`.
         near: counts, keys and values of each block, `[N, F, w]`, `[N, F, w, d]` and `[N, F, w, dv]`.
         tokens: keys, values and groups of all tokens, `[N, L, d]`, `[N, L, dv]` and `[N, L]`; -1 for hidden ones.
@@ -169,13 +175,15 @@ def windowed(
     Returns:
         `[N, G, F w, dv]`.
     """
-    (sections, groups, window), (key, value, cells) = query.shape[1:4], tokens
-    rows = selection.blocks(query)  # [N, F, G, n, R, d]
+    (sections, groups, window), (key, value, cells) = queries[0].shape[1:4], tokens
+    rows, asking = map(selection.blocks, queries)  # [N, F, G, n, R, d]
     blocks, per_head = rows.flatten(2, 3), rows.shape[3]
     section = torch.arange(sections, device=key.device).repeat_interleave(blocks.shape[2])
     begin, end = section * window, (section + 1) * window
     own = (-(-begin // selection.size), end // selection.size)
-    pages, since = choose(Pages.of(key, cells >= 0, selection.size), blocks.flatten(1, 2), selection.pages, near=own)
+    pages, since = choose(
+        Pages.of(key, cells >= 0, selection.size), asking.flatten(2, 3).flatten(1, 2), selection.pages, near=own
+    )
     place = (pages.unsqueeze(-1) * selection.size + torch.arange(selection.size, device=key.device)).flatten(2)
     is_near = (place >= begin.unsqueeze(-1)) & (place < end.unsqueeze(-1))
     cell = selection.cells(cells, pages).masked_fill(is_near, -1)

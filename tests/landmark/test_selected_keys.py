@@ -319,3 +319,15 @@ def test_too_few_keys_for_a_causal_block_are_refused(length):
     """Of short sequences, which are exact, too: the next one may be longer."""
     with pytest.raises(ValueError, match="3 pages are too few for 4 queries"):
         attend(*inputs(length), is_causal=True, page_size=4, selected_keys=9)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_padded_queries_attend_as_they_do_in_softmax_attention(window: int) -> None:
+    """Models that mix tokens after attention, such as Conformers, see what padding attends to."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = (torch.arange(40) < 29).unsqueeze(0)
+    options = {"features": "landmark", "num_features": 4, "selected_keys": 40, "window": window}
+    found = favor.favor_attention(query, key, value, key_padding_mask=mask, **options)
+    exact = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None])
+    torch.testing.assert_close(found, exact)

@@ -14,7 +14,7 @@ def test_options_and_cache_are_read():
     assert (variant.options["num_features"], variant.options["window"], variant.options["exact_below"]) == (64, 32, 0)
     assert Variant.parse("favor#:features=sderf,orthogonal=false").options["orthogonal"] is False
     assert Variant.parse("landmark", "dynamic").cache == "dynamic"
-    assert Variant.parse("landmark").cache == "state"
+    assert Variant.parse("landmark").cache == "all"
     assert Variant.parse("exact").cache == "dynamic"
 
 
@@ -63,6 +63,6 @@ def test_exact_is_softmax_attention_in_layers_with_and_without_a_window():
             pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 59), (59, 60))]
         found[variant.label] = torch.cat(pieces, 1)
         assert isinstance(cache, DynamicCache)
-        assert isinstance(cache, favor.FavorCache) == (variant.cache == "state")
+        assert isinstance(cache, favor.FavorCache) == (variant.cache == "all")
     torch.testing.assert_close(found["exact"], found["sdpa"], rtol=1e-4, atol=1e-4)
     assert (found["favor+:num_features=4"] - found["sdpa"]).abs().max() > 1e-2

@@ -69,7 +69,7 @@ def drawn(**options: Any) -> SelectedOperands:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("options", [*CASES, *LONG], ids=str)
+@pytest.mark.parametrize("options", [*(case for case in CASES if "norm" not in case), *LONG], ids=str)
 def test_outputs_and_gradients_are_those_of_the_formula(options: dict[str, Any]) -> None:
     check(drawn(dtype=torch.float32, **options))
 
