@@ -165,8 +165,8 @@ def windowed(
 
     Args:
         selection: how keys are selected.
-        queries: those that attend and those that select, `[N, F, G, w, d]`, of F blocks of w tokens; of the latter, zeros
-            do not count.
+        queries: those that attend and those that select, `[N, F, G, w, d]`, of F blocks of w tokens; of the latter,
+            zeros do not count.
         far: counts and means of the groups outside of each block, `[N, F, M]`, `[N, F, M, d]` and `[N, F, M, dv]`.
         near: counts, keys and values of each block, `[N, F, w]`, `[N, F, w, d]` and `[N, F, w, dv]`.
         tokens: keys, values and groups of all tokens, `[N, L, d]`, `[N, L, dv]` and `[N, L]`; -1 for hidden ones.
