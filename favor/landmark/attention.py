@@ -79,11 +79,11 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         scale=scale,
     )
     if selection is not None and not window:
-        tensors = (shared, asking, key, value, cells, counts)
-        return bidirectional(selection, *tensors, num_landmarks, scale).flatten(1, 2)
+        out = bidirectional(selection, shared, asking, key, value, cells, counts, num_landmarks, scale)
+        return out.flatten(1, 2)
     if window:
-        tensors = (shared, asking, key, value, cells)
-        return _windowed(*tensors, num_landmarks, scale, window, selection).flatten(1, 2)
+        out = _windowed(shared, asking, key, value, cells, num_landmarks, scale, window, selection)
+        return out.flatten(1, 2)
     sizes, *sums = sums_of(cells, num_landmarks, counts.unsqueeze(-1), key, value)
     means = ((own / sizes.clamp(min=1)).to(rows.dtype) for own in sums)
     return attend_counted(rows, *means, counts=sizes.squeeze(-1), scale=scale).view(batch, heads, length, -1)
