@@ -41,9 +41,11 @@ def test_aliases_are_the_same_attention():
     assert all(not torch.allclose(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
 
 
-def test_landmarks_under_their_older_spelling_are_the_same_attention():
+@pytest.mark.parametrize("selected_keys", [0, 4])
+def test_landmarks_under_their_older_spelling_are_the_same_attention(selected_keys):
+    sizes = {"num_features": 16, "exact_below": 0, "selected_keys": selected_keys, "page_size": 2}
     outs = [
-        BERT.build(name, num_features=16, exact_below=0, **options)(**tokens(True)).last_hidden_state
+        BERT.build(name, **sizes, **options)(**tokens(True)).last_hidden_state
         for name, options in (("landmark", {}), ("favor#", {"features": "landmark"}))
     ]
     assert torch.equal(*outs)
