@@ -82,15 +82,7 @@ def attention(
     """
     if state is not None and state.memory is not None:
         return _next(features, (query, counts, key, value), num_landmarks, scale, block, state)
-    past = key.shape[2] - query.shape[3]
-    groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
-    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in (counts, key, value)))
-    # Split at once: the gradient of a slice is as long as the whole.
-    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
-    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
-    if state is not None and state.is_ragged:
-        done, rest = split_complete(fresh, block)
-        joining = list(done[1].split(block, 2))
+    groups, parts, joining, rest = cut((query, counts, key, value), block, state)
     outs: list[Tensor] = []
     for tokens, own in zip(parts, joining, strict=True):
         outs.append(checkpointed(tokens[0], groups, tokens, scale))
@@ -129,6 +121,26 @@ def _next(
         start = stop
     state.memory, state.block = groups, begun
     return torch.cat(outs, 3)
+
+
+def cut(tokens: Tokens, block: int, state: StreamState | None) -> tuple[Groups, list[Tokens], list[Tensor], Tokens]:
+    """Cuts the first piece of a sequence into blocks; see `attention` for the tensors.
+
+    Returns:
+        The groups of the keys before the first query, one each; the tokens of each block; which of them are in complete
+        blocks, as counts; the tokens that are not.
+    """
+    query, *others = tokens
+    past = others[0].shape[2] - query.shape[3]
+    groups = Groups(*(tensor[:, :, :past].to(others[0].dtype) for tensor in others))
+    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in others))
+    # Split at once: the gradient of a slice is as long as the whole.
+    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
+    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
+    if state is not None and state.is_ragged:
+        done, rest = split_complete(fresh, block)
+        joining = list(done[1].split(block, 2))
+    return groups, parts, joining, rest
 
 
 def length_of(tokens: Tokens) -> int:

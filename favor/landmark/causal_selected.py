@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from favor.kernels import StreamState
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
-from favor.landmark.causal import Groups, Tokens, checkpointed, joined_tokens, length_of, regrouped, split_complete
+from favor.landmark.causal import Groups, Tokens, checkpointed, cut, joined_tokens, length_of, regrouped, split_complete
 from favor.landmark.grouping import Landmarks
 from favor.landmark.pages import Pages, choose_growing, choose_next
 from favor.landmark.selected import Selection
@@ -84,14 +84,8 @@ def attention(
         key, value = (pad(tensor, (0, 0, missing, 0)) for tensor in (key, value))
         counts, past = pad(counts, (missing, 0)), past + missing
     sections = _Sections(setting, query, key, value, counts)
-    groups = Groups(*(tensor[:, :, :past].to(counts.dtype) for tensor in (counts, key, value)))
+    groups, parts, joining, rest = cut((query, counts, key, value), block, state)
     cells = _numbered(counts[:, :, :past], 0)
-    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in (counts, key, value)))
-    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
-    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
-    if state is not None and state.is_ragged:
-        done, rest = split_complete(fresh, block)
-        joining = list(done[1].split(block, 2))
     first = None
     for tokens, own in zip(parts, joining, strict=True):
         if past and first is None:  # all earlier keys are groups of their own

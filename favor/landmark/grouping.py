@@ -48,7 +48,7 @@ class Landmarks(Family):
     default_selected = (256, 256)  # docs/selected_keys.md
     # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without), on a GPU a bound.
     crossover = {"cpu": (4, 28), "cuda": (48, 1024)}  # noqa: RUF012
-    # speed_selected_cpu.md; on a GPU not measured, twice the others.
+    # Both passes, timed by hand at 1,024 to 24,576 tokens; on a GPU not measured, twice the others.
     crossover_selecting = {"cpu": (8, 36), "cuda": (96, 2048)}  # noqa: RUF012
 
     def __init__(self, *, num_queries: int = 32) -> None:

@@ -140,16 +140,14 @@ def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -
     Returns:
         The pages of each block, `[N, F, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
     """
-    heads, sections, blocks, rows, _ = query.shape
+    heads, sections, _, rows, _ = query.shape
     until = until.expand(heads, sections)
-    chosen = query.new_zeros(heads, sections, blocks, growth.number, dtype=torch.int64)
-    since = torch.full_like(chosen, rows)
     looks = [_candidates(pages, query[:, f], until[:, f], growth) for f in range(sections)]
-    values, best = (torch.stack(part, 1) for part in zip(*[first for first, _ in looks], strict=True))
+    values, chosen = (torch.stack(part, 1) for part in zip(*[first for first, _ in looks], strict=True))
     # The first query of a block; where few pages are there it takes them all.
     all_fit = (until <= growth.number).view(heads, sections, 1, 1)
     takes = (all_fit | (torch.arange(growth.number, device=query.device) < growth.first)) & (values > -torch.inf)
-    chosen, since = best, since.masked_fill(takes, 0)
+    since = torch.where(takes, 0, rows)
     if rows == 1 or bool(all_fit.all()):
         return chosen, since
     values, best = (torch.stack(part, 1) for part in zip(*[later for _, later in looks], strict=True))
