@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from favor.kernels import StreamState
-from favor.kernels.dispatch import is_transformed
+from favor.kernels.dispatch import is_transformed, plain
 from favor.kernels.stream.ragged import Waiting
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
@@ -191,8 +191,13 @@ def regrouped(
     joined = groups.joined(counts, key.to(groups.key.dtype), value.to(groups.key.dtype))
     if joined.counts.shape[2] <= number:
         return joined, None
-    real = (counts > 0).repeat(1, 1, rows.shape[2])
+    real, there = _mask((counts > 0).repeat(1, 1, rows.shape[2])), _mask(joined.counts > 0)
     # Not in half precision, which would group otherwise than the means that are kept.
-    means, there = joined.mean(joined.key, joined.key.dtype), joined.counts > 0
+    means = joined.mean(joined.key, joined.key.dtype)
     cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
     return joined.fewer(cells, number), cells
+
+
+def _mask(counted: Tensor) -> Tensor | None:
+    """None where all count, which saves time on a CPU; on a GPU it would take longer to ask."""
+    return None if counted.device.type == "cpu" and plain(counted) and bool(counted.all()) else counted

@@ -17,7 +17,8 @@ from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark.causal import Groups, Tokens, checkpointed, cut, joined_tokens, length_of, regrouped, split_complete
 from favor.landmark.grouping import Landmarks
-from favor.landmark.pages import Pages, choose_growing, choose_next
+from favor.landmark.growth import choose_growing, choose_next
+from favor.landmark.pages import Pages, filled
 from favor.landmark.selected import Selection
 
 
@@ -131,8 +132,7 @@ class _Sections:
         self.lead, (self.groups, self.length) = query.shape[:2], query.shape[2:4]
         self.past = key.shape[2] - self.length
         self.number = -(-self.length // block)
-        rows = pad(query, (0, 0, 0, self.number * block - self.length)).unflatten(3, (self.number, block))
-        blocks = selection.blocks(rows)  # [B, Hk, G, F, n, R, d]
+        blocks = selection.blocks(filled(query, block).unflatten(3, (self.number, block)))  # [B, Hk, G, F, n, R, d]
         self.per_head = blocks.shape[4]
         self.rows = blocks.transpose(2, 3).flatten(0, 1).flatten(2, 3)  # [N, F, Z, R, d]
         flat_key, real = key.flatten(0, 1), counts.flatten(0, 1) > 0
@@ -152,12 +152,12 @@ class _Sections:
         most = max(1, *(groups.counts.shape[2] for groups in self.far))
 
         def stacked(parts: list[Tensor]) -> Tensor:
-            rows = [pad(part, (0, 0, 0, most - part.shape[2])) for part in parts]
+            missing = [most - part.shape[2] for part in parts]
+            rows = [pad(part, (0, 0, 0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
             return torch.stack(rows, 2).flatten(0, 1)
 
         def near(tensor: Tensor) -> Tensor:
-            own = pad(tensor[:, :, self.past :], (0, 0, 0, self.number * block - self.length))
-            return own.unflatten(2, (self.number, block)).flatten(0, 1)
+            return filled(tensor[:, :, self.past :], block).unflatten(2, (self.number, block)).flatten(0, 1)
 
         operands = SelectedOperands(
             query=self.rows,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.kernels.dispatch import plain
+
 _LINES = 8
 
 
@@ -24,15 +26,18 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     reach = torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(along, dim=-1)
     reach = 16 * reach if counts is None else (16 + counts) * reach
     line = along[..., 0] if mask is None else along[..., 0].masked_fill(~mask, torch.inf)  # others come last
-    order = line.sort(-1).indices
-    sorted_along = along.gather(-2, order.unsqueeze(-1).expand_as(along))
+    is_numpy = key.device.type == "cpu" and plain(key)  # which sorts several times as fast
+    order = torch.from_numpy(line.numpy().argsort(-1)) if is_numpy else line.sort(-1).indices
     reach = reach.gather(-1, order)
     place = torch.arange(key.shape[-2], device=key.device)
+    sorted_along = along.gather(-2, order.unsqueeze(-1).expand_as(along))
     before = (place - 1).clamp(min=0)  # no slices, which would bind an exported program to some lengths
     distance = torch.linalg.vector_norm(sorted_along - sorted_along.index_select(-2, before), dim=-1)
     is_equal = (distance <= torch.maximum(reach, reach.index_select(-1, before))) & (place > 0)
     if mask is not None:
         is_equal = is_equal & mask.gather(-1, order)
+    if is_numpy and not bool(is_equal.any()):  # most often; on a GPU it would take longer to ask
+        return place.expand(key.shape[:-1])
     run = (~is_equal).cumsum(-1) - 1
     first = torch.full_like(order, key.shape[-2]).scatter_reduce(-1, run, order, "amin")
     return torch.zeros_like(order).scatter(-1, order, first.gather(-1, run))

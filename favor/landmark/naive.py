@@ -23,7 +23,7 @@ from torch import Tensor
 
 from favor.landmark.causal import BLOCK
 from favor.landmark.grouping import Landmarks
-from favor.landmark.pages import LOOKS, Growth
+from favor.landmark.growth import Growth
 from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
 
 # From positions of queries, means of groups `[n, d]` and their counts `[n]` to the new group of each, `[n]`.
@@ -198,8 +198,8 @@ def growing_keys(
     """The keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
 
     Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses
-    the best pages, and each later one adds the best that are not chosen yet, if they are among
-    the first of its best, `LOOKS` for each that it may add.
+    the best pages, and each later one adds the best that are not chosen yet. It looks at some pages, see
+    `favor.landmark.growth.Growth`: the best of those that are best in their class.
 
     Args:
         query, key: `[L, d]` and `[S, d]`, of one query head; the queries are those of the last keys.
@@ -209,15 +209,19 @@ def growing_keys(
     growth, past = Growth.of(number, together), len(key) - len(query)
     chosen, pages = torch.zeros(len(query), len(key), dtype=torch.bool), _pages(len(key), size, real, past % size)
     logits = {page: (query @ key[keys].mean(0)).tolist() for page, keys in pages.items() if keys}
+    held: list[int] = []
     for i in range(len(query)):
         begin = i // section * section
         row = (i - begin) % together
         before = [page for page in pages if page * size + (past % size or size) <= past + begin]
         best = sorted((page for page in before if page in logits), key=lambda page: -logits[page][i])
-        if row == 0:
-            held = best if len(before) <= number else best[: growth.first]
-        elif len(before) > number:
-            held = held + [page for page in best[: LOOKS * growth.later] if page not in held][: growth.later]
+        if len(before) <= number:
+            held = best if row == 0 else held
+        else:
+            classes = [page % growth.classes[row > 0] for page in best]
+            best = [page for n, page in enumerate(best) if classes[n] not in classes[:n]]
+            own = best[: growth.first] if row == 0 else [page for page in best[: growth.looks] if page not in held]
+            held = own if row == 0 else held + own[: growth.later]
         chosen[i, [key for page in held for key in pages[page]]] = True
     return chosen
 

@@ -24,7 +24,8 @@ from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark import causal as landmark_causal
 from favor.landmark.grouping import sums_of
-from favor.landmark.pages import Growth, Pages, choose, filled
+from favor.landmark.growth import Growth
+from favor.landmark.pages import Pages, choose, filled
 
 # Measured: docs/selected_keys.md.
 PAGE_SIZE, QUERY_BLOCK = {False: 16, True: 4}, {False: 32, True: 16}  # bidirectional, causal
@@ -82,7 +83,8 @@ class Selection:
 
     def cells(self, cells: Tensor, pages: Tensor) -> Tensor:
         """The groups of the keys of pages `[N, Z, n]`, `[N, Z, nP]`, given those of all keys, `[N, S]`; -1 for none."""
-        of_pages = pad(cells, (0, -cells.shape[1] % self.size), value=-1).unflatten(1, (-1, self.size))
+        missing = -cells.shape[1] % self.size
+        of_pages = (pad(cells, (0, missing), value=-1) if missing else cells).unflatten(1, (-1, self.size))
         index = pages.flatten(1).unsqueeze(-1).expand(-1, -1, self.size)
         return of_pages.gather(1, index).view(*pages.shape[:2], -1)
 

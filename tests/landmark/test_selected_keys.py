@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import favor
 from favor.landmark import causal as landmark_causal
 from favor.landmark.naive import naive_landmark_attention
-from favor.landmark.pages import Growth
+from favor.landmark.growth import Growth
 
 
 @pytest.fixture(autouse=True)

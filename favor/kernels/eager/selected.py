@@ -33,7 +33,8 @@ class _Part:
         pages: of each block, `[xzn]`.
         key, value: of these pages, `[xz, K, d]` and `[xz, K, dv]`.
         place: row of the weights of the groups of each chosen key, `[xzK]`.
-        hidden: which rows do not see a chosen key, `[xz, K, R]` or broadcast to it; None if all see all.
+        late: which rows do not see a page since a later one chose it, `[xz, n, R]`; None if no row of the head.
+        hidden: which rows do not see a key of a page, broadcasts to `[xz, n, P, R]`; None if all see all.
     """
 
     f: slice
@@ -44,6 +45,7 @@ class _Part:
     key: Tensor
     value: Tensor
     place: Tensor
+    late: Tensor | None
     hidden: Tensor | None
 
 
@@ -67,7 +69,10 @@ class _Head:
         self.pages, self.cell, self.since = (t[number] for t in given[9:12])
         self.sections, self.blocks, self.size, self.width = self.query.shape
         self.weighted = self.far_value * self.counts.unsqueeze(-1)
-        self.hides = bool((self.since > 0).any()) or bool((self.cell < 0).any())
+        absent = (self.cell < 0).unflatten(-1, (-1, given.page_size))
+        self.absent = absent if bool((absent & (self.since < self.size).unsqueeze(-1)).any()) else None
+        self.cell = self.cell.clamp(min=0)
+        self.is_late = bool((self.since > 0).any())
         self.lacks_near = bool((self.near_counts == 0).any())
         self.later: dict[tuple[int, int], Tensor] = {}
         # Absent groups stand at the mean of the others, so that they do not raise the largest logit.
@@ -75,15 +80,10 @@ class _Head:
         self.nothing = total == 0
         middle = (self.counts / total.clamp(min=1)).to(self.far_key.dtype).unsqueeze(1) @ self.far_key
         self.far_key = torch.where((self.counts > 0).unsqueeze(-1), self.far_key, middle)
-        # Where a query must not see all keys, nothing may hang on what all of them are, not even rounding.
-        self.shifts = self.near_key.shape[1] > 0 or not self._are_small(given.key[number])
-
-    def _are_small(self, key: Tensor) -> bool:
-        """Whether |q| |k| shows that no logit is large, so that exponentials need no shift by the largest one."""
-        if torch.finfo(key.dtype).max < 2.0**100:
-            return False
-        keys = [_longest(rows) for rows in (self.far_key, self.near_key, key)]
-        return bool(_longest(self.query) * torch.stack(keys).amax() * (self.given.scale * LOG2E) <= _SMALL)
+        # The largest norms of groups `[F, 1]`, of near keys up to each `[F, T]`, and of pages.
+        self.far_norm = _norms(self.far_key).amax(1, keepdim=True) if self.far_key.shape[1] else None
+        self.near_norm = _norms(self.near_key).cummax(1).values if self.near_key.shape[1] else None
+        self.page_norm = _norms(self.key_table.unflatten(1, (given.page_size, -1))).amax(1)
 
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
@@ -103,16 +103,43 @@ class _Head:
         value = self.memory["value"].rows(self.value_table, pages).view(*cell.shape, self.far_value.shape[-1])
         section = torch.arange(sections, device=cell.device).view(-1, 1, 1)
         first = section * (self.counts.shape[-1] * blocks) + torch.arange(blocks, device=cell.device).view(-1, 1)
-        place = torch.add(first.view(-1, 1), cell.clamp(min=0) if self.hides else cell, alpha=blocks)
-        hidden = None
-        if self.hides:
-            late = self.since[f, z].flatten(0, 1).repeat_interleave(self.given.page_size, -1).unsqueeze(-1)
-            hidden = (late > torch.arange(self.size, device=cell.device)) | (cell < 0).unsqueeze(-1)
+        place = torch.add(first.view(-1, 1), cell, alpha=blocks)
+        late = hidden = None
+        if self.is_late:
+            since = self.since[f, z].flatten(0, 1).to(torch.int16).unsqueeze(-1)
+            late = since > torch.arange(self.size, device=cell.device, dtype=torch.int16)
+            hidden = late.unsqueeze(2)
+        if self.absent is not None:
+            absent = self.absent[f, z].flatten(0, 1).unsqueeze(-1)
+            hidden = absent if hidden is None else hidden | absent
         columns = query.flatten(0, 1).transpose(1, 2)
-        return _Part(f, z, query.flatten(1, 2), columns, pages, key, value, place.flatten(), hidden)
+        return _Part(f, z, query.flatten(1, 2), columns, pages, key, value, place.flatten(), late, hidden)
+
+    def hide(self, part: _Part, numbers: Tensor, value: float) -> Tensor:
+        """Puts a value, in place, where a row does not see a chosen key, `[xz, K, R]`."""
+        if part.hidden is not None:
+            numbers.unflatten(1, (-1, self.given.page_size)).masked_fill_(part.hidden, value)
+        return numbers
+
+    def large(self, part: _Part) -> Tensor | None:
+        """Rows whose logits may be so large that exponentials need a shift, `[x, zR]`; None if there are none.
+
+        Judged by |q| |k|, of the keys that a row sees: nothing hangs on others, not even rounding.
+        """
+        sections, rows = part.rows.shape[:2]
+        norm = self.page_norm[part.pages].view(len(part.columns), -1, 1)
+        if part.late is not None:
+            norm = norm.masked_fill(part.late, 0.0)
+        norm = pad(norm, (0, 0, 0, 1)).amax(1).expand(-1, self.size).reshape(sections, rows)
+        if self.near_norm is not None:
+            norm = torch.maximum(norm, self.near_norm[part.f, self._last(part).clamp(max=self.near_key.shape[1] - 1)])
+        if self.far_norm is not None:
+            norm = torch.maximum(norm, self.far_norm[part.f])
+        is_large = ~(_norms(part.rows) * norm <= _SMALL)
+        return is_large if bool(is_large.any()) else None
 
     def logits(self, part: _Part) -> _Weights:
-        """Logits in base 2, -inf for what a row does not see; absent groups have any."""
+        """Logits in base 2, -inf for near keys that a row does not see; other ones have any."""
         columns = part.rows.transpose(1, 2)
         far = self.memory["far"].product(self.far_key[part.f], columns)
         near = self.memory["near"].product(self.near_key[part.f], columns)
@@ -120,19 +147,20 @@ class _Head:
             near += self._later(part)
             if self.lacks_near:
                 near.masked_fill_((self.near_counts[part.f] == 0).unsqueeze(-1), -torch.inf)
-        own = self.memory["own"].product(part.key, part.columns)
-        return _Weights(far, near, own if part.hidden is None else own.masked_fill_(part.hidden, -torch.inf))
+        return _Weights(far, near, self.memory["own"].product(part.key, part.columns))
+
+    def _last(self, part: _Part) -> Tensor:
+        """The last near key that each row sees, `[zR]`."""
+        block = torch.arange(self.blocks, device=part.rows.device)[part.z].unsqueeze(-1) % self.given.per_head
+        row = (block * self.size + torch.arange(self.size, device=block.device)).flatten()
+        return row + self.given.first if self.given.first >= 0 else row * 0 + self.near_key.shape[1]
 
     def _later(self, part: _Part) -> Tensor:
         """-inf for near keys that a row does not see since they come later, `[T, zR]`, else 0."""
         edges = (part.z.start, part.rows.shape[1])
         if edges not in self.later:
-            length, block = self.near_key.shape[1], torch.arange(self.blocks, device=part.rows.device)[part.z]
-            row = (
-                (block % self.given.per_head).unsqueeze(-1) * self.size + torch.arange(self.size, device=block.device)
-            ).flatten()
-            last = row + self.given.first if self.given.first >= 0 else row * 0 + length
-            is_later = torch.arange(length, device=block.device).unsqueeze(-1) > last
+            place = torch.arange(self.near_key.shape[1], device=part.rows.device)
+            is_later = place.unsqueeze(-1) > self._last(part)
             self.later[edges] = part.rows.new_zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
         return self.later[edges]
 
@@ -160,8 +188,6 @@ class _Head:
             far, near = (exp2(t.sub_(top.unsqueeze(1)), 64.0) for t in (far, near))
             own = exp2(own.sub_(top.view(-1, 1, self.size)), 64.0)
         replaced = self.memory["replaced"].rows(far.view(-1, self.size), part.place).view(own.shape)
-        if part.hidden is not None:
-            replaced.masked_fill_(part.hidden, 0.0)
         return _Weights(far, near, own), replaced
 
 
@@ -176,25 +202,26 @@ def _by_page(rows: Tensor, size: int) -> Tensor:
     return (pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(-1, size * rows.shape[-1])
 
 
-def _longest(rows: Tensor) -> Tensor:
-    """The largest norm of some rows; 0 if there are none."""
-    norms = torch.linalg.vector_norm(rows, dim=-1)
-    return norms.amax() if norms.numel() else norms.sum()
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1)
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
     dtype, given = given.query.dtype, given.raised()
-    out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1])
+    # Fresh memory that is touched part by part costs a CPU several times as much as all of it at once.
+    out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1]).zero_()
     lse = given.query.new_empty(given.query.shape[:-1])
     memory = _memory(given)
     for number in range(len(out)):
         head = _Head(given, number, memory)
         for part in head.parts():
-            logits = head.logits(part)
-            top = head.largest(logits, part) if head.shifts else None
+            logits, top, large = head.logits(part), None, head.large(part)
+            if large is not None:
+                head.hide(part, logits.own, -torch.inf)
+                top = head.largest(logits, part).masked_fill_(~large, 0.0)
             weights, replaced = head.exponentials(logits, part, top)
-            changes = weights.own.sub_(replaced)
+            changes = head.hide(part, weights.own.sub_(replaced), 0.0)
             total = (head.counts[part.f].to(weights.far.dtype).unsqueeze(1) @ weights.far).squeeze(1)
             total = total + weights.near.sum(1) + changes.sum(1).view_as(total)
             values = torch.bmm(changes.transpose(1, 2), part.value).view(*part.rows.shape[:2], -1)
@@ -226,12 +253,16 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
             f, z = part.f, part.z
             g, level = grad[number, f, z], lse[number, f, z] / LN2
             share = (g * out[number, f, z]).sum(-1)
-            if not head.shifts:  # the weights are not divided by the normaliser, so what they meet is
-                inverse = torch.exp2(-level)
-                g, share = g * inverse.unsqueeze(-1), share * inverse
-            top = level.flatten(1) if head.shifts else None
+            large, top, inverse = head.large(part), None, torch.exp2(-level)
+            if large is not None:
+                inverse.masked_fill_(large.view_as(level), 1.0)
+                top = level.flatten(1).masked_fill(~large, 0.0)
+            # Weights that are not divided by the normaliser meet slopes that are.
+            slopes = g * inverse.unsqueeze(-1), share * inverse
             weights, replaced = head.exponentials(head.logits(part), part, top)
-            _part_backward(head, part, weights, replaced, (g, share), own)
+            for weight in (weights.own, replaced):
+                head.hide(part, weight, 0.0)
+            _part_backward(head, part, weights, replaced, slopes, own)
     of_key, of_value = (
         total.view(len(rows), -1, rows.shape[2])[:, : rows.shape[1]].contiguous()
         for total, rows in zip(totals, (given.key, given.value), strict=True)

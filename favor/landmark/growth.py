@@ -1,0 +1,206 @@
+"""The choice of pages in causal layers: the set of a block of queries grows with each of them.
+
+The first query of a block chooses its best pages, each later one adds the best that the set lacks. A query sees the
+pages that it and the queries before it chose, so nothing of a later query shows.
+
+The search is most of the work of a long sequence, so a later query looks at less: pages are dealt out to classes in
+turns, and of each class it sees the best page only. Neighbours, which often matter together, are in different classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from favor.kernels.eager.common import Buffer
+from favor.landmark.pages import Pages, limit
+
+LOOKS = 2  # pages that a later query looks at for each page that it may add
+_CLASSES, _LEAST = 4, 32  # for each of these pages, and at least
+_PLACE_BITS = 11  # of a score that tell its place, which leaves 12 bits to compare in float32
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the pages of a block are shared out among its queries.
+
+    The first one takes all pages if there are no more than `number`.
+
+    Attributes:
+        number: of pages that a block reads at most.
+        first, later: that the first query chooses, and that each later one adds at most.
+    """
+
+    number: int
+    first: int
+    later: int
+
+    @classmethod
+    def of(cls, number: int, rows: int) -> Growth:
+        """A quarter for the first of so many rows, and more where the rest cannot be shared out evenly.
+
+        Raises:
+            ValueError: if there are fewer pages than rows.
+        """
+        if number < rows:
+            raise ValueError(
+                f"each query of a block adds at least one page: {number} pages are too few for {rows} queries. Give "
+                "more selected_keys, or a smaller page_size or query_block."
+            )
+        later = max(number * 3 // 4 // (rows - 1), 1) if rows > 1 else 0
+        return cls(number, number - (rows - 1) * later, later)
+
+    @property
+    def looks(self) -> int:
+        """Pages that a later query looks at."""
+        return LOOKS * self.later
+
+    @property
+    def classes(self) -> tuple[int, int]:
+        """Classes for the first query and for later ones, powers of two: page p is in class p modulo this number."""
+        least = (max(_CLASSES * self.first, self.number, _LEAST), max(_CLASSES * self.looks, _LEAST))
+        return 1 << (least[0] - 1).bit_length(), 1 << (least[1] - 1).bit_length()
+
+    def slots(self, row: int) -> tuple[int, int]:
+        """Where the pages that a row adds stand among those of its block: begin and end."""
+        return (0, self.first) if row == 0 else (self.first + (row - 1) * self.later, self.first + row * self.later)
+
+
+@torch.no_grad()
+def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> tuple[Tensor, Tensor]:
+    """Chooses pages query by query.
+
+    Args:
+        pages: of the keys.
+        query: `[N, F, Z, R, d]`: F sections of Z blocks.
+        until: how many pages each section may choose from, those before it, `[F]` or `[N, F]`, not falling.
+        growth: how many.
+
+    Returns:
+        The pages of each block, `[N, F, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
+    """
+    heads, sections, blocks, rows, _ = query.shape
+    until, memory = until.expand(heads, sections), Buffer(pages.mean)
+    # The last section first: it needs most memory.
+    looks = [_candidates(pages, query[:, f], until[:, f], growth, memory) for f in reversed(range(sections))]
+    # Blocks last and numbers short, which makes the loop below several times as fast.
+    is_there, first, is_fresh, best = (torch.stack(part[::-1], 1).flatten(0, 2) for part in zip(*looks, strict=True))
+    # The first query of a block; where few pages are there it takes them all.
+    all_fit = (until <= growth.number).repeat_interleave(blocks, 1).flatten()
+    slot = torch.arange(growth.number, device=query.device).unsqueeze(-1)
+    since = torch.where((all_fit | (slot < growth.first)) & is_there.t(), 0, rows)
+    chosen = first.t().to(torch.int32).masked_fill(since == rows, -1)
+    if rows > 1 and not bool(all_fit.all()):
+        best = best.permute(1, 2, 0).to(torch.int32, memory_format=torch.contiguous_format)
+        is_fresh = is_fresh.permute(1, 2, 0).contiguous() & ~all_fit
+        for row in range(1, rows):
+            slots = slice(*growth.slots(row))
+            own, takes = _added(chosen[: slots.start], best[row - 1], is_fresh[row - 1], growth.later)
+            chosen[slots] = torch.where(all_fit, chosen[slots], own)
+            since[slots] = torch.where(all_fit, since[slots], torch.where(takes, row, rows))
+    shape = (heads, sections, blocks, growth.number)
+    return chosen.clamp_(min=0).t().long().reshape(shape), since.t().reshape(shape)
+
+
+@torch.no_grad()
+def choose_next(
+    pages: Pages, query: Tensor, row: Tensor, growth: Growth, held: tuple[Tensor, Tensor], rows: int
+) -> tuple[Tensor, Tensor]:
+    """Goes on where `choose_growing` stopped, by one query, which may choose from all pages.
+
+    Args:
+        pages: of the keys.
+        query: `[N, Z, d]`.
+        row: the place of this query in its block, `[N, Z]`.
+        growth: how many pages.
+        held: what the rows before it chose, pages and first rows `[N, Z, n]`.
+        rows: R.
+
+    Returns:
+        Pages and first rows with those that this query adds.
+    """
+    chosen, since = held
+    if pages.mean.shape[1] == 0:
+        return chosen, torch.full_like(since, rows)
+    until = torch.full_like(row[:, 0], pages.mean.shape[1])
+    # A block begins with a row of 0 and forgets what the last one chose.
+    is_first = (row == 0).unsqueeze(-1)
+    is_there, first, is_fresh, best = _candidates(pages, query.unsqueeze(2), until, growth, Buffer(pages.mean))
+    all_fit = pages.there.sum(1).view(-1, 1, 1) <= growth.number
+    slot = torch.arange(growth.number, device=query.device)
+    begun = torch.where(is_there & (all_fit | (slot < growth.first)), 0, rows)
+    if rows == 1:
+        return first, begun
+    seen = chosen.masked_fill(since == rows, -1)
+    own, takes = _added(*(t.movedim(-1, 0) for t in (seen, best.squeeze(2), is_fresh.squeeze(2))), growth.later)
+    own, takes = own.movedim(0, -1), takes.movedim(0, -1)
+    place = slot - (growth.first + (row.unsqueeze(-1) - 1) * growth.later)
+    is_own = (place >= 0) & (place < growth.later) & ~all_fit
+    place = place.clamp(min=0, max=growth.later - 1)
+    added = is_own & takes.gather(-1, place)
+    since = torch.where(added, row.unsqueeze(-1), torch.where(is_own, rows, since))
+    chosen = torch.where(added, own.gather(-1, place), chosen)
+    return torch.where(is_first, first, chosen), torch.where(is_first, begun, since)
+
+
+def _candidates(
+    pages: Pages, query: Tensor, until: Tensor, growth: Growth, memory: Buffer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best pages of queries `[N, Z, R, d]`, best first, among the first `until` `[N]`.
+
+    Returns:
+        For the first query of each block, which pages there are and the pages, `[N, Z, n]`; for the later ones (if
+        there is one query, for the same) the best of the best of each class, the same way, `[N, Z, R - 1, looks]`.
+    """
+    heads, _, rows, width = query.shape
+    most, lowest = int(until.max()), torch.finfo(pages.mean.dtype).min
+    every = -(-max(most, 1) // max(growth.classes)) * max(growth.classes)
+    mean, is_absent = pages.mean[:, :every], ~pages.there[:, :most]
+    mean = pad(mean, (0, 0, 0, every - mean.shape[1]))
+    if bool((until < most).any()):
+        is_absent = is_absent | (torch.arange(most, device=query.device) >= until.unsqueeze(-1))
+    lacks, found = bool(is_absent.any()), []
+    for part in query.split(max(limit(query) // (heads * rows * every), 1), 1):
+        scores = memory.product(part.reshape(heads, -1, width).to(mean.dtype), mean.transpose(1, 2))
+        scores[:, :, most:] = lowest
+        if lacks:
+            scores[:, :, :most].masked_fill_(is_absent.unsqueeze(1), lowest)
+        scores = scores.unflatten(1, (-1, rows))
+        first = _best_of_classes(scores[:, :, 0].contiguous(), growth.classes[0], growth.number)
+        later = _best_of_classes(scores, growth.classes[1], growth.looks)
+        found.append((*first, *(tensor[:, :, min(1, rows - 1) :] for tensor in later)))
+    is_there, first, is_fresh, best = (torch.cat(own, 1) for own in zip(*found, strict=True))
+    return is_there, first, is_fresh, best
+
+
+def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor, Tensor]:
+    """The places of the largest of each class, of these the `number` largest, `[..., number]`, 0 for absent ones.
+
+    Returns which are there, and the places.
+
+    The maximum of a class finds its place too, in one reading of all scores: the place is written into the last bits
+    of each score, in place.
+    """
+    members = scores.shape[-1] // classes
+    low = (1 << max(_PLACE_BITS, (members - 1).bit_length())) - 1
+    bits = scores.view(torch.int64 if scores.dtype == torch.float64 else torch.int32)
+    place = torch.arange(members, dtype=bits.dtype, device=bits.device).repeat_interleave(classes)
+    bits.bitwise_and_(~low).bitwise_or_(place)
+    values, own = scores.unflatten(-1, (members, classes)).amax(-2).topk(number, -1)
+    is_there = values > torch.finfo(values.dtype).min / 2  # its last bits are other ones now
+    places = (values.view(bits.dtype) & low).long() * classes + own
+    return is_there, places.masked_fill_(~is_there, 0)
+
+
+def _added(seen: Tensor, best: Tensor, is_fresh: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The first `number` of the best pages `[looks, ...]` not among those seen `[slots, ...]`, and which are there.
+
+    Absent ones are -1.
+    """
+    is_fresh = is_fresh & ~(best == seen.unsqueeze(1)).any(0)
+    place = torch.where(is_fresh, is_fresh.cumsum(0) - 1, number).clamp(max=number)
+    found = best.new_full((number + 1, *best.shape[1:]), -1).scatter(0, place, best)[:number]
+    return found, found >= 0
