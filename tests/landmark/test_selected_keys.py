@@ -6,8 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor.landmark import causal as landmark_causal
-from favor.landmark.naive import naive_landmark_attention
 from favor.landmark.growth import Growth
+from favor.landmark.naive import naive_landmark_attention
 
 
 @pytest.fixture(autouse=True)
