@@ -98,9 +98,9 @@ def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -
         is_fresh = is_fresh.permute(1, 2, 0).contiguous() & ~all_fit
         for row in range(1, rows):
             slots = slice(*growth.slots(row))
-            own, takes = _added(chosen[: slots.start], best[row - 1], is_fresh[row - 1], growth.later)
+            own = _added(chosen[: slots.start], best[row - 1], is_fresh[row - 1], growth.later)
             chosen[slots] = torch.where(all_fit, chosen[slots], own)
-            since[slots] = torch.where(all_fit, since[slots], torch.where(takes, row, rows))
+            since[slots] = torch.where(all_fit, since[slots], torch.where(own >= 0, row, rows))
     shape = (heads, sections, blocks, growth.number)
     return chosen.clamp_(min=0).t().long().reshape(shape), since.t().reshape(shape)
 
@@ -135,14 +135,15 @@ def choose_next(
     if rows == 1:
         return first, begun
     seen = chosen.masked_fill(since == rows, -1)
-    own, takes = _added(*(t.movedim(-1, 0) for t in (seen, best.squeeze(2), is_fresh.squeeze(2))), growth.later)
-    own, takes = own.movedim(0, -1), takes.movedim(0, -1)
+    seen, best, is_fresh = (tensor.movedim(-1, 0) for tensor in (seen, best.squeeze(2), is_fresh.squeeze(2)))
+    own = _added(seen, best, is_fresh, growth.later).movedim(0, -1)
     place = slot - (growth.first + (row.unsqueeze(-1) - 1) * growth.later)
     is_own = (place >= 0) & (place < growth.later) & ~all_fit
     place = place.clamp(min=0, max=growth.later - 1)
-    added = is_own & takes.gather(-1, place)
+    own = own.gather(-1, place)
+    added = is_own & (own >= 0)
     since = torch.where(added, row.unsqueeze(-1), torch.where(is_own, rows, since))
-    chosen = torch.where(added, own.gather(-1, place), chosen)
+    chosen = torch.where(added, own, chosen)
     return torch.where(is_first, first, chosen), torch.where(is_first, begun, since)
 
 
@@ -172,8 +173,8 @@ def _candidates(
         first = _best_of_classes(scores[:, :, 0].contiguous(), growth.classes[0], growth.number)
         later = _best_of_classes(scores, growth.classes[1], growth.looks)
         found.append((*first, *(tensor[:, :, min(1, rows - 1) :] for tensor in later)))
-    is_there, first, is_fresh, best = (torch.cat(own, 1) for own in zip(*found, strict=True))
-    return is_there, first, is_fresh, best
+    is_there, chosen, is_fresh, best = (torch.cat(own, 1) for own in zip(*found, strict=True))
+    return is_there, chosen, is_fresh, best
 
 
 def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor, Tensor]:
@@ -195,12 +196,8 @@ def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor,
     return is_there, places.masked_fill_(~is_there, 0)
 
 
-def _added(seen: Tensor, best: Tensor, is_fresh: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The first `number` of the best pages `[looks, ...]` not among those seen `[slots, ...]`, and which are there.
-
-    Absent ones are -1.
-    """
+def _added(seen: Tensor, best: Tensor, is_fresh: Tensor, number: int) -> Tensor:
+    """The first `number` of the best pages `[looks, ...]` that are not among those seen `[slots, ...]`; -1 for none."""
     is_fresh = is_fresh & ~(best == seen.unsqueeze(1)).any(0)
     place = torch.where(is_fresh, is_fresh.cumsum(0) - 1, number).clamp(max=number)
-    found = best.new_full((number + 1, *best.shape[1:]), -1).scatter(0, place, best)[:number]
-    return found, found >= 0
+    return best.new_full((number + 1, *best.shape[1:]), -1).scatter(0, place, best)[:number]
