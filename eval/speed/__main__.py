@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["pos"],
         help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
-        "with 256 selected keys",
+        "with 256 selected keys, landmark+256/8 with these in pages of 8",
     )
     add("--batch_size", type=int, default=1, help="sequences of a batch")
     add("--heads", type=int, default=8, help="attention heads")

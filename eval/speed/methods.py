@@ -189,23 +189,23 @@ class Eager(Softmax):
 class Favor(Method):
     """`favor.favor_attention` with one family of features.
 
-    A name such as wderf@128 stands for exact blocks of so many tokens, landmark+256 for so many selected keys.
+    A name such as wderf@128 stands for exact blocks of so many tokens, landmark+256 for so many selected keys, and
+    landmark+256/8 for pages of so many keys.
     """
 
     def __init__(self, name: str) -> None:
         features, _, window = name.partition("@")
         features, _, keys = features.partition("+")
-        known, numbers = families.REGISTRY, (window or "0") + (keys or "0")
+        keys, _, size = keys.partition("/")
+        known, numbers = families.REGISTRY, (window or "0") + (keys or "0") + (size or "0")
         if features not in known or not numbers.isdecimal() or (keys and (window or not known[features].selects_keys)):
             raise ValueError(
-                f"expected features among {', '.join(known)}, alone, as NAME@WINDOW or as landmark+KEYS, got {name!r}"
+                f"expected features among {', '.join(known)}, alone, as NAME@WINDOW, landmark+KEYS or "
+                f"landmark+KEYS/PAGE, got {name!r}"
             )
-        self.features, self.window, self.keys = features, int(window or 0), int(keys or 0)
+        self.features, self.window = features, int(window or 0)
+        self.keys, self.page_size = int(keys or 0), int(size or 0)
         self.name = f"favor:{name}"
-
-    def refuses(self, cell: Cell) -> str | None:
-        """Causal selected keys have no formula here to be checked with."""
-        return "selected keys are checked in bidirectional attention only" if self.keys and cell.causal else None
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Features of any sign are held for all tokens, positive ones are not."""
@@ -224,10 +224,11 @@ class Favor(Method):
             seed=cell.seed,
             window=self.window,
             selected_keys=self.keys,
+            page_size=self.page_size,
             kernel=cell.kernel if positive else "auto",
         )
         if self.keys:
-            return Prepared(attend, lambda s: selected_rows(s, cell.num_features, self.keys))
+            return Prepared(attend, lambda s: selected_rows(s, cell.num_features, self.keys, self.page_size))
         if self.features == families.Landmarks.name:
             return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, self.window))
         dtype = torch.float64 if cell.dtype == "float64" else torch.float32

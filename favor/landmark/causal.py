@@ -92,7 +92,7 @@ def attention(
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
         state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return torch.cat(outs, 3)
+    return assembled(outs)
 
 
 @torch.no_grad()
@@ -141,6 +141,23 @@ def cut(tokens: Tokens, block: int, state: StreamState | None) -> tuple[Groups, 
         done, rest = split_complete(fresh, block)
         joining = list(done[1].split(block, 2))
     return groups, parts, joining, rest
+
+
+def assembled(pieces: list[Tensor]) -> Tensor:
+    """Pieces `[..., l, dv]` of an output, one after the other; takes each from the list, so that none is held twice."""
+    if len(pieces) == 1:
+        return pieces.pop()
+    if any(piece.requires_grad for piece in pieces) or not plain(*pieces):
+        return torch.cat(pieces, -2)
+    shape, start = list(pieces[0].shape), 0
+    shape[-2] = sum(piece.shape[-2] for piece in pieces)
+    out = pieces[0].new_empty(shape)
+    while pieces:
+        piece = pieces.pop(0)
+        out[..., start : start + piece.shape[-2], :] = piece
+        start += piece.shape[-2]
+        del piece
+    return out
 
 
 def length_of(tokens: Tokens) -> int:

@@ -15,11 +15,23 @@ from torch.nn.functional import pad
 from favor.kernels import StreamState
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
-from favor.landmark.causal import Groups, Tokens, checkpointed, cut, joined_tokens, length_of, regrouped, split_complete
+from favor.landmark.causal import (
+    Groups,
+    Tokens,
+    assembled,
+    checkpointed,
+    cut,
+    joined_tokens,
+    length_of,
+    regrouped,
+    split_complete,
+)
 from favor.landmark.grouping import Landmarks
 from favor.landmark.growth import choose_growing, choose_next
 from favor.landmark.pages import Pages, filled
 from favor.landmark.selected import Selection
+
+SHARES = 4  # of the sections, one at a time where there is no gradient, which saves memory
 
 
 @dataclass
@@ -84,20 +96,27 @@ def attention(
     if missing:  # a page ends where the first section begins
         key, value = (pad(tensor, (0, 0, missing, 0)) for tensor in (key, value))
         counts, past = pad(counts, (missing, 0)), past + missing
-    sections = _Sections(setting, query, key, value, counts)
     groups, parts, joining, rest = cut((query, counts, key, value), block, state)
-    cells = _numbered(counts[:, :, :past], 0)
-    first = None
-    for tokens, own in zip(parts, joining, strict=True):
-        if past and first is None:  # all earlier keys are groups of their own
-            first = checkpointed(tokens[0], groups, tokens, setting.scale)
+    pages = Pages.of(key.flatten(0, 1), counts.flatten(0, 1) > 0, selection.size)
+    cells, outs = _numbered(counts[:, :, :past], 0), []
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    together = len(parts) if needs_grad else -(-len(parts) // SHARES)
+    for number, (tokens, own) in enumerate(zip(parts, joining, strict=True)):
+        if number % together == 0:
+            rows = query[:, :, :, number * block : (number + together) * block]
+            sections = _Sections(setting, rows, (counts, key, value), past + number * block, pages)
+        if past and number == 0:  # all earlier keys are groups of their own
+            outs.append(checkpointed(tokens[0], groups, tokens, setting.scale))
             none = Groups(*(tensor[:, :, :0] for tensor in (groups.counts, groups.key, groups.value)))
             sections.add(none, torch.full_like(cells, -1))
         else:
             sections.add(groups, cells)
-        if own.shape[2] == block and (state is not None or len(sections.far) < len(parts)):
+        is_last = number + 1 == len(parts)
+        if own.shape[2] == block and (state is not None or not is_last):
             groups, cells = _regrouped(setting, groups, cells, (tokens[0], own, *tokens[2:]))
-    out = sections.attend()
+        if is_last or (number + 1) % together == 0:
+            out = sections.attend()
+            outs.append(out[:, :, :, block:] if past and number < together else out)
     if state is not None:
         complete = query.shape[3] - query.shape[3] % block
         kept_key, kept_value = (tensor[:, :, :complete].detach().contiguous() for tensor in (key, value))
@@ -118,26 +137,31 @@ def attention(
             ),
         )
         state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return out if first is None else torch.cat([first, out[:, :, :, block:]], 3)
+    return assembled(outs)
 
 
 class _Sections:
-    """The sections of a sequence: what each of them sees, collected, and then attended to at once."""
+    """Some sections of a sequence: what each of them sees, collected, and then attended to at once.
 
-    def __init__(self, setting: Setting, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> None:
-        self.setting, self.tensors, self.counts = setting, (query, key, value), counts
+    Args:
+        setting: see there.
+        query: of these sections, `[B, Hk, G, l, d]`.
+        tokens: counts, keys and values of the whole sequence.
+        past: how many tokens come before these sections.
+        pages: of the whole sequence.
+    """
+
+    def __init__(self, setting: Setting, query: Tensor, tokens: Tokens, past: int, pages: Pages) -> None:
+        self.setting, self.past, (self.counts, self.key, self.value) = setting, past, tokens
         self.far: list[Groups] = []
         self.cells: list[Tensor] = []
         selection, block = setting.selection, setting.block
         self.lead, (self.groups, self.length) = query.shape[:2], query.shape[2:4]
-        self.past = key.shape[2] - self.length
         self.number = -(-self.length // block)
         blocks = selection.blocks(filled(query, block).unflatten(3, (self.number, block)))  # [B, Hk, G, F, n, R, d]
         self.per_head = blocks.shape[4]
         self.rows = blocks.transpose(2, 3).flatten(0, 1).flatten(2, 3)  # [N, F, Z, R, d]
-        flat_key, real = key.flatten(0, 1), counts.flatten(0, 1) > 0
-        before = (self.past + block * torch.arange(self.number, device=query.device)) // selection.size
-        pages = Pages.of(flat_key, real, selection.size)
+        before = (past + block * torch.arange(self.number, device=query.device)) // selection.size
         self.pages, self.since = choose_growing(pages, self.rows, before, selection.growth)
 
     def add(self, groups: Groups, cells: Tensor) -> None:
@@ -148,7 +172,7 @@ class _Sections:
 
     def attend(self) -> Tensor:
         """Attention of all sections, `[B, Hk, G, L, dv]`."""
-        (_, key, value), selection, block = self.tensors, self.setting.selection, self.setting.block
+        key, value, selection, block = self.key, self.value, self.setting.selection, self.setting.block
         most = max(1, *(groups.counts.shape[2] for groups in self.far))
 
         def stacked(parts: list[Tensor]) -> Tensor:
@@ -157,7 +181,8 @@ class _Sections:
             return torch.stack(rows, 2).flatten(0, 1)
 
         def near(tensor: Tensor) -> Tensor:
-            return filled(tensor[:, :, self.past :], block).unflatten(2, (self.number, block)).flatten(0, 1)
+            own = tensor[:, :, self.past : self.past + self.length]
+            return filled(own, block).unflatten(2, (self.number, block)).flatten(0, 1)
 
         operands = SelectedOperands(
             query=self.rows,

@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2
 from favor.kernels.operands import SelectedOperands
 
-# Numbers of the keys and values that are gathered at a time: what stays in cache on a CPU, few launches on a GPU.
+# Numbers of the keys and values that are gathered at a time, and at most an eighth of all there are: what stays in
+# cache on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**21, 2**26
 _SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
 
@@ -31,7 +32,7 @@ class _Part:
         rows: queries times the scale in base 2, `[x, zR, d]`.
         columns: of each block, `[xz, d, R]`.
         pages: of each block, `[xzn]`.
-        key, value: of these pages, `[xz, K, d]` and `[xz, K, dv]`.
+        key: of these pages, `[xz, K, d]`.
         place: row of the weights of the groups of each chosen key, `[xzK]`.
         late: which rows do not see a page since a later one chose it, `[xz, n, R]`; None if no row of the head.
         hidden: which rows do not see a key of a page, broadcasts to `[xz, n, P, R]`; None if all see all.
@@ -43,7 +44,6 @@ class _Part:
     columns: Tensor
     pages: Tensor
     key: Tensor
-    value: Tensor
     place: Tensor
     late: Tensor | None
     hidden: Tensor | None
@@ -88,6 +88,7 @@ class _Head:
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
         numbers = _NUMBERS if self.query.device.type == "cpu" else _NUMBERS_OF_GPU
+        numbers = min(numbers, (self.given.key.numel() + self.given.value.numel()) // 8)
         gathered = self.pages.shape[-1] * (self.key_table.shape[-1] + self.value_table.shape[-1])
         together = max(numbers // max(gathered, self.counts.shape[-1] * self.size, 1), 1)
         sections = max(together // self.blocks, 1)
@@ -100,7 +101,6 @@ class _Head:
         sections, blocks = query.shape[:2]
         pages, cell = self.pages[f, z].flatten(), self.cell[f, z].flatten(0, 1)
         key = self.memory["key"].rows(self.key_table, pages).view(*cell.shape, self.width)
-        value = self.memory["value"].rows(self.value_table, pages).view(*cell.shape, self.far_value.shape[-1])
         section = torch.arange(sections, device=cell.device).view(-1, 1, 1)
         first = section * (self.counts.shape[-1] * blocks) + torch.arange(blocks, device=cell.device).view(-1, 1)
         place = torch.add(first.view(-1, 1), cell, alpha=blocks)
@@ -113,7 +113,12 @@ class _Head:
             absent = self.absent[f, z].flatten(0, 1).unsqueeze(-1)
             hidden = absent if hidden is None else hidden | absent
         columns = query.flatten(0, 1).transpose(1, 2)
-        return _Part(f, z, query.flatten(1, 2), columns, pages, key, value, place.flatten(), late, hidden)
+        return _Part(f, z, query.flatten(1, 2), columns, pages, key, place.flatten(), late, hidden)
+
+    def value(self, part: _Part, memory: str) -> Tensor:
+        """The values of the pages of a part, `[xz, K, dv]`."""
+        rows = self.memory[memory].rows(self.value_table, part.pages)
+        return rows.view(*part.key.shape[:2], self.far_value.shape[-1])
 
     def hide(self, part: _Part, numbers: Tensor, value: float) -> Tensor:
         """Puts a value, in place, where a row does not see a chosen key, `[xz, K, R]`."""
@@ -224,7 +229,8 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
             changes = head.hide(part, weights.own.sub_(replaced), 0.0)
             total = (head.counts[part.f].to(weights.far.dtype).unsqueeze(1) @ weights.far).squeeze(1)
             total = total + weights.near.sum(1) + changes.sum(1).view_as(total)
-            values = torch.bmm(changes.transpose(1, 2), part.value).view(*part.rows.shape[:2], -1)
+            own_values = head.value(part, "key")  # in the place of the keys, which have done their work
+            values = torch.bmm(changes.transpose(1, 2), own_values).view(*part.rows.shape[:2], -1)
             values.baddbmm_(weights.far.transpose(1, 2), head.weighted[part.f])
             if weights.near.shape[1]:
                 values.baddbmm_(weights.near.transpose(1, 2), head.near_value[part.f])
@@ -290,7 +296,7 @@ def _part_backward(
     changes = torch.sub(weights.own, replaced, out=memory["changes"].empty(*replaced.shape))
     values = memory["gradients"].product(changes, of_g)
     value_pages.index_add_(0, part.pages, values.view(len(part.pages), value_pages.shape[1]))
-    slope = memory["slope"].product(part.value, of_g.transpose(1, 2)).sub_(d.view(-1, 1, size))
+    slope = memory["slope"].product(head.value(part, "value"), of_g.transpose(1, 2)).sub_(d.view(-1, 1, size))
     moved = replaced.mul_(slope)
     slope.mul_(weights.own)
     keys = memory["gradients"].product(slope, of_rows)
