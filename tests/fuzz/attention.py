@@ -31,6 +31,7 @@ class Call:
         packed: lengths of the queries and of the keys of packed sequences; `length` and `keys` then do not count.
         kind: of the keys, see `_keys`.
         given: whether parameters are given, and whether they are corrected.
+        selected: keys that are selected, keys of a page and queries of a block.
         pieces: in how many pieces the call is repeated with a state.
     """
 
@@ -54,6 +55,7 @@ class Call:
     factorization: str = "auto"
     use_statistics: bool = True
     given: tuple[bool, bool] = (False, False)
+    selected: tuple[int, int, int] = (0, 0, 0)
     pieces: int = 0
     seed: int = 0
 
@@ -93,6 +95,7 @@ class Call:
             or no_state
             or (self.pieces and self.length != self.keys)
             or (self.features == "trig" and self.num_features % 2)
+            or (self.is_causal and self.selected[0] and self.selected[2] > 1)  # too few pages for the queries
         )
 
     @property
@@ -110,7 +113,8 @@ class Call:
     def is_exact(self) -> bool:
         """Whether it has to equal softmax attention."""
         keys = self.lengths[1]
-        return (isinstance(self.family, Landmarks) and self.num_features >= keys) or self.window >= keys > 0
+        is_fine = isinstance(self.family, Landmarks) and max(self.num_features, self.selected[0]) >= keys
+        return is_fine or self.window >= keys > 0
 
     def mask(self) -> Tensor | None:
         """True for real keys, `[B, S]`; None if all are."""
@@ -153,6 +157,7 @@ class Call:
             "seed": self.seed % 2,
             "use_statistics": self.use_statistics,
             "state": StreamState() if self.pieces else None,
+            **dict(zip(("selected_keys", "page_size", "query_block"), self.selected, strict=True)),
         }
         for index, name in enumerate(("parameters", "correction")):
             if self.given[index]:
@@ -222,6 +227,9 @@ def draw(choose: Choose) -> Call:
         given=(choose((False,) * 5 + (True,)), choose((False,) * 9 + (True,)))
         if family.takes_parameters
         else (False,) * 2,
+        selected=choose(((0, 0, 0), (16, 0, 0), (8, 2, 3), (256, 0, 0), (1, 1, 1), (5, 4, 2)))
+        if family.selects_keys
+        else (0, 0, 0),
         pieces=choose((0, 2, 3, 5)) if can_stream else choose((0,) * 30 + (2,)),
         seed=choose(range(1000)),
     )
