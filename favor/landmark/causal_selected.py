@@ -259,8 +259,10 @@ def _next(setting: Setting, fresh: Tokens, state: StreamState) -> Tensor:
         stop = min(start + block - length_of(begun), length)
         now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
         tokens = tuple(map(joined_tokens, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
-        one = stop - start == 1 and kept.chosen.shape[-1] > 0
-        out, chosen, since = (_read_one if one else _read_many)(setting, kept, tokens, stop - start)
+        if stop - start == 1 and kept.chosen.shape[-1] > 0:
+            out, chosen, since = _read_one(setting, kept, tokens)
+        else:
+            out, chosen, since = _read_many(setting, kept, tokens, stop - start)
         outs.append(out)
         kept, begun = replace(kept, chosen=chosen, since=since), tokens
         if length_of(tokens) == block:
@@ -307,7 +309,7 @@ def _operands(
     )
 
 
-def _read_one(setting: Setting, kept: Kept, tokens: Tokens, _: int) -> tuple[Tensor, Tensor, Tensor]:
+def _read_one(setting: Setting, kept: Kept, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     """Output of one more token `[B, Hk, G, 1, dv]`, with what its block has chosen by now."""
     query, counts, key, value = tokens
     selection, rows = setting.selection, setting.selection.rows

@@ -160,13 +160,14 @@ def _candidates(
     most, lowest = int(until.max()), torch.finfo(pages.mean.dtype).min
     every = -(-max(most, 1) // max(growth.classes)) * max(growth.classes)
     mean, is_absent = pages.mean[:, :every], ~pages.there[:, :most]
-    mean = pad(mean, (0, 0, 0, every - mean.shape[1]))
+    missing = every - mean.shape[1]
     if bool((until < most).any()):
         is_absent = is_absent | (torch.arange(most, device=query.device) >= until.unsqueeze(-1))
     lacks, found = bool(is_absent.any()), []
     together = min(limit(query), 2 * pages.mean.numel())  # little memory for short sequences
     for part in query.split(max(together // (heads * rows * every), 1), 1):
         scores = memory.product(part.reshape(heads, -1, width).to(mean.dtype), mean.transpose(1, 2))
+        scores = pad(scores, (0, missing)) if missing else scores
         scores[:, :, most:] = lowest
         if lacks:
             scores[:, :, :most].masked_fill_(is_absent.unsqueeze(1), lowest)
@@ -179,9 +180,7 @@ def _candidates(
 
 
 def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor, Tensor]:
-    """The places of the largest of each class, of these the `number` largest, `[..., number]`, 0 for absent ones.
-
-    Returns which are there, and the places.
+    """The `number` largest of the largest scores of each class, `[..., number]`: which are there, and their places.
 
     The maximum of a class finds its place too, in one reading of all scores: the place is written into the last bits
     of each score, in place.
