@@ -164,8 +164,7 @@ def _candidates(
     if bool((until < most).any()):
         is_absent = is_absent | (torch.arange(most, device=query.device) >= until.unsqueeze(-1))
     lacks, found = bool(is_absent.any()), []
-    together = min(limit(query), 2 * pages.mean.numel())  # little memory for short sequences
-    for part in query.split(max(together // (heads * rows * every), 1), 1):
+    for part in query.split(max(limit(query) // (heads * rows * every), 1), 1):
         scores = memory.product(part.reshape(heads, -1, width).to(mean.dtype), mean.transpose(1, 2))
         scores = pad(scores, (0, missing)) if missing else scores
         scores[:, :, most:] = lowest

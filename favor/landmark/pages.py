@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Scores of pages at a time: little memory on a CPU, few launches on a GPU.
-_SCORES, _SCORES_OF_GPU = 2**23, 2**27
+_SCORES, _SCORES_OF_GPU = 2**22, 2**27
 
 
 def limit(like: Tensor) -> int:
