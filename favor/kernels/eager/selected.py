@@ -80,10 +80,12 @@ class _Head:
         self.nothing = total == 0
         middle = (self.counts / total.clamp(min=1)).to(self.far_key.dtype).unsqueeze(1) @ self.far_key
         self.far_key = torch.where((self.counts > 0).unsqueeze(-1), self.far_key, middle)
-        # The largest norms of groups `[F, 1]`, of near keys up to each `[F, T]`, and of pages.
+        # The largest norms of groups `[F, 1]`, of near keys up to each `[F, T]`, and of pages if most are read.
         self.far_norm = _norms(self.far_key).amax(1, keepdim=True) if self.far_key.shape[1] else None
         self.near_norm = _norms(self.near_key).cummax(1).values if self.near_key.shape[1] else None
-        self.page_norm = _norms(self.key_table.unflatten(1, (given.page_size, -1))).amax(1)
+        self.page_norm = None
+        if self.pages.numel() >= len(self.key_table):
+            self.page_norm = _norms(self.key_table.unflatten(1, (given.page_size, -1))).amax(1)
 
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
@@ -132,7 +134,11 @@ class _Head:
         Judged by |q| |k|, of the keys that a row sees: nothing hangs on others, not even rounding.
         """
         sections, rows = part.rows.shape[:2]
-        norm = self.page_norm[part.pages].view(len(part.columns), -1, 1)
+        lead = (len(part.columns), self.pages.shape[-1])
+        if self.page_norm is None:
+            norm = _norms(part.key).view(*lead, self.given.page_size).amax(-1, keepdim=True)
+        else:
+            norm = self.page_norm[part.pages].view(*lead, 1)
         if part.late is not None:
             norm = norm.masked_fill(part.late, 0.0)
         norm = pad(norm, (0, 0, 0, 1)).amax(1).expand(-1, self.size).reshape(sections, rows)
