@@ -1,0 +1,57 @@
+"""Draws docs/images/speed.png from committed results: how many times as fast as exact attention, by length."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+# label, color, result file, method
+CURVES = (
+    ("landmark: 256 groups and 256 selected keys (default)", "C3", "speed_selected_cpu", "favor:landmark+256"),
+    ("landmark: 256 groups alone", "C2", "speed_landmark_cpu", "favor:landmark"),
+    ("favor+: 256 random features", "C0", "speed_landmark_cpu", "favor:pos"),
+)
+PANEL = "bidirectional, forward"
+
+
+def speeds(name: str, method: str) -> dict[int, float]:
+    """Length -> times as fast as PyTorch's fastest exact attention, in the run of one result file."""
+    cells = json.loads((ROOT / f"eval/results/{name}.json").read_text())["cells"]
+    wanted = [cell for cell in cells if (cell["panel"], cell["method"], cell["status"]) == (PANEL, method, "ok")]
+    return {cell["length"]: cell["speedup"] for cell in wanted if cell["speedup"]}
+
+
+def draw(path: Path) -> None:
+    """Writes the picture to `path`."""
+    figure, axes = plt.subplots(figsize=(7.5, 4))
+    for label, color, name, method in CURVES:
+        points = speeds(name, method)
+        axes.plot(list(points), list(points.values()), color=color, marker="o", label=label, linewidth=2)
+    length, speed = max(speeds(*CURVES[0][2:]).items())
+    axes.annotate(
+        f"{speed:.0f}x", (length, speed), (6, -16), textcoords="offset points", color="C3", size=15, weight="bold"
+    )
+    axes.axhline(1, color="black", label="exact attention (PyTorch's fastest)", linewidth=2)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = [512, 1024, 2048, 4096, 8192, 16384]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+    axes.set_xlim(460, 24000)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("times as fast (more is better)")
+    axes.set_title("Attention of one encoder layer, forward, on a CPU")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(ROOT / "docs/images/speed.png")
