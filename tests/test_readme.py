@@ -1,0 +1,75 @@
+"""README fits a screen and its examples run; links in README and docs lead somewhere."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes from the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower().strip() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def dead_links(page: Path) -> list[str]:
+    """Local links of a page that lead to no file or no heading."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_local_links_and_anchors_resolve(page):
+    assert dead_links(page) == []
+
+
+def test_dead_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[x](#a-b-c) [y](#gone) [z](gone.md) [w](https://example.org) [v](page.md#a-b-c)\n")
+    assert dead_links(page) == ["#gone", "gone.md"]
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs/index.md"
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
+    assert {page for page in PAGES if page != index} <= linked
+
+
+def test_readme_fits():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1200
+    assert len(re.findall(r"!\[", text)) == 1
+
+
+def test_readme_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names: dict[str, object] = {}
+    blocks = FENCED.findall(README.read_text())
+    tried = 0
+    for (language, code), (following, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "README.md", "exec"), names)
+        tried += 1
+        if following == "text":
+            assert [line.rstrip() for line in printed.getvalue().splitlines()] == shown.splitlines()
+    assert tried > 0
