@@ -9,7 +9,7 @@ from favor.eval.speed.reference import Rows, Sample, softmax_of
 from favor.features import Landmarks
 from favor.landmark.causal import BLOCK
 from favor.landmark.growth import Growth, choose_growing
-from favor.landmark.naive import bidirectional_logits, causal_logits
+from favor.landmark.naive import Regroup, bidirectional_logits, causal_logits
 from favor.landmark.pages import Pages, choose, filled
 from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
 
@@ -24,11 +24,8 @@ def landmark_rows(sample: Sample, num_landmarks: int, window: int) -> Rows:
     queries = sample.all_queries.view(-1, len(sample.key), sample.key.shape[1]).float()
     query = scale * sample.query
 
-    def regroup(rows: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-        own = queries[:, rows].flatten(0, 1)
-        return Landmarks().cells(own, means.float(), num_landmarks, scale=scale, counts=counts.float())
-
     if sample.causal:
+        regroup = _regroup(queries, num_landmarks, scale)
         logits = causal_logits(query, sample.key, sample.rows, num_landmarks, window or BLOCK, regroup)
         return softmax_of(logits, sample), 1.0
     cells = Landmarks().cells(queries.flatten(0, 1), sample.key.detach().float(), num_landmarks, scale=scale)
@@ -53,11 +50,7 @@ def selected_rows(sample: Sample, num_landmarks: int, keys: int, page_size: int)
         chosen, since = choose_growing(pages, sections.unsqueeze(0), before, Growth.of(number, together))
         chosen, since = chosen.flatten(1, 2)[0, block], since.flatten(1, 2)[0, block]
         chosen = chosen.masked_fill(since > (sample.rows % together).unsqueeze(-1), pages.mean.shape[1])
-
-        def regroup(rows: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-            asking = queries[:, rows].flatten(0, 1)
-            return Landmarks().cells(asking, means.float(), num_landmarks, scale=scale, counts=counts.float())
-
+        regroup = _regroup(queries, num_landmarks, scale)
         logits = causal_logits(query, sample.key, sample.rows, num_landmarks, BLOCK, regroup)
     else:
         blocks = filled(own, together).unflatten(0, (-1, together))
@@ -67,3 +60,13 @@ def selected_rows(sample: Sample, num_landmarks: int, keys: int, page_size: int)
     is_chosen = torch.zeros(len(chosen), pages.mean.shape[1] + 1, dtype=torch.bool, device=key.device)
     is_chosen = is_chosen.scatter(1, chosen, True)[:, torch.arange(length, device=key.device) // size]
     return softmax_of(torch.where(is_chosen, query @ sample.key.T, logits), sample), 1.0
+
+
+def _regroup(queries: Tensor, num_landmarks: int, scale: float) -> Regroup:
+    """How a causal layer joins groups, in float32; queries are those of the heads that share keys, `[G, L, d]`."""
+
+    def regroup(rows: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+        own = queries[:, rows].flatten(0, 1)
+        return Landmarks().cells(own, means.float(), num_landmarks, scale=scale, counts=counts.float())
+
+    return regroup

@@ -165,6 +165,11 @@ def plain(*tensors: Tensor | None) -> bool:
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether this is an ordinary tensor on a CPU: numpy can read it, and to ask what it holds costs no waiting."""
+    return tensor.device.type == "cpu" and plain(tensor)
+
+
 def fuses(rows: Tensor) -> bool:
     """Whether a pass over tokens outside of the kernels can be one Triton kernel, too; a compiler makes its own."""
     fits = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from favor.kernels import StreamState
-from favor.kernels.dispatch import is_transformed, plain
+from favor.kernels.dispatch import is_transformed, on_cpu, plain
 from favor.kernels.stream.ragged import Waiting
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 
@@ -217,4 +217,4 @@ def regrouped(
 
 def _mask(counted: Tensor) -> Tensor | None:
     """None where all count, which saves time on a CPU; on a GPU it would take longer to ask."""
-    return None if counted.device.type == "cpu" and plain(counted) and bool(counted.all()) else counted
+    return None if on_cpu(counted) and bool(counted.all()) else counted

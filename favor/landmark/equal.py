@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import plain
+from favor.kernels.dispatch import on_cpu
 
 _LINES = 8
 
@@ -26,7 +26,7 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     reach = torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(along, dim=-1)
     reach = 16 * reach if counts is None else (16 + counts) * reach
     line = along[..., 0] if mask is None else along[..., 0].masked_fill(~mask, torch.inf)  # others come last
-    is_numpy = key.device.type == "cpu" and plain(key)  # which sorts several times as fast
+    is_numpy = on_cpu(key)  # which sorts several times as fast
     order = torch.from_numpy(line.numpy().argsort(-1)) if is_numpy else line.sort(-1).indices
     reach = reach.gather(-1, order)
     place = torch.arange(key.shape[-2], device=key.device)

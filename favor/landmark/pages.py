@@ -52,10 +52,10 @@ class Pages:
         total = (weights @ rows).squeeze(2)
         return cls(total / counts.clamp(min=1).unsqueeze(-1), counts > 0)
 
-    def scores(self, query: Tensor, until: int | None = None) -> Tensor:
-        """Products of queries `[N, n, d]` with the means of the first pages, `[N, n, until]`; -inf for absent pages."""
-        found = query.to(self.mean.dtype) @ self.mean[:, :until].transpose(1, 2)
-        absent = ~self.there[:, :until].unsqueeze(1)
+    def scores(self, query: Tensor) -> Tensor:
+        """Products of queries `[N, n, d]` with the means of the pages, `[N, n, p]`; -inf for absent pages."""
+        found = query.to(self.mean.dtype) @ self.mean.transpose(1, 2)
+        absent = ~self.there.unsqueeze(1)
         return found.masked_fill_(absent, -torch.inf) if bool(absent.any()) else found
 
 

@@ -95,7 +95,6 @@ class Call:
             or no_state
             or (self.pieces and self.length != self.keys)
             or (self.features == "trig" and self.num_features % 2)
-            or (self.is_causal and self.selected[0] and self.selected[2] > 1)  # too few pages for the queries
         )
 
     @property

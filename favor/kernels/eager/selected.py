@@ -74,6 +74,7 @@ class _Head:
         self.cell = self.cell.clamp(min=0)
         self.is_late = bool((self.since > 0).any())
         self.lacks_near = bool((self.near_counts == 0).any())
+        self.last = self._last()
         self.later: dict[tuple[int, int], Tensor] = {}
         # Absent groups stand at the mean of the others, so that they do not raise the largest logit.
         total = self.counts.sum(-1, keepdim=True)
@@ -86,6 +87,15 @@ class _Head:
         self.page_norm = None
         if self.pages.numel() >= len(self.key_table):
             self.page_norm = _norms(self.key_table.unflatten(1, (given.page_size, -1))).amax(1)
+
+    def _last(self) -> Tensor:
+        """The last near key that each row sees, `[Z, R]`."""
+        length, device = self.near_key.shape[1], self.query.device
+        if self.given.first < 0:
+            return torch.full((self.blocks, self.size), length - 1, device=device)
+        block = torch.arange(self.blocks, device=device).unsqueeze(-1) % self.given.per_head
+        row = block * self.size + torch.arange(self.size, device=device)
+        return (row + self.given.first).clamp(max=length - 1)
 
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
@@ -108,8 +118,8 @@ class _Head:
         place = torch.add(first.view(-1, 1), cell, alpha=blocks)
         late = hidden = None
         if self.is_late:
-            since = self.since[f, z].flatten(0, 1).to(torch.int16).unsqueeze(-1)
-            late = since > torch.arange(self.size, device=cell.device, dtype=torch.int16)
+            since = self.since[f, z].flatten(0, 1).to(torch.int32).unsqueeze(-1)
+            late = since > torch.arange(self.size, device=cell.device, dtype=torch.int32)
             hidden = late.unsqueeze(2)
         if self.absent is not None:
             absent = self.absent[f, z].flatten(0, 1).unsqueeze(-1)
@@ -143,7 +153,7 @@ class _Head:
             norm = norm.masked_fill(part.late, 0.0)
         norm = pad(norm, (0, 0, 0, 1)).amax(1).expand(-1, self.size).reshape(sections, rows)
         if self.near_norm is not None:
-            norm = torch.maximum(norm, self.near_norm[part.f, self._last(part).clamp(max=self.near_key.shape[1] - 1)])
+            norm = torch.maximum(norm, self.near_norm[part.f, self.last[part.z].flatten()])
         if self.far_norm is not None:
             norm = torch.maximum(norm, self.far_norm[part.f])
         is_large = ~(_norms(part.rows) * norm <= _SMALL)
@@ -160,18 +170,12 @@ class _Head:
                 near.masked_fill_((self.near_counts[part.f] == 0).unsqueeze(-1), -torch.inf)
         return _Weights(far, near, self.memory["own"].product(part.key, part.columns))
 
-    def _last(self, part: _Part) -> Tensor:
-        """The last near key that each row sees, `[zR]`."""
-        block = torch.arange(self.blocks, device=part.rows.device)[part.z].unsqueeze(-1) % self.given.per_head
-        row = (block * self.size + torch.arange(self.size, device=block.device)).flatten()
-        return row + self.given.first if self.given.first >= 0 else row * 0 + self.near_key.shape[1]
-
     def _later(self, part: _Part) -> Tensor:
         """-inf for near keys that a row does not see since they come later, `[T, zR]`, else 0."""
         edges = (part.z.start, part.rows.shape[1])
         if edges not in self.later:
             place = torch.arange(self.near_key.shape[1], device=part.rows.device)
-            is_later = place.unsqueeze(-1) > self._last(part)
+            is_later = place.unsqueeze(-1) > self.last[part.z].flatten()
             self.later[edges] = part.rows.new_zeros(is_later.shape).masked_fill_(is_later, -torch.inf)
         return self.later[edges]
 

@@ -84,3 +84,11 @@ def test_rows_that_see_nothing_give_zeros_without_gradient() -> None:
 def test_torch_takes_it_for_an_operator() -> None:
     given: SelectedOperands = problem()
     torch.library.opcheck(torch.ops.favor.selected_attention.default, (*given, "auto"))
+
+
+def test_a_page_that_no_row_of_a_long_block_sees() -> None:
+    given = problem(heads=1, sections=1, blocks=1, per_head=1, rows=40_000, pages=2)
+    hidden = given._replace(since=torch.tensor([0, 40_000]).view(1, 1, 1, 2))
+    size = given.page_size
+    without = hidden._replace(pages=given.pages[..., :1], cell=given.cell[..., :size], since=hidden.since[..., :1])
+    torch.testing.assert_close(selected_attention(hidden), selected_attention(without))
