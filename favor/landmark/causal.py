@@ -83,16 +83,16 @@ def attention(
     if state is not None and state.memory is not None:
         return _next(features, (query, counts, key, value), num_landmarks, scale, block, state)
     groups, parts, joining, rest = cut((query, counts, key, value), block, state)
-    outs: list[Tensor] = []
-    for tokens, own in zip(parts, joining, strict=True):
+    outs = Pieces(query.shape[3])
+    for number, (tokens, own) in enumerate(zip(parts, joining, strict=True), 1):
         outs.append(checkpointed(tokens[0], groups, tokens, scale))
-        if own.shape[2] == block and (state is not None or len(outs) < len(parts)):
+        if own.shape[2] == block and (state is not None or number < len(parts)):
             groups, _ = regrouped(features, groups, (tokens[0], own, *tokens[2:]), num_landmarks, scale)
     if state is not None:
         # No graph, and no view of the whole prompt.
         state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
         state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return assembled(outs)
+    return outs.joined()
 
 
 @torch.no_grad()
@@ -143,21 +143,30 @@ def cut(tokens: Tokens, block: int, state: StreamState | None) -> tuple[Groups, 
     return groups, parts, joining, rest
 
 
-def assembled(pieces: list[Tensor]) -> Tensor:
-    """Pieces `[..., l, dv]` of an output, one after the other; takes each from the list, so that none is held twice."""
-    if len(pieces) == 1:
-        return pieces.pop()
-    if any(piece.requires_grad for piece in pieces) or not plain(*pieces):
-        return torch.cat(pieces, -2)
-    shape, start = list(pieces[0].shape), 0
-    shape[-2] = sum(piece.shape[-2] for piece in pieces)
-    out = pieces[0].new_empty(shape)
-    while pieces:
-        piece = pieces.pop(0)
-        out[..., start : start + piece.shape[-2], :] = piece
-        start += piece.shape[-2]
-        del piece
-    return out
+class Pieces:
+    """Pieces `[..., l, dv]` of an output of so many tokens, one after the other.
+
+    Where nobody asks for a gradient each is written to its place at once, so that none is held twice.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.number = length, 0
+        self.apart: list[Tensor] = []
+        self.whole: Tensor | None = None
+
+    def append(self, piece: Tensor) -> None:
+        """Adds the next one."""
+        if self.whole is None:
+            if self.apart or piece.requires_grad or not plain(piece):
+                self.apart.append(piece)
+                return
+            self.whole = piece.new_empty(*piece.shape[:-2], self.length, piece.shape[-1])
+        self.whole[..., self.number : self.number + piece.shape[-2], :] = piece
+        self.number += piece.shape[-2]
+
+    def joined(self) -> Tensor:
+        """All of them."""
+        return torch.cat(self.apart, -2) if self.whole is None else self.whole
 
 
 def length_of(tokens: Tokens) -> int:

@@ -17,8 +17,8 @@ from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark.causal import (
     Groups,
+    Pieces,
     Tokens,
-    assembled,
     checkpointed,
     cut,
     joined_tokens,
@@ -31,7 +31,7 @@ from favor.landmark.growth import choose_growing, choose_next
 from favor.landmark.pages import Pages, filled
 from favor.landmark.selected import Selection
 
-SHARES = 4  # of the sections, one at a time where there is no gradient, which saves memory
+SHARES = 12  # of the sections, one at a time where there is no gradient, which saves memory
 
 
 @dataclass
@@ -98,7 +98,7 @@ def attention(
         counts, past = pad(counts, (missing, 0)), past + missing
     groups, parts, joining, rest = cut((query, counts, key, value), block, state)
     pages = Pages.of(key.flatten(0, 1), counts.flatten(0, 1) > 0, selection.size)
-    cells, outs = _numbered(counts[:, :, :past], 0), []
+    cells, outs = _numbered(counts[:, :, :past], 0), Pieces(query.shape[3])
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     together = len(parts) if needs_grad else -(-len(parts) // SHARES)
     for number, (tokens, own) in enumerate(zip(parts, joining, strict=True)):
@@ -137,7 +137,7 @@ def attention(
             ),
         )
         state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return assembled(outs)
+    return outs.joined()
 
 
 class _Sections:
@@ -153,7 +153,8 @@ class _Sections:
 
     def __init__(self, setting: Setting, query: Tensor, tokens: Tokens, past: int, pages: Pages) -> None:
         self.setting, self.past, (self.counts, self.key, self.value) = setting, past, tokens
-        self.far: list[Groups] = []
+        # Counts, mean keys and mean values of the groups that each section sees, and the groups of its chosen keys.
+        self.far: tuple[list[Tensor], ...] = ([], [], [])
         self.cells: list[Tensor] = []
         selection, block = setting.selection, setting.block
         self.lead, (self.groups, self.length) = query.shape[:2], query.shape[2:4]
@@ -167,17 +168,20 @@ class _Sections:
     def add(self, groups: Groups, cells: Tensor) -> None:
         """Adds the groups that the next section sees, and the group of each token in them."""
         cells = pad(cells, (0, self.counts.shape[2] - cells.shape[2]), value=-1).flatten(0, 1)
-        self.cells.append(self.setting.selection.cells(cells, self.pages[:, len(self.far)]))
-        self.far.append(groups)
+        self.cells.append(self.setting.selection.cells(cells, self.pages[:, len(self.cells)]))
+        means = (groups.mean(sums, self.key.dtype) for sums in (groups.key, groups.value))
+        for seen, own in zip(self.far, (groups.counts.unsqueeze(-1), *means), strict=True):
+            seen.append(own)
 
     def attend(self) -> Tensor:
         """Attention of all sections, `[B, Hk, G, L, dv]`."""
         key, value, selection, block = self.key, self.value, self.setting.selection, self.setting.block
-        most = max(1, *(groups.counts.shape[2] for groups in self.far))
+        most = max(1, *(counts.shape[2] for counts in self.far[0]))
 
         def stacked(parts: list[Tensor]) -> Tensor:
             missing = [most - part.shape[2] for part in parts]
             rows = [pad(part, (0, 0, 0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
+            parts.clear()  # they are not held twice
             return torch.stack(rows, 2).flatten(0, 1)
 
         def near(tensor: Tensor) -> Tensor:
@@ -186,9 +190,9 @@ class _Sections:
 
         operands = SelectedOperands(
             query=self.rows,
-            counts=stacked([groups.counts.unsqueeze(-1) for groups in self.far]).squeeze(-1),
-            far_key=stacked([groups.mean(groups.key, key.dtype) for groups in self.far]),
-            far_value=stacked([groups.mean(groups.value, key.dtype) for groups in self.far]),
+            counts=stacked(self.far[0]).squeeze(-1),
+            far_key=stacked(self.far[1]),
+            far_value=stacked(self.far[2]),
             near_counts=near(self.counts.unsqueeze(-1)).squeeze(-1),
             near_key=near(key),
             near_value=near(value),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.kernels.eager.common import Buffer
-from favor.landmark.pages import Pages, limit
+from favor.landmark.pages import Pages
 
 LOOKS = 2  # pages that a later query looks at for each page that it may add
 _CLASSES, _LEAST = 4, 32  # for each of these pages, and at least
@@ -164,7 +164,7 @@ def _candidates(
     if bool((until < most).any()):
         is_absent = is_absent | (torch.arange(most, device=query.device) >= until.unsqueeze(-1))
     lacks, found = bool(is_absent.any()), []
-    for part in query.split(max(limit(query) // (heads * rows * every), 1), 1):
+    for part in query.split(max(pages.scores_at_a_time // (heads * rows * every), 1), 1):
         scores = memory.product(part.reshape(heads, -1, width).to(mean.dtype), mean.transpose(1, 2))
         scores = pad(scores, (0, missing)) if missing else scores
         scores[:, :, most:] = lowest

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Scores of pages at a time: little memory on a CPU, few launches on a GPU.
-_SCORES, _SCORES_OF_GPU = 2**22, 2**27
-
-
-def limit(like: Tensor) -> int:
-    """How many scores to hold at a time on the device of a tensor."""
-    return _SCORES if like.device.type == "cpu" else _SCORES_OF_GPU
+# Scores of pages at a time: few launches on a GPU; on a CPU what stays in cache, and no more than a little memory.
+_SCORES, _SCORES_OF_GPU = 2**21, 2**27
 
 
 def filled(rows: Tensor, size: int) -> Tensor:
@@ -52,6 +47,11 @@ class Pages:
         total = (weights @ rows).squeeze(2)
         return cls(total / counts.clamp(min=1).unsqueeze(-1), counts > 0)
 
+    @property
+    def scores_at_a_time(self) -> int:
+        """How many scores to hold at a time."""
+        return min(_SCORES, 2 * self.mean.numel()) if self.mean.device.type == "cpu" else _SCORES_OF_GPU
+
     def scores(self, query: Tensor) -> Tensor:
         """Products of queries `[N, n, d]` with the means of the pages, `[N, n, p]`; -inf for absent pages."""
         found = query.to(self.mean.dtype) @ self.mean.transpose(1, 2)
@@ -79,7 +79,7 @@ def choose(
     if number >= every:
         chosen = torch.arange(every, device=query.device).expand(heads, blocks, every)
         return chosen, torch.where(pages.there.unsqueeze(1).expand_as(chosen), 0, rows)
-    together = max(limit(query) // (heads * every), 1)
+    together = max(pages.scores_at_a_time // (heads * every), 1)
     best, place = [], torch.arange(every, device=query.device)
     for first in range(0, blocks, together):
         part = slice(first, first + together)

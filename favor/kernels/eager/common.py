@@ -27,6 +27,7 @@ class Buffer:
         """Memory of a shape, not set; valid until the next call of any method."""
         size = math.prod(shape)
         if self._memory.numel() < size:
+            self._memory = self._memory.new_empty(0)  # given back before there is more
             self._memory = self._memory.new_empty(size)
         return self._memory[:size].view(shape)
 
