@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from favor.kernels.eager import selected_step
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2
 from favor.kernels.operands import SelectedOperands
 
@@ -223,6 +224,8 @@ def _norms(rows: Tensor) -> Tensor:
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
+    if selected_step.takes(given):
+        return selected_step.forward(given)
     dtype, given = given.query.dtype, given.raised()
     # Fresh memory that is touched part by part costs a CPU several times as much as all of it at once.
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1]).zero_()
