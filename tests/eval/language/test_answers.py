@@ -100,7 +100,7 @@ def gemma(tokenizer):
     return Gemma3ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=16"])
+@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=64"])
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(name, text, tokenizer, haystack, request):
     model, variant = request.getfixturevalue(name), Variant.parse(text)

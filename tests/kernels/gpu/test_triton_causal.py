@@ -161,7 +161,7 @@ def steep_chunks(case, inputs):
         Case(40, batch=2, heads=(2, 1), own_directions=True, options={"chunk_size": 32, "segments": 1}),
         Case(70, 100, heads=(1, 1), width=80, value_width=48, features=40, options={"chunk_size": 32, "segments": 2}),
         Case(150, heads=(1, 1), features=70, options={}),
-        Case(40, 70, batch=2, heads=(3, 1), transposed=True, options={"chunk_size": 32, "segments": 3}),
+        Case(40, 70, batch=2, heads=(2, 1), transposed=True, options={"chunk_size": 32, "segments": 3}),
         Case(1, 90, options={"chunk_size": 64}),
         Case(20, 9, batch=2),
         Case(40, heads=(1, 1), value_width=1, width=1, options={"chunk_size": 16, "segments": 9}),
@@ -189,7 +189,7 @@ def test_hidden_keys(hidden, keys, poisoned):
 @pytest.mark.parametrize(
     ("lengths", "heads", "own", "segments"),
     [
-        (((5, 5), (33, 33), (1, 1), (17, 17)), (2, 2), False, None),
+        (((5, 5), (33, 33), (1, 1), (17, 17)), (1, 1), False, None),
         (((5, 9), (0, 0), (20, 41), (0, 18), (16, 16)), (2, 1), True, 2),
         (((9, 4), (7, 0), (17, 17)), (2, 1), True, 1),
     ],
@@ -200,7 +200,7 @@ def test_packed_sequences(lengths, heads, own, segments, poisoned):
 
 
 def test_packed_sequences_with_hidden_keys(poisoned):
-    check(Case(lengths=((20, 20), (35, 35)), hidden=((0, 6), (18, 31), (54, 55))))
+    check(Case(lengths=((20, 20), (35, 35)), heads=(1, 1), hidden=((0, 6), (18, 31), (54, 55))))
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0)])
@@ -241,7 +241,7 @@ def test_half_precision(case, dtype, poisoned):
         Case(45, heads=(1, 1), rise=300.0, options={"chunk_size": 32}),
         Case(40, 70, rise=200.0, heads=(2, 1), features=12, options={"chunk_size": 64, "segments": 2}),
         Case(50, heads=(1, 1), rise=400.0, hidden=((0, 3), (16, 22), (40, 41)), options={"chunk_size": 32}),
-        Case(lengths=((30, 40), (4, 4), (17, 17)), rise=300.0),
+        Case(lengths=((30, 40), (4, 4), (17, 17)), heads=(1, 1), rise=300.0),
     ],
     ids=["dense", "grouped", "hidden", "packed"],
 )

@@ -1,7 +1,6 @@
 """The training program as users start it: `accelerate launch`, a kill in the middle, two processes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,6 @@ from favor.train.text.glue_data import load_glue
 from favor.train.text.metrics import load_glue_metric
 
 ROOT = Path(__file__).parents[3]
-RELOAD = """
-import sys, torch, favor.models
-from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-folder, out = sys.argv[1:3]
-model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder)
-with torch.no_grad():
-    save_file({"logits": model(**tokenizer(sys.argv[3:], padding=True, return_tensors="pt")).logits}, out)
-print(type(model).__name__, model.config._attn_implementation)
-"""
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +23,8 @@ def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[st
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_folder, tmp_path):
+def test_accelerate_launch_then_reload(bert_folder, glue_folder, tmp_path):
+    """Fresh processes load models of the zoo in tests/test_fresh_process.py."""
     backend = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
     words = arguments(bert_folder, glue_folder, tmp_path / "run", task_name="sst2", max_train_steps=20, **backend)
     printed = run(*LAUNCH, "--num_processes", 1, ROOT / "train" / "glue.py", *words, "--learning_rate", "1e-2")
@@ -44,11 +33,12 @@ def test_accelerate_launch_then_reload_in_a_fresh_process(bert_folder, glue_fold
     assert results["num_processes"] == 1
 
     data = load_glue("sst2", glue_folder).evaluation["validation"]
-    sentences, out = data["sentence"][:], tmp_path / "logits.safetensors"
-    printed = run(sys.executable, "-c", RELOAD, tmp_path / "run", out, *sentences)
-    assert printed.split() == ["PerformerBertForSequenceClassification", "favor#"]
-    logits = load_file(out)["logits"]
-    assert torch.equal(logits, logits_of(tmp_path / "run", sentences, padding=True))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert (type(model).__name__, model.config._attn_implementation) == (
+        "PerformerBertForSequenceClassification",
+        "favor#",
+    )
+    logits = logits_of(tmp_path / "run", data["sentence"][:], padding=True)
     scores = load_glue_metric("sst2").compute(predictions=logits.argmax(-1), references=data["label"][:])
     assert scores == results["metrics"]
 

@@ -1,0 +1,33 @@
+"""The recipes for other libraries run as they are printed, and give what they show."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pages import run_page
+
+PAGES = sorted((Path(__file__).parent.parent / "docs/recipes").glob("*.md"))
+OPTIONAL = ("accelerate", "onnxruntime", "onnxscript", "peft", "sentence_transformers", "torchao")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_recipe(page, tmp_path, monkeypatch):
+    imported = set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.MULTILINE))
+    for package in (*OPTIONAL[:1], *imported & {*OPTIONAL}):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    verbosity = transformers.logging.get_verbosity()
+    try:
+        assert run_page(page) > 0
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        logging.getLogger("sentence_transformers").setLevel(logging.NOTSET)
+
+
+def test_there_are_recipes():
+    assert len(PAGES) >= 7
