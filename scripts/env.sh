@@ -1,4 +1,4 @@
-# Sourced by scripts/test and scripts/demo: goes to the repository root, makes .venv where it is missing or where its
+# Sourced by scripts/test, scripts/docs and scripts/demo: goes to the repository root, makes .venv where it is missing or where its
 # requirements have changed, and puts it first on PATH. PYTHON chooses the interpreter, default python3.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
