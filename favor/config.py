@@ -56,6 +56,14 @@ class FavorConfig:
 
     Raises:
         ValueError, TypeError: naming the option, what was expected and what came.
+
+    Example:
+        >>> import favor
+        >>> favor.FavorConfig(num_features=64).window
+        0
+        >>> favor.FavorConfig(num_features=0)
+        Traceback (most recent call last):
+        ValueError: ...
     """
 
     num_features: int = 256

@@ -98,8 +98,18 @@ def get(name: str, **options: Any) -> Any:
             that was registered; or a backend, which stands for the family that it runs by default.
         **options: keyword arguments of the class, such as `alpha`.
 
+    Returns:
+        An instance of the class.
+
     Raises:
         ValueError: if the name is unknown; the message lists the known ones.
+
+    Example:
+        >>> import favor
+        >>> favor.registry.get("sderf").name
+        'sderf'
+        >>> favor.registry.get("favor++").name
+        'gerf'
     """
     if name not in FAMILIES and name in BACKENDS:
         name = family_of(name, None).name

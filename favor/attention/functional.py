@@ -112,6 +112,20 @@ def favor_attention(
         ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, `kernel` cannot run
             here, a window is asked for where there is none (cross attention, features that do not estimate exp(x.y)),
             or a state without causal attention by positive features or landmarks.
+
+    Example:
+        >>> import torch, favor
+        >>> query, key, value = torch.randn(3, 1, 2, 100, 8)
+        >>> out = favor.favor_attention(query, key, value, features="landmark", num_features=16)
+        >>> out.shape
+        torch.Size([1, 2, 100, 8])
+
+        As many landmarks as keys, or a window over all of them, give softmax attention:
+
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        >>> out = favor.favor_attention(query, key, value, features="landmark", num_features=100)
+        >>> bool((out - exact).abs().max() < 1e-5)
+        True
     """
     family = families.get(features) if isinstance(features, str) else features
     attend = next((method for kind, method in _METHODS.items() if isinstance(family, kind)), None)

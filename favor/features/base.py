@@ -21,6 +21,13 @@ class RandomFeatures(Family, ABC):
 
     Args:
         alpha: scale of the quadratic terms; 0 (default) is the softmax kernel, -1/2 the Gaussian kernel.
+
+    Example:
+        >>> import torch, favor
+        >>> favor.features.get("pos", alpha=-0.5)
+        PosRF(alpha=-0.5)
+        >>> favor.features.get("pos").draw(16, 8).shape
+        torch.Size([16, 8])
     """
 
     antithetic: bool = False
@@ -69,6 +76,17 @@ class PositiveFeatures(RandomFeatures):
     """Positive random features: a DERF whose parameters come in closed form from statistics of the data.
 
     A subclass says how by `fit_moments`; everything else is the same for all of them.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8)
+        >>> features = favor.features.get("gerf")
+        >>> params = features.fit(x, y)
+        >>> bool(features.objective(x, y, params) <= features.objective(x, y, favor.features.PosRF().fit(x, y)))
+        True
     """
 
     needs_statistics = True
@@ -220,6 +238,14 @@ class SignedFeatures(RandomFeatures):
     """Features with values of any sign, or that are not exponentials: the papers' baselines.
 
     They have no parameters. Attention uses phi(x) exp(log_scale(x)) and cancels what depends on the query alone.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import favor
+        >>> isinstance(favor.features.get("trig"), favor.features.SignedFeatures)
+        True
     """
 
     @abstractmethod

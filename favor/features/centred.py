@@ -36,6 +36,16 @@ class CDERF(Regularised):
 
     Raises:
         ValueError: for an unknown factorization or a negative regularization.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.CDERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "cderf"
@@ -98,6 +108,19 @@ class WDERF(CDERF):
         alpha, factorization, regularization, floor: see `CDERF`.
         num_queries: number of queries whose exact attention gives the weights, evenly spaced over those that count;
             default 16. It costs num_queries x S products.
+
+    Raises:
+        ValueError: for fewer queries than 1, or what `CDERF` refuses.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.WDERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "wderf"

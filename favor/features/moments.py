@@ -19,6 +19,13 @@ class Moments:
         mean_x, mean_y: `[..., d]`.
         cov_x, cov_y: covariances, `[..., d, d]`. They are taken of centred samples: as a difference of second moments
             they would lose their digits where the mean is large.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8)
+        >>> moments = favor.features.Moments.from_samples(x, y)
+        >>> moments.cov_x.shape
+        torch.Size([8, 8])
     """
 
     mean_x: Tensor

@@ -40,6 +40,14 @@ def draw_omega(
 
     Raises:
         ValueError: if `num_features` or `head_dim` is not a positive integer.
+
+    Example:
+        >>> import torch
+        >>> from favor.features import draw_omega
+        >>> omega = draw_omega(8, 8, generator=torch.Generator().manual_seed(0))
+        >>> gram = omega @ omega.T
+        >>> bool((gram - gram.diagonal().diag()).abs().max() < 1e-10)
+        True
     """
     for name, size in (("num_features", num_features), ("head_dim", head_dim)):
         if not isinstance(size, int) or size < 1:

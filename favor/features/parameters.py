@@ -41,6 +41,13 @@ class Parameters:
         shift: b, `[..., d]`; None for no shift.
         log_weights: log w, `[..., M]`, of the M directions they were learned for; None for weights of 1.
         form: what is known of L: "identity", "triangular" or "full", which is nothing.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8)
+        >>> params = favor.features.get("sderf").fit(x, y)
+        >>> torch.equal(params.transform, torch.eye(8))  # sderf maps nothing
+        True
     """
 
     transform: Tensor

@@ -23,7 +23,19 @@ SHARP = ("favor#", "favor_sharp")  # the backend that the families of FAVOR# sha
 
 
 def optimal_a(phi: Tensor) -> Tensor:
-    """Minimiser over A < 1/8 of log(1 - 4A) - log(1 - 8A)/2 + phi/(1 - 8A), phi >= 0 (FAVOR#, Lemma A.1)."""
+    """Minimiser over A < 1/8 of log(1 - 4A) - log(1 - 8A)/2 + phi/(1 - 8A), phi >= 0 (FAVOR#, Lemma A.1).
+
+    Args:
+        phi: numbers of any shape; mean |x + y|^2 / d in GERF.
+
+    Returns:
+        A, in the shape of `phi`.
+
+    Example:
+        >>> import torch, favor
+        >>> favor.features.optimal_a(torch.tensor([0.0, 1.0]))
+        tensor([ 0.0000, -0.3202])
+    """
     return (1 - _inverse_gamma(phi)) / 8
 
 
@@ -44,6 +56,19 @@ class PosRF(PositiveFeatures):
 
     Relative variance exp(|x + y|^2) - 1. Source: Choromanski et al., "Rethinking Attention with Performers" (2021),
     Lemma 1.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.PosRF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "pos"
@@ -63,6 +88,19 @@ class GERF(PositiveFeatures):
     B = sqrt(1 - 4A), D = (1 - 4A)^(d/4), and A = optimal_a(mean |x + y|^2 / d), one number for all directions.
     Source: Likhosherstov et al., "Chefs' Random Tables" (2022), Theorem 3.1; FAVOR#, equations (11) to (13), where the
     printed C |x|^2/2 has to read C |x|^2.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.GERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "gerf"
@@ -100,6 +138,20 @@ class SADERF(Regularised):
     """Simplified asymmetric features of FAVOR#: GERF on Psi x and Psi^-1 y with a diagonal Psi.
 
     Psi_ll = (mean y_l^2 / mean x_l^2)^(1/4), equation (20) of FAVOR#.
+
+    Args:
+        alpha: see `RandomFeatures`.
+        regularization, floor: see `Regularised`.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.SADERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "saderf"
@@ -133,6 +185,16 @@ class ADERF(Regularised):
 
     Raises:
         ValueError: for an unknown factorization or a negative regularization.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.ADERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "aderf"
@@ -180,6 +242,16 @@ class SDERF(PositiveFeatures):
 
     Raises:
         ValueError: for an unknown factorization.
+
+    Example:
+        >>> import torch, favor
+        >>> x, y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)) / 4
+        >>> features = favor.features.SDERF()
+        >>> params = features.fit(x, y)
+        >>> omega = features.draw(4096, 8, generator=torch.Generator().manual_seed(0)).float()
+        >>> error = features.kernel(x, y, omega, params) / (x @ y.T).exp() - 1
+        >>> bool(error.abs().max() < 0.2)
+        True
     """
 
     name = "sderf"
@@ -244,6 +316,14 @@ class DERF(PositiveFeatures):
 
     Raises:
         ValueError: if the conditions of Theorem 4.1 do not hold.
+
+    Example:
+        >>> import torch, favor
+        >>> eye = torch.eye(8)
+        >>> features = favor.features.DERF(0 * eye, eye, eye)  # A = 0 and B = I are FAVOR+
+        >>> x = torch.randn(5, 8)
+        >>> bool(features.fit(x, x).shift is None)
+        True
     """
 
     name = "derf"

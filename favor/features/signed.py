@@ -31,6 +31,15 @@ class TrigRF(SignedFeatures):
     Args:
         alpha: see `RandomFeatures`.
         form: "sincos" or "phase".
+
+    Raises:
+        ValueError: for another form.
+
+    Example:
+        >>> import torch, favor
+        >>> features = favor.features.TrigRF()
+        >>> features.phi(torch.randn(5, 8), features.draw(16, 8).float()).shape  # 8 cosines, 8 sines
+        torch.Size([5, 16])
     """
 
     name = "trig"
@@ -112,6 +121,15 @@ class ReLUFeatures(SignedFeatures):
     """phi(x) = max(omega x, 0): the generalised attention of Choromanski et al. (2021), appendix, with f = ReLU.
 
     No constant is added to the features. The result does not depend on the scale of the queries.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import torch, favor
+        >>> features = favor.features.ReLUFeatures()
+        >>> features.phi(torch.tensor([[-1.0, 2.0]]), torch.eye(2))
+        tensor([[0., 2.]])
     """
 
     name = "relu"
@@ -126,6 +144,15 @@ class ELUFeatures(SignedFeatures):
     """phi(x) = elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", 2020, equation (7)).
 
     Deterministic: it has head_dim features, and takes neither their number nor a seed into account.
+
+    Args:
+        alpha: see `RandomFeatures`.
+
+    Example:
+        >>> import torch, favor
+        >>> features = favor.features.ELUFeatures()
+        >>> features.phi(torch.tensor([[0.0, 1.0]]), torch.eye(2))
+        tensor([[1., 2.]])
     """
 
     name = "elu"

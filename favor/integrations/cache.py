@@ -253,6 +253,18 @@ class FavorCache(DynamicCache):
 
     Raises:
         ValueError: for another `keep`.
+
+    Example:
+        >>> import torch, favor
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+        >>> model = favor.configure(model, "landmark", num_features=4, selected_keys=0, exact_below=0)
+        >>> cache = favor.FavorCache(model.config)
+        >>> ids = torch.arange(6)[None]
+        >>> out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, past_key_values=cache)
+        >>> cache.get_seq_length()
+        7
     """
 
     def __init__(self, config: PretrainedConfig | None = None, keep: str = "all") -> None:

@@ -255,6 +255,14 @@ class RedrawCounter:
 
     Args:
         model: the model, wrapped or not.
+
+    Example:
+        >>> import favor
+        >>> from transformers import BertConfig, BertModel
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = favor.configure(BertModel(tiny), "favor+", redraw_interval=10)
+        >>> counter = favor.RedrawCounter(model)
+        >>> counter.load_state_dict(counter.state_dict())
     """
 
     def __init__(self, model: nn.Module) -> None:

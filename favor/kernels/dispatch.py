@@ -108,6 +108,11 @@ def available() -> dict[str, str]:
     Returns:
         "torch" and "triton", each with "available" or the reason why not, and "auto" with the kernel that
         `kernel="auto"` picks for tensors on the best device of this machine.
+
+    Example:
+        >>> import favor
+        >>> favor.kernels.available()["torch"]
+        'available'
     """
     problems = {name: row.problem(row.device) for name, row in TABLE.items()}
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -210,6 +210,14 @@ def linear_attention(
 
     Source: positive random features of Choromanski et al., "Rethinking Attention with Performers" (2021), in the
     proposal form of `favor.features.parameters`.
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import linear_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 6, 4)
+        >>> uq, uk, offset = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), torch.zeros(1, 2, 8)
+        >>> linear_attention(q, k, v, uq, uk, offset, torch.zeros(1, 2, 6)).shape
+        torch.Size([1, 2, 6, 4])
     """
     form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)

@@ -37,6 +37,14 @@ class Landmarks(Family):
 
     Raises:
         ValueError: if `num_queries` is less than 1.
+
+    Example:
+        >>> import torch, favor
+        >>> groups = favor.landmark.Landmarks(num_queries=16)
+        >>> query, key, value = torch.randn(3, 1, 2, 50, 8)
+        >>> out = favor.favor_attention(query, key, value, features=groups, num_features=8)
+        >>> out.shape
+        torch.Size([1, 2, 50, 8])
     """
 
     name = "landmark"

@@ -29,7 +29,19 @@ ORDERS = ("ascending", "descending", "none")
 
 @dataclass(frozen=True)
 class PartitionBound:
-    """The bound at one point: `log_z` (), `mean` mu `[D]` and `curvature` Sigma `[D, D]`."""
+    """The bound at one point: `log_z` (), `mean` mu `[D]` and `curvature` Sigma `[D, D]`.
+
+    Attributes:
+        log_z: log-partition function at the point, ().
+        mean: mu `[D]`, its gradient.
+        curvature: Sigma `[D, D]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import partition_bound
+        >>> partition_bound(torch.zeros(2), torch.eye(2)).mean
+        tensor([0.5000, 0.5000])
+    """
 
     log_z: Tensor
     mean: Tensor
@@ -43,6 +55,9 @@ def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = No
         theta: expansion point `[D]`.
         features: f(y), one row a label, `[n, D]`.
         weights: h(y) >= 0, `[n]`, at least one of them positive. Default: ones.
+
+    Returns:
+        The bound at `theta`.
 
     Raises:
         ValueError: for shapes that do not fit, or weights that are negative or all zero.
@@ -87,6 +102,12 @@ class BoundCoefficients:
         rho: 1 - kappa, computed without the difference.
         log_z: log-partition function `[...]`.
         order: `[..., n]`, the label taken in at each place; None if that is 0, 1, ...
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients
+        >>> bound_coefficients(torch.zeros(2)).beta
+        tensor([0.0000, 0.2500])
     """
 
     beta: Tensor
@@ -128,8 +149,17 @@ def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> Bou
             Laplacian of a graph), "descending" (smallest trace), "none" (by index), or a permutation, `[n]` or
             `[..., n]` int64. Ties keep the order of the labels.
 
+    Returns:
+        The coefficients of all rows.
+
     Raises:
         ValueError: for logits that are NaN or +inf, a row that is all -inf, no labels, or an unknown order.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients
+        >>> bound_coefficients(torch.zeros(3)).log_z
+        tensor(1.0986)
     """
     if logits.ndim == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise ValueError(
@@ -185,7 +215,22 @@ def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
 
 
 def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
-    """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions."""
+    """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions.
+
+    Args:
+        c: from `bound_coefficients`, of logits `[..., n]`.
+        v: by label, `[..., n]`.
+
+    Returns:
+        `[..., n]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_matvec
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> torch.allclose(bound_matvec(c, torch.ones(3)), torch.zeros(3), atol=1e-6)  # equal changes change nothing
+        True
+    """
     v = c.arrange(v.expand(common_shape(c, v=v)))
     force = c.beta * (v - affine_scan(c.rho, c.kappa * v, exclusive=True))
     later = affine_scan(c.rho, force, reverse=True, exclusive=True)
@@ -193,12 +238,40 @@ def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
 
 
 def bound_diagonal(c: BoundCoefficients) -> Tensor:
-    """Diagonal of B by label, `[..., n]`, in O(n)."""
+    """Diagonal of B by label, `[..., n]`, in O(n).
+
+    Args:
+        c: from `bound_coefficients`, of logits `[..., n]`.
+
+    Returns:
+        `[..., n]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_diagonal
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> torch.allclose(bound_diagonal(c), bound_dense(c).diagonal())
+        True
+    """
     return c.restore(c.beta + c.kappa.square() * c.tail)
 
 
 def bound_row_sums(c: BoundCoefficients) -> Tensor:
-    """Sums of absolute values of the rows of B by label, `[..., n]`, in O(n); diag of them is above B (Gershgorin)."""
+    """Sums of absolute values of the rows of B by label, `[..., n]`, in O(n); diag of them is above B (Gershgorin).
+
+    Args:
+        c: from `bound_coefficients`, of logits `[..., n]`.
+
+    Returns:
+        `[..., n]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_row_sums
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> torch.allclose(bound_row_sums(c), bound_dense(c).abs().sum(-1))
+        True
+    """
     coupling = c.coupling.abs()
     coupling = torch.cat((torch.zeros_like(coupling[..., :1]), coupling[..., 1:]), dim=-1)
     later = affine_scan(c.rho, coupling, reverse=True, exclusive=True)
@@ -206,7 +279,21 @@ def bound_row_sums(c: BoundCoefficients) -> Tensor:
 
 
 def bound_factor(c: BoundCoefficients) -> Tensor:
-    """F `[..., n - 1, n]`, columns by label, with B = F'F: row sqrt(beta_k) (e_k - m_{k-1}) for all but the first."""
+    """F `[..., n - 1, n]`, columns by label, with B = F'F: row sqrt(beta_k) (e_k - m_{k-1}) for all but the first.
+
+    Args:
+        c: from `bound_coefficients`, of logits `[..., n]`.
+
+    Returns:
+        `[..., n - 1, n]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_factor
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> torch.allclose(bound_factor(c).T @ bound_factor(c), bound_dense(c))
+        True
+    """
     n = c.beta.shape[-1]
     # m_{k-1} has weight kappa_a times the product of rho from a + 1 to k - 1 at label a: logs, as products underflow.
     log_rho = torch.nn.functional.pad(c.rho[..., 1:].log(), (1, 0)).cumsum(-1)
@@ -222,6 +309,20 @@ def bound_factor(c: BoundCoefficients) -> Tensor:
 
 
 def bound_dense(c: BoundCoefficients) -> Tensor:
-    """B itself, `[..., n, n]` by label: O(n^2) memory."""
+    """B itself, `[..., n, n]` by label: O(n^2) memory.
+
+    Args:
+        c: from `bound_coefficients`, of logits `[..., n]`.
+
+    Returns:
+        `[..., n, n]`.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense
+        >>> bound_dense(bound_coefficients(torch.zeros(2)))
+        tensor([[ 0.2500, -0.2500],
+                [-0.2500,  0.2500]])
+    """
     factor = bound_factor(c)
     return factor.mT @ factor

@@ -42,6 +42,19 @@ class BBM(HeadOptimizer):
     References:
         Jebara and Choromanska, "Majorization for CRFs and latent likelihoods", 2012, Algorithm 2. Choromanska and
         Jebara, "Stochastic bound majorization", section 2.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import BBM
+        >>> head = torch.nn.Linear(4, 3)
+        >>> optimizer = BBM(head)
+        >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
     """
 
     def __init__(

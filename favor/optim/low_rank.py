@@ -40,6 +40,12 @@ class LowRankCurvature:
 
     References:
         Wang and Choromanska, "SGB: Stochastic Gradient Bound", Algorithm 3 and Theorem 3.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import low_rank_bound
+        >>> type(low_rank_bound(torch.zeros(4), torch.randn(2, 3, 4), rank=1).curvature).__name__
+        'LowRankCurvature'
     """
 
     def __init__(self, size: int, rank: int, *, rule: str = "exact", like: Tensor) -> None:
@@ -111,7 +117,19 @@ def check_rule(rank: int, rule: str) -> None:
 
 @dataclass(frozen=True)
 class LowRankBound:
-    """The bound on a sum of log-partition functions at one point: value `log_z` (), `mean` `[D]` and curvature."""
+    """The bound on a sum of log-partition functions at one point: value `log_z` (), `mean` `[D]` and curvature.
+
+    Attributes:
+        log_z: sum of the log-partition functions, ().
+        mean: mu `[D]`.
+        curvature: of rank k plus a diagonal.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import low_rank_bound
+        >>> low_rank_bound(torch.zeros(4), torch.randn(2, 3, 4), rank=1).mean.shape
+        torch.Size([4])
+    """
 
     log_z: Tensor
     mean: Tensor
@@ -127,8 +145,19 @@ def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "e
         rank: k >= 1.
         rule: "exact" (default) or "repaired", see `LowRankCurvature`.
 
+    Returns:
+        The bound at `theta`.
+
     Raises:
         ValueError: for shapes that do not fit, a rank below 1 or an unknown rule.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import low_rank_bound
+        >>> features = torch.randn(2, 3, 4)
+        >>> bound = low_rank_bound(torch.zeros(4), features, rank=2)
+        >>> torch.allclose(bound.mean, features.mean(1).sum(0), atol=1e-5)
+        True
     """
     if features.ndim != 3 or theta.shape != features.shape[2:]:
         got = f"{tuple(features.shape)} and {tuple(theta.shape)}"
@@ -164,6 +193,19 @@ class LSPFB(HeadOptimizer):
 
     References:
         Wang and Choromanska, "SGB: Stochastic Gradient Bound", Algorithm 3.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import LSPFB
+        >>> head = torch.nn.Linear(4, 3)
+        >>> optimizer = LSPFB(head, rank=2)
+        >>> x, y = torch.randn(4, 4), torch.randint(3, (4,))
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
     """
 
     def __init__(

@@ -164,6 +164,19 @@ class ProxBoundSGD(HeadOptimizer):
     References:
         The bound: Jebara and Choromanska, 2012; its use on one example: Wang and Choromanska, "SGB: Stochastic Gradient
         Bound", eq. 2.3, here with a proximal term and solved in O(n d).
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import ProxBoundSGD
+        >>> head = torch.nn.Linear(4, 3)
+        >>> optimizer = ProxBoundSGD(head)
+        >>> x, y = torch.randn(1, 4), torch.randint(3, (1,))
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
     """
 
     def __init__(

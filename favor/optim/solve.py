@@ -33,6 +33,14 @@ def bound_solve(
 
     Raises:
         ValueError: for a scale below 0, a damping that is not positive, or an unknown method.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_solve
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> u = bound_solve(c, 1.0, 0.1, torch.ones(3))
+        >>> torch.allclose(bound_dense(c) @ u + 0.1 * u, torch.ones(3), atol=1e-5)
+        True
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}.")

@@ -45,6 +45,19 @@ class SPFB(HeadOptimizer):
 
     References:
         Wang and Choromanska, "SGB: Stochastic Gradient Bound", section 2.2.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import SPFB
+        >>> head = torch.nn.Linear(4, 3)
+        >>> optimizer = SPFB(head)
+        >>> x, y = torch.randn(4, 4), torch.randint(3, (4,))
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
     """
 
     def __init__(
@@ -111,6 +124,19 @@ class SBM(HeadOptimizer):
 
     References:
         Choromanska and Jebara, "Stochastic bound majorization", Algorithm 2.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import SBM
+        >>> head = torch.nn.Linear(4, 3)
+        >>> optimizer = SBM(head, num_examples=4)
+        >>> x, y = torch.randn(4, 4), torch.randint(3, (4,))
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = optimizer.step(closure)
     """
 
     def __init__(

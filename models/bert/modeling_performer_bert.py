@@ -29,31 +29,70 @@ class PerformerBertModel(BertModel):
         model = PerformerBertModel.from_pretrained(path, favor={"num_features": 128})
 
     What `save_pretrained` writes, `AutoModel.from_pretrained(folder)` reads back with backend and options.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig, PerformerBertModel
+        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = PerformerBertModel(config)
+        >>> model.config._attn_implementation
+        'favor#'
     """
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForMaskedLM(BertForMaskedLM):
-    """BERT with its masked language modelling head."""
+    """BERT with its masked language modelling head.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
+        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = PerformerBertForMaskedLM(config)
+        >>> model.config._attn_implementation
+        'favor#'
+    """
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForSequenceClassification(BertForSequenceClassification):
-    """BERT with a classification or regression head on the pooled output."""
+    """BERT with a classification or regression head on the pooled output.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
+        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = PerformerBertForSequenceClassification(config)
+        >>> model.config._attn_implementation
+        'favor#'
+    """
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForTokenClassification(BertForTokenClassification):
-    """BERT with a classification head on every token."""
+    """BERT with a classification head on every token.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForTokenClassification
+        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = PerformerBertForTokenClassification(config)
+        >>> model.config._attn_implementation
+        'favor#'
+    """
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForQuestionAnswering(BertForQuestionAnswering):
-    """BERT with a head for the start and the end of an answer span."""
+    """BERT with a head for the start and the end of an answer span.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForQuestionAnswering
+        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = PerformerBertForQuestionAnswering(config)
+        >>> model.config._attn_implementation
+        'favor#'
+    """
 
     config_class = PerformerBertConfig
 

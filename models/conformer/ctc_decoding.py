@@ -20,6 +20,11 @@ class Hypothesis:
     Attributes:
         tokens: without blanks.
         log_prob: natural logarithm of their probability, summed over the alignments that the search kept.
+
+    Example:
+        >>> from favor.models.conformer import Hypothesis
+        >>> Hypothesis(tokens=[1, 2], log_prob=-0.5).tokens
+        [1, 2]
     """
 
     tokens: list[int]
@@ -116,6 +121,12 @@ def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) 
     Raises:
         TypeError: for lengths that are not integers.
         ValueError: for shapes, lengths or a blank that do not fit, or NaN.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ctc_greedy
+        >>> ctc_greedy(torch.eye(3)[None, [1, 1, 0, 1, 2]], [5])
+        [[1, 1, 2]]
     """
     values = checked_lengths("logits", logits, lengths)
     _check_blank(blank, logits.shape[-1])
@@ -154,6 +165,12 @@ def ctc_prefix_beam(
     Raises:
         TypeError: for lengths that are not integers.
         ValueError: for shapes, lengths, a blank or a beam size that do not fit, or logits with NaN or +inf.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ctc_prefix_beam
+        >>> ctc_prefix_beam(9 * torch.eye(3)[None, [1, 1, 0, 1, 2]], [5])[0][0].tokens
+        [1, 1, 2]
     """
     values = checked_lengths("logits", logits, lengths)
     check_beam(beam_size)

@@ -72,7 +72,15 @@ class ConformerModelOutput(BaseModelOutput):
 
 
 class ConformerModel(ConformerPreTrainedModel):
-    """Conformer encoder: subsampling of time by 4, then blocks of attention and convolution."""
+    """Conformer encoder: subsampling of time by 4, then blocks of attention and convolution.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerModel
+        >>> model = ConformerModel(ConformerConfig.preset("tiny")).eval()
+        >>> model(input_features=torch.randn(1, 100, 80)).last_hidden_state.shape
+        torch.Size([1, 22, 128])
+    """
 
     base_model_prefix = "encoder"
 
@@ -144,7 +152,15 @@ class ConformerModel(ConformerPreTrainedModel):
 
 
 class ConformerForCTC(ConformerPreTrainedModel):
-    """Conformer encoder with a linear CTC head (Graves et al. 2006)."""
+    """Conformer encoder with a linear CTC head (Graves et al. 2006).
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForCTC
+        >>> model = ConformerForCTC(ConformerConfig.preset("tiny", vocab_size=32)).eval()
+        >>> model(input_features=torch.randn(1, 100, 80)).logits.shape
+        torch.Size([1, 22, 32])
+    """
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__(config)

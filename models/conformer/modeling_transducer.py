@@ -49,6 +49,14 @@ class ConformerForTransducer(ConformerPreTrainedModel):
     """Conformer encoder, prediction network and joint network (Graves 2012, arXiv:1211.3711).
 
     The blank is `config.pad_token_id`; it also starts every sequence of the prediction network.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
+        >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
+        >>> loss = model(input_features=torch.randn(1, 100, 80), labels=torch.tensor([[3, 4]])).loss
+        >>> bool(loss > 0)
+        True
     """
 
     def __init__(self, config: ConformerConfig) -> None:

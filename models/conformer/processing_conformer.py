@@ -18,6 +18,14 @@ class ConformerProcessor(LasrProcessor):
     Args:
         feature_extractor: makes `input_features` and `attention_mask` of audio.
         tokenizer: makes `labels` of text, and text of ids: `decode` and `batch_decode` are the tokenizer's.
+
+    Example:
+        >>> import numpy as np
+        >>> from favor.models.conformer import ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
+        >>> tokenizer = train_tokenizer(["good morning", "good evening"], "char")
+        >>> processor = ConformerProcessor(ConformerFeatureExtractor(), tokenizer)
+        >>> sorted(processor(audio=np.zeros(16000, dtype=np.float32), sampling_rate=16000, text="good"))
+        ['attention_mask', 'input_features', 'labels']
     """
 
     def __call__(  # type: ignore[override]

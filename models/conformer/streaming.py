@@ -29,6 +29,14 @@ class ConformerStream:
 
     Raises:
         ValueError: if the model is not causal or trains, or the features of an utterance depend on all of it.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerStream
+        >>> config = ConformerConfig.preset("tiny", causal=True, attn_implementation="favor+", favor={"exact_below": 0})
+        >>> stream = ConformerStream(ConformerForCTC(config).eval())
+        >>> stream.feed_features(torch.randn(1, 60, 80)).shape[1], stream.feed_features(torch.randn(1, 40, 80)).shape[1]
+        (12, 10)
     """
 
     def __init__(

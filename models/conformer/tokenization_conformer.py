@@ -54,6 +54,12 @@ class ConformerTokenizer(TokenizersBackend):
     Ids: 0 `<pad>`, also the blank of CTC and Transducer, 1 `</s>` (not used by the models), 2 `<unk>`, then the pieces.
     `decode` takes the frame-wise ids of CTC by default; pass `group_tokens=False` for ids that are collapsed
     already, such as those of a Transducer or of a beam search. Made by `train_tokenizer` or `from_pretrained`.
+
+    Example:
+        >>> from favor.models.conformer import train_tokenizer
+        >>> tokenizer = train_tokenizer(["good morning", "good evening"], "char")
+        >>> tokenizer.decode(tokenizer("good").input_ids, group_tokens=False)
+        'good'
     """
 
     # transformers loads tokenizer.json as it stands only for classes that leave __init__ alone.
@@ -105,6 +111,11 @@ def train_tokenizer(
     Raises:
         ValueError: for an unknown `model_type`, no text, or a `vocab_size` that the texts do not allow; the message
             says the largest or smallest possible.
+
+    Example:
+        >>> from favor.models.conformer import train_tokenizer
+        >>> type(train_tokenizer(["good morning", "good evening"], "char")).__name__
+        'ConformerTokenizer'
     """
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}.")

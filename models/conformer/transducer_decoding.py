@@ -54,6 +54,14 @@ def transducer_greedy(
     Raises:
         TypeError: for lengths that are not integers.
         ValueError: for shapes or lengths that do not fit, max_symbols below 1, or NaN from the model.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_greedy
+        >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
+        >>> with torch.no_grad():
+        ...     len(transducer_greedy(model, torch.randn(2, 5, 128), [5, 3]))
+        2
     """
     ends = checked_lengths("hidden", hidden, lengths)
     if max_symbols < 1:
@@ -111,6 +119,14 @@ def transducer_beam(
     Raises:
         TypeError: for lengths that are not integers.
         ValueError: for shapes, lengths or a beam size that do not fit, or NaN from the model.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_beam
+        >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
+        >>> with torch.no_grad():
+        ...     len(transducer_beam(model, torch.randn(2, 5, 128), [5, 3]))
+        2
     """
     ends = checked_lengths("hidden", hidden, lengths)
     check_beam(beam_size)

@@ -129,6 +129,14 @@ def joint_transducer_loss(
     Raises:
         TypeError: for tensors of a wrong type.
         ValueError: as `transducer_loss`, or if the joint network returns another shape.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import joint_transducer_loss
+        >>> hidden, prediction = torch.randn(1, 6, 4), torch.randn(1, 3, 4)
+        >>> lengths = torch.tensor([6]), torch.tensor([2])
+        >>> bool(joint_transducer_loss(hidden, prediction, torch.add, torch.tensor([[1, 2]]), *lengths) > 0)
+        True
     """
     for name, tensor in (("hidden", hidden), ("prediction", prediction)):
         _check_floating(name, tensor, "[B, T, H]" if name == "hidden" else "[B, U + 1, P]")

@@ -53,6 +53,15 @@ def convert(
 
     Raises:
         ValueError: for a bad option, or a budget below the cost of estimating every head.
+
+    Example:
+        >>> import torch, favor
+        >>> from transformers import BertConfig, BertModel
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> data = [torch.arange(12).view(2, 6)]
+        >>> model = favor.convert(BertModel(tiny), "favor#", dataloader=data, statistics="calibrated", exact_below=0)
+        >>> model.config.favor["statistics"]
+        'calibrated'
     """
     if layers not in ("all", "auto"):
         raise ValueError(f'layers must be "all" or "auto", got {layers!r}.')

@@ -25,6 +25,12 @@ class DecodeState:
     Attributes:
         log_weight: logarithm of the sum of exp(key.uk_m + key_bias), `[B, Hk, M]`; -inf before the first key.
         summary: `[B, Hk, M, dv]`. Both are float32 (float64 for float64 models).
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import DecodeState
+        >>> DecodeState(torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8, 4)).summary.shape
+        torch.Size([1, 2, 8, 4])
     """
 
     log_weight: Tensor
@@ -93,6 +99,16 @@ def decode(
 
     Raises:
         ValueError: if there is more than one token, or the kernel cannot run.
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import DecodeState, decode
+        >>> q, k, v = torch.randn(3, 1, 2, 1, 4)
+        >>> uq, uk, offset = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), torch.zeros(1, 2, 8)
+        >>> state = DecodeState(torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8, 4))
+        >>> out = decode(q, k, v, uq, uk, offset, torch.zeros(1, 2, 1), state)
+        >>> torch.allclose(out, v)  # one key, so its value
+        True
     """
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")

@@ -26,6 +26,14 @@ class StreamState:
             dataclass of tensors. None before the first token.
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some of these may be padding, as where sequences of a batch are of different length.
+
+    Example:
+        >>> import torch, favor
+        >>> state = favor.kernels.StreamState()
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
+        >>> out = favor.favor_attention(q, k, v, features="pos", num_features=16, is_causal=True, state=state)
+        >>> state.memory is None
+        False
     """
 
     memory: Any = None
@@ -104,6 +112,18 @@ def extend(
     Raises:
         TypeError: for an unknown option.
         ValueError: if the state was begun with other features, another batch or a longer window.
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import StreamState, extend, linear_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 6, 4)
+        >>> uq, uk, offset = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), torch.zeros(1, 2, 8)
+        >>> bias, state = torch.zeros(1, 2, 6), StreamState()
+        >>> pieces = [extend(*(t[:, :, s] for t in (q, k, v)), uq, uk, offset, bias[..., s], state)
+        ...           for s in (slice(0, 4), slice(4, 6))]
+        >>> whole = linear_attention(q, k, v, uq, uk, offset, bias, is_causal=True)
+        >>> torch.allclose(torch.cat(pieces, dim=2), whole, atol=1e-5)
+        True
     """
     unknown = [name for name in options if name not in StreamOptions.__annotations__]
     if unknown:
