@@ -1,8 +1,9 @@
-"""Maps the four folders of the repository to one package; everything else stands in pyproject.toml."""
+"""Maps the five folders of the repository to two packages; everything else stands in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
 PARTS = {"favor": "favor", "favor.models": "models", "favor.train": "train", "favor.eval": "eval"}
+PARTS |= {"favor_command": "favor_command"}
 
 packages = [*PARTS]
 for part, folder in PARTS.items():

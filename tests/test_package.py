@@ -28,15 +28,18 @@ ROOT = Path(__file__).parent.parent
 # Each part may import itself and what is named here.
 MAY_IMPORT = {
     "favor": set(),
+    "favor_command": {"favor", "models"},
     "models": {"favor"},
-    "train": {"favor", "models"},
-    "eval": {"favor", "models", "train"},
+    "train": {"favor", "favor_command", "models"},
+    "eval": {"favor", "favor_command", "models", "train"},
 }
 
 
 def part_of(module: str) -> str | None:
     """The part a module name belongs to, None for other packages."""
     names = module.split(".")
+    if names[0] in MAY_IMPORT and names[0].startswith("favor_"):
+        return names[0]
     if names[0] != "favor":
         return None
     return names[1] if len(names) > 1 and names[1] in MAY_IMPORT else "favor"

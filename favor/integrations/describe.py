@@ -83,7 +83,7 @@ class ModelDescription:
     __repr__ = __str__
 
 
-def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
+def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None = None) -> ModelDescription:
     """Says what each attention layer of a model runs at a length, and why.
 
     Nothing is run: the answer is read from the configs and the classes of the layers. What a model decides only when it
@@ -92,6 +92,7 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
     Args:
         model: any transformers model, or one of peft around it.
         length: number of tokens, in all parts of the model.
+        device: kind of device that it is to run on, as in `torch.device.type`. Default None: that of its parameters.
 
     Returns:
         a `ModelDescription`: `print` shows a table, `.layers` and `.to_dict()` are data.
@@ -120,13 +121,13 @@ def describe(model: PreTrainedModel, length: int = 8192) -> ModelDescription:
     layers = []
     for name, module in attention.items():
         if name in asking:
-            layers.append(_describe_layer(name, module, length))
+            layers.append(_describe_layer(name, module, length, device))
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
-    return ModelDescription(type(model).__name__, length, model.device.type, tuple(layers))
+    return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers))
 
 
-def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescription:
+def _describe_layer(name: str, module: nn.Module, length: int, device: str | None) -> LayerDescription:
     config: Any = module.config
     backend = config._attn_implementation
     own, given = layer_options(module, str(backend))
@@ -152,7 +153,7 @@ def _describe_layer(name: str, module: nn.Module, length: int) -> LayerDescripti
         )
     options = FavorConfig.from_dict(given).for_backend(own)
     family_name, _ = feature_family(own, options)
-    family, device = registry.FAMILIES[family_name], next(iter(module.parameters())).device.type
+    family, device = registry.FAMILIES[family_name], device or next(iter(module.parameters())).device.type
     threshold = options.exact_threshold(device, is_causal, family_name)
     if length < threshold:
         return LayerDescription(name, "exact", f"fewer keys than exact_below = {threshold}")

@@ -1,0 +1,93 @@
+"""Says what each attention layer of a model would run at some lengths, and what that costs.
+
+    favor check FOLDER --length 512 8192 --attn_implementation landmark --num_features 128
+
+The model is built from its config alone: no weights are loaded and nothing is run. Each layer is "linear", "exact",
+"local" (exact within the sliding window of the model) or "refused". The exit code is 0 if some layer is linear at one
+of the lengths, and 1 if none is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from favor_command import models
+from favor_command.program import Parser, program
+
+NAME = "favor check"
+KEPT = ("exact", "local", "refused")
+FOOT = "linear and local: speed and memory of attention alone, estimated; exact attention over all keys is 1"
+
+
+def parse_arguments(words: Sequence[str] | None) -> Any:
+    """Arguments of the program; ends it for bad ones."""
+    parser = Parser(NAME, __doc__)
+    parser.add_argument("model", help="folder with a config.json, or a name that transformers can resolve")
+    parser.add_argument("--length", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="numbers of tokens")
+    models.add_options(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is to run")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        words: the command line. Default None: that of this process.
+
+    Returns:
+        The exit code: 0 if some layer is linear, else 1.
+
+    Raises:
+        ValueError: if there is no such model, or an option has a bad value.
+    """
+    arguments = parse_arguments(words)
+    model = models.without_weights(models.read_config(arguments.model))
+    try:
+        backend = models.switch(model, arguments)
+    except ValueError as error:
+        if not models.never_asks(model):
+            raise
+        print(f"{type(model).__name__} is refused: {error}")
+        return 1
+    lines, is_linear = report(model, backend, arguments.length, arguments.device)
+    print("\n".join(lines))
+    return 0 if is_linear else 1
+
+
+def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tuple[list[str], bool]:
+    """The lines to print for a switched model, and whether some layer is linear at one of the lengths."""
+    import favor
+
+    lengths = sorted(set(lengths))
+    described = [favor.describe(model, length, device=device).layers for length in lengths]
+    rows = [["layer", *(f"{length} tokens" for length in lengths)]]
+    rows += [[of_layer[0].layer, *map(cell, of_layer)] for of_layer in zip(*described, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for length, layers in zip(lengths, described, strict=True):
+        for kind, why in dict.fromkeys((kind_of(layer), layer.why) for layer in layers if layer.why):
+            reasons.setdefault((kind, why), []).append(length)
+    lines += ["", FOOT]
+    lines += [f"{kind} at {', '.join(map(str, at))}: {why}" for (kind, why), at in reasons.items()]
+    counts = Counter(kind_of(layer) for layer in described[-1])
+    total = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no attention layers"
+    lines.append(f"{type(model).__name__} with {backend} on {device}, {lengths[-1]} tokens: {total}")
+    return lines, any(kind_of(layer) == "linear" for layers in described for layer in layers)
+
+
+def kind_of(layer: Any) -> str:
+    """Is "linear" for a layer that runs any family of linear attention, else what it runs."""
+    return layer.runs if layer.runs in KEPT else "linear"
+
+
+def cell(layer: Any) -> str:
+    """What a layer runs, with its cost where that is not the one of exact attention."""
+    kind = kind_of(layer)
+    return f"{kind}, speed {layer.speed:g}, memory {layer.memory:g}" if kind in ("linear", "local") else kind
+
+
+cli = program(NAME, main)

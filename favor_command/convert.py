@@ -1,0 +1,100 @@
+"""Saves a copy of a model that runs linear attention whenever it is loaded.
+
+    favor convert FOLDER OUT --attn_implementation landmark --num_features 128
+
+The weights stay as they are: what changes is the backend and its options in config.json, which `from_pretrained` takes
+up after `import favor`. No data is needed. Quality is that of the model with another attention and without training:
+measure it, and see `favor train distill` and `favor train mlm` for models that need some.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from favor_command import models
+from favor_command.check import kind_of
+from favor_command.program import Parser, program
+
+NAME = "favor convert"
+LONG = 2**24  # tokens at which no layer is exact for being short
+
+
+def parse_arguments(words: Sequence[str] | None) -> Any:
+    """Arguments of the program; ends it for bad ones."""
+    parser = Parser(NAME, __doc__)
+    parser.add_argument("model", help="folder of a saved model, or a name that transformers can resolve")
+    parser.add_argument("out", type=Path, help="new folder for the copy")
+    models.add_options(parser)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        words: the command line. Default None: that of this process.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ValueError: if there is no such model, it cannot be switched, or the folder is there already.
+    """
+    arguments = parse_arguments(words)
+    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
+        raise ValueError(f"expected a new folder or an empty one, got {arguments.out}")
+    config = models.read_config(arguments.model)
+    # What cannot be switched is said before any weights are read.
+    switchable(models.without_weights(config), arguments)
+    kind = models.model_class(config)
+    model = kind.from_pretrained(models.location(arguments.model), trust_remote_code=False)
+    before = model.config._attn_implementation
+    backend = models.switch(model, arguments)
+    linear, total = switchable(model)
+    model.save_pretrained(arguments.out)
+    saved = json.loads((arguments.out / models.CONFIG).read_text())
+    beside = save_preprocessing(arguments.model, arguments.out)
+    print(
+        f"{arguments.model} ({before}) -> {arguments.out} ({backend}): {linear} of {total} attention layers are linear "
+        "in long texts; the weights are the same\n"
+        f"config.json: favor = {json.dumps(saved['favor'])}\n"
+        f"beside the model: {beside}\n"
+        f'load it: import favor; from transformers import {kind.__name__}; {kind.__name__}.from_pretrained("{arguments.out}")'
+    )
+    return 0
+
+
+def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
+    """Counts the layers of a model that are linear in long texts, and all; switches it first if arguments are given.
+
+    Raises:
+        ValueError: if none is linear.
+    """
+    import favor
+
+    if arguments is not None:
+        models.switch(model, arguments)
+    layers = favor.describe(model, LONG).layers
+    linear = sum(kind_of(layer) == "linear" for layer in layers)
+    if not linear:
+        reasons = ", ".join(dict.fromkeys(f"{layer.runs} ({layer.why})" for layer in layers)) or "it has no attention"
+        raise ValueError(f"no layer of {type(model).__name__} would be linear: {reasons}; nothing was saved")
+    return linear, len(layers)
+
+
+def save_preprocessing(model: str, out: Path) -> str:
+    """Saves the tokenizer or processor of a model, if it has one; returns the name of its class, or that it has none."""
+    from transformers import AutoProcessor
+
+    try:
+        found = AutoProcessor.from_pretrained(models.location(model), trust_remote_code=False)
+    except (OSError, ValueError):
+        return "no tokenizer or processor was found"
+    found.save_pretrained(out)
+    return type(found).__name__
+
+
+cli = program(NAME, main)

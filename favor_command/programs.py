@@ -1,0 +1,114 @@
+"""The table of what the command `favor` starts: groups of names, each with its module and a line of help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that is started by name.
+
+    Attributes:
+        module: where its `cli` is.
+        line: what it does.
+    """
+
+    module: str
+    line: str
+
+
+Groups = dict[str, dict[str, "Program | Folder"]]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A word that another name follows.
+
+    Attributes:
+        line: what the programs do.
+        groups: the programs by name, in groups by title.
+        note: what stands below the list.
+    """
+
+    line: str
+    groups: Groups
+    note: str = ""
+
+    def members(self) -> dict[str, Program | Folder]:
+        """The programs of all groups, by name."""
+        return {name: member for group in self.groups.values() for name, member in group.items()}
+
+
+TRAIN = Folder(
+    "train, fine-tune or adapt a model",
+    {
+        "text": {
+            "glue": Program("favor.train.glue", "fine-tune a pretrained model on a GLUE task"),
+            "mlm": Program("favor.train.mlm", "go on with the pre-training of a masked language model"),
+            "clm": Program("favor.train.clm", "go on with the training of a causal language model"),
+            "distill": Program("favor.train.distill", "bring linear attention close to a model's exact attention"),
+        },
+        "speech": {
+            "asr": Program("favor.train.asr", "train a Conformer to recognise speech"),
+            "nst": Program("favor.train.nst", "noisy student training with speech without transcripts"),
+        },
+    },
+    "On several GPUs: accelerate launch -m favor.train.NAME ...",
+)
+EVAL = Folder(
+    "measure: tables, figures, error rates",
+    {
+        "quality": {
+            "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, head by head"),
+            "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
+            "feature_weights": Program("favor.eval.feature_weights", "weights of random features beside more of them"),
+            "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
+            "kernel_classification": Program("favor.eval.kernel_classification", "Figure 3 of the FAVOR# paper"),
+            "variance": Program("favor.eval.variance", "variance of features: Figure 2 of the FAVOR# paper"),
+        },
+        "time and memory": {
+            "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
+            "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
+            "decoding": Program("favor.eval.decoding", "a token in generation with selected keys"),
+            "generation": Program("favor.eval.generation", "a token in generation and what its cache holds"),
+            "transducer_loss": Program("favor.eval.transducer_loss", "the Transducer loss"),
+        },
+        "language models": {
+            "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
+            "perplexity": Program("favor.eval.language.perplexity", "perplexity on long texts"),
+            "small_decoder": Program("favor.eval.small_decoder", "make a small LLaMA to train with favor train clm"),
+        },
+        "speech": {
+            "asr": Program("favor.eval.asr", "error rates and speed of a saved speech model"),
+            "long_form": Program("favor.eval.long_form", "whole chapters in one pass: time and memory"),
+            "streaming": Program("favor.eval.streaming", "what each piece of a stream costs"),
+            "wer_by_features": Program("favor.eval.wer_by_features", "Figure 4 of the FAVOR# paper"),
+            "whisper": Program("favor.eval.whisper", "a pretrained Whisper with a linear encoder"),
+            "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
+        },
+        "optimizers and decompositions": {
+            "decomposition": Program("favor.eval.decomposition.__main__", "beside what scikit-learn has"),
+            "exact_step": Program("favor.eval.exact_step", "what an exact step on one example costs"),
+            "head_optimizer": Program("favor.eval.head_optimizer", "optimizers of a softmax output layer"),
+            "majorization": Program("favor.eval.majorization", "bound majorization beside other optimizers"),
+        },
+    },
+    "The demo is favor demo.",
+)
+ROOT = Folder(
+    "linear attention for models of transformers",
+    {
+        "first steps": {
+            "demo": Program("favor.eval.demo", "see exact and linear attention at work, offline"),
+            "check": Program("favor_command.check", "what each layer of a model would run, and its cost"),
+            "convert": Program("favor_command.convert", "save a model that runs linear attention from now on"),
+        },
+        "programs": {
+            "bench": Program("favor.eval.speed.__main__", "speed and memory on this machine (favor eval speed)"),
+            "train": TRAIN,
+            "eval": EVAL,
+        },
+    },
+    "--debug before or after any command shows the traceback of an error; --version is that of favor.",
+)
