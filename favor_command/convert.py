@@ -62,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
         "in long texts; the weights are the same\n"
         f"config.json: favor = {json.dumps(saved['favor'])}\n"
         f"beside the model: {beside}\n"
-        f'load it: import favor; from transformers import {kind.__name__}; {kind.__name__}.from_pretrained("{arguments.out}")'
+        f"load it: import favor; from transformers import {kind.__name__}\n"
+        f'         {kind.__name__}.from_pretrained("{arguments.out}")'
     )
     return 0
 
@@ -86,7 +87,7 @@ def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
 
 
 def save_preprocessing(model: str, out: Path) -> str:
-    """Saves the tokenizer or processor of a model, if it has one; returns the name of its class, or that it has none."""
+    """Saves the tokenizer or processor of a model, and says which, or that there is none."""
     from transformers import AutoProcessor
 
     try:
