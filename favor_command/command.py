@@ -28,21 +28,22 @@ def run(words: Sequence[str]) -> NoReturn:
         words: of the command line, without the name of the command.
     """
     debug, rest = DEBUG in words, [word for word in words if word != DEBUG]
-    name, found = COMMAND, ROOT
+    name = COMMAND
+    found: Program | Folder = ROOT
     while isinstance(found, Folder):
         if not rest or rest[0] in HELP:
             explain(name, found)
         word = rest.pop(0)
         if word == VERSION and found is ROOT:
             print(f"{COMMAND} {version('favor')}")
-            sys.exit()
+            sys.exit(0)
         found = member(name, found, word)
         name = f"{name} {word}"
     sys.argv = [name, *([DEBUG] if debug else []), *rest]
     with in_one_line_errors(name, debug, BEFORE):
         program = import_module(found.module)
     program.cli()
-    sys.exit()
+    sys.exit(0)
 
 
 def member(name: str, folder: Folder, word: str) -> Program | Folder:
@@ -69,4 +70,4 @@ def explain(name: str, folder: Folder) -> NoReturn:
         lines += ["", f"{title}:", *(f"  {word:{width}}  {own.line}" for word, own in group.items())]
     lines += ["", f"{name} COMMAND --help explains one.", folder.note]
     print("\n".join(lines).rstrip())
-    sys.exit()
+    sys.exit(0)

@@ -20,6 +20,8 @@ from favor_command.program import Parser, program
 
 NAME = "favor convert"
 LONG = 2**24  # tokens at which no layer is exact for being short
+PREPROCESSING = ("*token*", "*process*", "*vocab*", "*.model")
+NONE = "no tokenizer or processor was found"
 
 
 def parse_arguments(words: Sequence[str] | None) -> Any:
@@ -90,10 +92,14 @@ def save_preprocessing(model: str, out: Path) -> str:
     """Saves the tokenizer or processor of a model, and says which, or that there is none."""
     from transformers import AutoProcessor
 
+    place = Path(models.location(model))
+    # Without any file of one, transformers makes up an empty tokenizer.
+    if place.is_dir() and not any(path for pattern in PREPROCESSING for path in place.glob(pattern)):
+        return NONE
     try:
         found = AutoProcessor.from_pretrained(models.location(model), trust_remote_code=False)
     except (OSError, ValueError):
-        return "no tokenizer or processor was found"
+        return NONE
     found.save_pretrained(out)
     return type(found).__name__
 

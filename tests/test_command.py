@@ -16,6 +16,7 @@ from favor_command.program import DEBUG, Parser
 from favor_command.programs import EVAL, ROOT, TRAIN, Folder
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SAVED = {"config.json", "model.safetensors", "generation_config.json"}
 KINDS = {"linear", "exact", "local", "refused"}
 LIGHT = """
 import sys
@@ -240,6 +241,8 @@ def test_convert_saves_a_model_that_loads_as_linear(start, folders, bert_folder,
     code, printed, _ = start("convert", folders / "llama", tmp_path / "out", *options)
     assert code == 0
     assert "2 of 2 attention layers are linear" in printed
+    assert "no tokenizer or processor was found" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= SAVED
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     before = AutoModelForCausalLM.from_pretrained(folders / "llama")
     assert [layer.runs for layer in favor.describe(again, 50).layers] == ["landmark"] * 2
