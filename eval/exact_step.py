@@ -1,12 +1,4 @@
-"""What an exact full-rank step on one example costs beside a step of stochastic gradient descent.
-
-    python -m favor.eval.exact_step
-
-One example, a head of n labels on d inputs, float32 on the CPU. Four steps, in turn over the same repeats: gradient
-descent in place (logits, softmax, update of rank one: the least that any step has to do) and `torch.optim.SGD`
-(forward, backward, step); `favor.optim.exact_step_` beside the first and `favor.optim.ProxBoundSGD` beside the second.
-A number of labels is only timed if the solution of its system has a small residual.
-"""
+"""What an exact full-rank step on one example costs beside a step of stochastic gradient descent."""
 
 from __future__ import annotations
 
@@ -22,10 +14,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results
+from favor.eval.options.exact_step import parse_arguments
 from favor.optim import ProxBoundSGD, bound_coefficients, bound_matvec, exact_step_
 from favor.optim.single import single_direction
-from favor.train.common.program import Parser, program
+from favor.train.common.program import program
 
 DAMPING = 0.01
 LIMIT = 1.5
@@ -98,31 +90,6 @@ def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
         "exact_ratio": medians[exact] / medians[sgd],
         "optimizer_ratio": medians[prox] / medians[sgd],
     }
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = Parser("favor.eval.exact_step", __doc__, abbreviations=True)
-    parser.add_argument(
-        "--labels",
-        type=int,
-        nargs="+",
-        default=[1000, 3000, 10_000, 30_000, 100_000],
-        metavar="N",
-        help="numbers of labels",
-    )
-    parser.add_argument("--inputs", type=int, default=512, help="d")
-    parser.add_argument("--repeats", type=int, default=51, help="times that each is measured")
-    parser.add_argument("--warmup", type=int, default=5, help="times that each runs before it is measured")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    add_results(parser, "exact_step")
-    arguments = parser.parse_args(argv)
-    if len(set(arguments.labels)) < 2 or min(*arguments.labels, arguments.inputs) < 2:
-        parser.error("--labels must be at least two numbers, all of them and --inputs at least 2")
-    if min(arguments.repeats, arguments.threads) < 1 or arguments.warmup < 0:
-        parser.error("--repeats and --threads must be at least 1, --warmup not negative")
-    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

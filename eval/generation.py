@@ -1,11 +1,4 @@
-"""What a token costs in generation after contexts of growing length, and what its cache holds.
-
-    python -m favor.eval.generation
-
-A LLaMA-shaped decoder with random weights reads a context and then goes on token by token: with exact attention and a
-`DynamicCache`, with a FAVOR backend and the same cache, and with the backend and a `FavorCache`, in turns. A context is
-only timed if the last two give the same hidden states.
-"""
+"""What a token costs in generation after contexts of growing length, and what its cache holds."""
 
 from __future__ import annotations
 
@@ -22,35 +15,12 @@ from transformers import DynamicCache
 
 import favor
 from favor.eval.common import report
-from favor.eval.common.program import add_results
+from favor.eval.options.generation import parse_arguments
 from favor.eval.speed.models import Model
-from favor.train.common.program import Parser, program
+from favor.train.common.program import program
 
 TOLERANCE = 1e-3
 WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = Parser("favor.eval.generation", __doc__, abbreviations=True)
-    add = parser.add_argument
-    add("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="L", help="tokens before")
-    add("--backend", choices=favor.BACKENDS[:4], default="favor+", help="the causal form needs no calibration")
-    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
-    add("--window", type=int, default=0, help="tokens of exact blocks; 0 for none")
-    add("--layers", type=int, default=2, help="of the decoder, 768 wide, 12 heads, 4 key heads")
-    add("--batch_size", type=int, default=1, help="sequences of a batch")
-    add("--tokens", type=int, default=20, help="timed after each context")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the numbers")
-    add("--device", default="cpu", help="where it runs")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
-    add_results(parser, "generation_cpu")
-    arguments = parser.parse_args(argv)
-    sizes = (*arguments.contexts, arguments.num_features, arguments.layers, arguments.batch_size)
-    if min(sizes) < 1 or arguments.tokens < 2 or arguments.window < 0:
-        parser.error("--tokens must be at least 2, --window not negative, all other sizes at least 1")
-    arguments.contexts = sorted(set(arguments.contexts))
-    return arguments
 
 
 class Way:

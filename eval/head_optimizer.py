@@ -1,19 +1,4 @@
-"""The optimizer of a softmax output layer: AdamW with a learning rate of its own against `favor.optim.SoftmaxBound`.
-
-    python -m favor.eval.head_optimizer --images_dir DIR --glue_dir DIR --text_file FILE --cache FILE
-
-The body of each network trains with AdamW. Its output layer trains with AdamW, with `SoftmaxBound`, or, on the cheap
-task, with plain gradient descent; learning rates are constant, weight decay is 0. Which has the lower training loss
-after 1, 2 and 5 epochs? For each of the three there is a choice of its own: every configuration of a grid, at least as
-many for AdamW as for SoftmaxBound, runs with seed 0 (with all seeds where that is cheap), and the one with the lowest
-training loss runs with all seeds. Where an epoch is dear the grid runs for 2 epochs only, and the best few of each
-optimizer go on to 5. A seed determines the initial parameters, the order of the samples and the dropout, the same for
-all optimizers.
-
-Tasks: `fashion` (10 labels, --images_dir), `sst2` (2 labels, --glue_dir) and `text` (8192 labels, --text_file); see
-`favor.eval.optim.head_tasks`. Finished runs are kept in the file --cache; a program started again with it goes on from
-there.
-"""
+"""The optimizer of a softmax output layer: AdamW with a learning rate of its own against `favor.optim.SoftmaxBound`."""
 
 from __future__ import annotations
 
@@ -34,16 +19,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from favor.eval.common import report
-from favor.eval.common.program import add_results
 from favor.eval.optim import head_report, head_tasks
 from favor.eval.optim.head_report import Entry, label
 from favor.eval.optim.head_tasks import HeadTask
+from favor.eval.options.head_optimizer import parse_arguments
 from favor.optim import SoftmaxBound
 from favor.train.common.batches import EpochSampler, mix
-from favor.train.common.program import Parser, program
+from favor.train.common.program import program
 
-TASKS = ("fashion", "sst2", "text")
-MILESTONES = (1, 2, 5)
 NOT_TUNED = ("head", "process_group", "capture")  # parameters of SoftmaxBound that do not change its steps
 Config = dict[str, Any]
 Run = Mapping[str, Any]
@@ -313,38 +296,6 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
     if name == "sst2":
         return head_tasks.sst2(arguments.glue_dir, samples=arguments.sst2_samples)
     return head_tasks.text(arguments.text_file, tokens=arguments.text_tokens)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = Parser("favor.eval.head_optimizer", __doc__, abbreviations=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="which tasks")
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        choices=("adamw", "sgd", "bound"),
-        default=["adamw", "sgd", "bound"],
-        help="attention heads",
-    )
-    parser.add_argument("--images_dir", type=Path, help=f"folder of {head_tasks.IMAGES}")
-    parser.add_argument("--glue_dir", type=Path, help="folder of GLUE's TSV files")
-    parser.add_argument("--text_file", type=Path, help="a long text, plain or compressed")
-    parser.add_argument("--sst2_samples", type=int, default=640, help="training sentences of sst2")
-    parser.add_argument("--text_tokens", type=int, default=64_000, help="training words of text")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--epochs", type=int, nargs="+", default=list(MILESTONES), help="after which to compare")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; made if it is not there")
-    add_results(parser, "head_optimizer")
-    arguments = parser.parse_args(argv)
-    needed = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text_file"}
-    for task in arguments.tasks:
-        if getattr(arguments, needed[task]) is None:
-            parser.error(f"task {task} needs --{needed[task]}")
-    if min(arguments.seeds, arguments.threads, *arguments.epochs) < 1:
-        parser.error("--seeds, --threads and all of --epochs must be at least 1")
-    arguments.epochs = sorted(set(arguments.epochs))
-    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

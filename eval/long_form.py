@@ -1,12 +1,4 @@
-"""Whole chapters in one pass of a Conformer: time and peak memory against minutes of audio, linear and exact attention.
-
-    python -m favor.eval.long_form                                            noise, random weights
-    python -m favor.eval.long_form --data_dir DATA --split test --model_name_or_path MODEL       and word error rates
-
-Utterances of one speaker's chapters, in order, make one recording. Each cell runs in processes of its own on the CPU,
-one for its time and one for its memory. Nothing is timed unless all logits are finite at the shortest duration and
-sdpa and eager agree there. A cell that needs too much memory is skipped or fails; the others go on.
-"""
+"""Whole chapters in one pass of a Conformer: time and peak memory against minutes of audio, linear and exact."""
 
 from __future__ import annotations
 
@@ -21,14 +13,13 @@ import torch
 
 from favor.eval.common import report
 from favor.eval.common.launch import Backend
-from favor.eval.common.program import add_results
+from favor.eval.options.long_form import EXACT, parse_arguments
 from favor.eval.speech import long_form_report
 from favor.eval.speech.long_form_cell import (
     RATE,
     Failure,
     Recording,
     Setup,
-    available,
     check,
     isolated,
     measure_memory,
@@ -36,49 +27,15 @@ from favor.eval.speech.long_form_cell import (
     transcripts,
 )
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
-from favor.models.conformer.configuration_conformer import PRESETS, subsampled_frames
-from favor.train.common.program import Parser, program
+from favor.models.conformer.configuration_conformer import subsampled_frames
+from favor.train.common.program import program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
 TOLERANCE = 1e-3
-EXACT = ("sdpa", "eager")
 # Logits, their scaled copy or softmax, and what is left of the one before: about three matrices L x L a head.
 EAGER_MATRICES = 3
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = Parser("favor.eval.long_form", __doc__)
-    add = parser.add_argument
-    add("--minutes", type=float, nargs="+", default=[1, 2, 5, 10, 20, 60], metavar="M", help="of audio")
-    add("--backends", nargs="+", default=["favor#", *EXACT], help="sdpa, eager, favor#, favor+, favor++, favor#:sderf")
-    add("--preset", choices=tuple(PRESETS), default="small", help="size of a model with random weights")
-    add("--model_name_or_path", help="a trained ConformerForCTC in its place")
-    add("--num_features", type=int, default=128, help="of the FAVOR backends")
-    add("--data_dir", type=Path, help="LibriSpeech's folder or one with manifests; default: noise")
-    add("--split", default="test", help="of the data")
-    add("--max_gigabytes", type=float, default=16.0, help="memory that a process may take, its libraries not counted")
-    add("--max_quadratic_minutes", type=float, default=20.0, help="sdpa and eager are skipped above")
-    add("--repeats", type=int, default=3, help="of recordings up to 2 minutes")
-    add("--long_repeats", type=int, default=1, help="of longer ones")
-    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
-    add_results(parser, "long_form_cpu")
-    arguments = parser.parse_args(argv)
-    try:
-        arguments.backends = [Backend.parse(text) for text in dict.fromkeys(arguments.backends)]
-    except ValueError as error:
-        parser.error(str(error))
-    arguments.minutes = sorted(set(arguments.minutes))
-    if min(*arguments.minutes, arguments.max_gigabytes, arguments.max_quadratic_minutes) <= 0:
-        parser.error("--minutes, --max_gigabytes and --max_quadratic_minutes must be positive")
-    if min(arguments.repeats, arguments.long_repeats, arguments.threads, arguments.num_features) < 1:
-        parser.error("--repeats, --long_repeats, --threads and --num_features must be at least 1")
-    if (problem := available()) is not None:
-        parser.error(problem)
-    return arguments
 
 
 def longest_speaker(utterances: Sequence[Utterance]) -> list[Utterance]:

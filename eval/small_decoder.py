@@ -1,20 +1,15 @@
-"""Make a small LLaMA with random weights and a tokenizer for one text, to be trained by `favor.train.clm`.
-
-    python -m favor.eval.small_decoder --text book.txt.xz --output_dir start
-
-No pretrained decoder comes with a package, so the figures for decoders are of one that is trained from here on.
-"""
+"""Make a small LLaMA with random weights and a tokenizer for one text, to be trained by `favor.train.clm`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from favor.train.common.program import Parser, program
+from favor.eval.options.small_decoder import parse_arguments
+from favor.train.common.program import program
 from favor.train.text.samples import read_text
 
 END = "<|endoftext|>"
@@ -29,17 +24,7 @@ def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the folder."""
-    parser = Parser("favor.eval.small_decoder", __doc__, abbreviations=True)
-    parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder of the results")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the vocabulary")
-    parser.add_argument("--hidden_size", type=int, default=256, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--key_heads", type=int, default=2, help="heads of keys and values")
-    parser.add_argument("--positions", type=int, default=8192, help="longest sequence")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
-    given = parser.parse_args(argv)
+    given = parse_arguments(argv)
     tokenizer = make_tokenizer(read_text(given.text), given.vocab_size)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

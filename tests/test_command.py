@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_programs import ROOT as REPOSITORY
 from test_programs import programs
 from transformers import AutoModelForCausalLM, DebertaV2Config, LlamaConfig, LlamaForCausalLM, T5Config, T5Model
 
 import favor
+from favor.eval.common.pretrained import minilm_path
 from favor_command import command, models
 from favor_command.program import DEBUG, Parser
 from favor_command.programs import EVAL, ROOT, TRAIN, Folder
@@ -72,6 +74,13 @@ def test_help_imports_nothing_heavy(words):
     assert done.returncode == 0
     assert done.stdout.startswith("usage: favor")
     assert done.stderr == "set()\n"
+
+
+def test_a_program_without_a_module_of_options_finds_the_whole_package():
+    ask = "import sys; from favor_command.command import explain_program; explain_program('favor.eval.options.none'); "
+    ask += "print(sorted(name for name in sys.modules if name.split('.')[0] == 'favor')); import favor.registry"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize(("words", "folder"), [((), ROOT), (("train",), TRAIN), (("eval",), EVAL)])
@@ -209,6 +218,19 @@ def test_a_model_without_weights_is_described_as_on_its_device(folders):
     empty = favor.configure(models.without_weights(models.read_config(str(folders / "llama"))), "landmark")
     assert favor.describe(empty, 40000, device="cpu") == favor.describe(model, 40000)
     assert favor.describe(empty, 40000, device="cuda") != favor.describe(model, 40000)
+
+
+def test_check_says_how_many_positions_there_are(start, folders):
+    positions = LlamaConfig.from_pretrained(folders / "llama").max_position_embeddings
+    for length, said in ((positions, 0), (positions + 1, 1)):
+        printed = start("check", folders / "llama", "--length", 16, length)[1]
+        assert printed.count(f"the config has {positions} positions: ") == said
+
+
+def test_the_page_shows_what_check_prints(start):
+    page = (REPOSITORY / "docs/guides/command.md").read_text()
+    shown = page.partition("$ favor check minilm --length 512 8192\n")[2].partition("```")[0]
+    assert start("check", minilm_path(), "--length", 512, 8192)[1] == shown
 
 
 def test_check_gives_1_where_nothing_is_linear(start, folders):

@@ -18,6 +18,7 @@ import favor
 import favor.eval
 import favor.models
 import favor.train
+import favor_command
 
 try:
     import tomllib
@@ -33,15 +34,14 @@ MAY_IMPORT = {
     "train": {"favor", "favor_command", "models"},
     "eval": {"favor", "favor_command", "models", "train"},
 }
+FOLDERS = {part: ROOT / part for part in MAY_IMPORT} | {"favor_command": ROOT / "scripts" / "command"}
 
 
 def part_of(module: str) -> str | None:
     """The part a module name belongs to, None for other packages."""
     names = module.split(".")
-    if names[0] in MAY_IMPORT and names[0].startswith("favor_"):
-        return names[0]
     if names[0] != "favor":
-        return None
+        return names[0] if names[0] == "favor_command" else None
     return names[1] if len(names) > 1 and names[1] in MAY_IMPORT else "favor"
 
 
@@ -58,7 +58,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_imports_point_one_way(part):
-    files = list((ROOT / part).rglob("*.py"))
+    files = list(FOLDERS[part].rglob("*.py"))
     assert files
     for path in files:
         parts = {part_of(name) for name in imports(path)} - {None, part}
@@ -89,7 +89,7 @@ def test_every_folder_with_code_is_shipped_and_results_are_not(monkeypatch):
         folder = ROOT / given["package_dir"][part] / Path(*package.removeprefix(part).strip(".").split("."))
         assert (folder / "__init__.py").is_file(), package
         shipped |= set(folder.glob("*.py"))
-    assert shipped == {path for part in MAY_IMPORT for path in (ROOT / part).rglob("*.py")}
+    assert shipped == {path for folder in FOLDERS.values() for path in folder.rglob("*.py")}
     assert not any("results" in package for package in given["packages"])
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert data == {"package-data": {"favor": ["py.typed"]}}
@@ -115,7 +115,7 @@ def test_releases_are_listed_newest_first_and_say_how_to_upgrade():
 
 def test_examples_in_docstrings_run():
     tried = 0
-    for package in (favor, favor.models, favor.train, favor.eval):
+    for package in (favor, favor_command, favor.models, favor.train, favor.eval):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if info.name.endswith("__main__"):
                 continue

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from favor_command.programs import ROOT as COMMANDS
+from favor_command.programs import Folder
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10, where pytest brings it under its old name
@@ -39,6 +42,24 @@ for target in sys.argv[1:]:
     found[target] = [code, printed.getvalue()]
 print(json.dumps(found))
 """
+# As the command `favor` does it: one line of words for each program.
+AT_ONCE = """
+import contextlib, io, json, sys
+from favor_command import command
+
+found = {}
+for words in sys.argv[1:]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            command.run([*words.split(), "--help"])
+        except SystemExit as ended:
+            found[words] = [ended.code or 0, printed.getvalue()]
+heavy = {"torch", "transformers", "numpy", "datasets", "accelerate", "favor.registry"} & set(sys.modules)
+print(json.dumps([found, sorted(heavy)]))
+"""
+# Programs whose options are in no module of their own.
+OF_THEIR_OWN = {"demo": "favor.eval.demo"}
 
 
 def programs() -> list[str]:
@@ -59,6 +80,47 @@ def answers():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def commands(folder: Folder = COMMANDS, words: tuple[str, ...] = ()) -> dict[str, str]:
+    """The module of each program, by the words of the command `favor` that start it."""
+    found = {}
+    for word, member in folder.members().items():
+        inner = (*words, word)
+        found |= commands(member, inner) if isinstance(member, Folder) else {" ".join(inner): member.module}
+    return {words: module.removesuffix(".__main__") for words, module in found.items()}
+
+
+@pytest.fixture(scope="module")
+def explained():
+    """Exit code and text of `favor ... --help` by words, all in one process, and the heavy modules that it imported."""
+    words = [words for words in commands() if words not in OF_THEIR_OWN]
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_help_of_no_command_imports_anything_heavy(explained):
+    found, heavy = explained
+    assert set(found) == set(commands()) - set(OF_THEIR_OWN)
+    assert heavy == []
+
+
+@pytest.mark.parametrize("words", sorted(set(commands()) - set(OF_THEIR_OWN)))
+def test_help_of_a_command_is_that_of_its_program(words, explained, answers):
+    code, printed = explained[0][words]
+    assert code == 0
+    assert printed.startswith(f"usage: favor {words} ")
+    module = commands()[words]
+    if module in answers:
+        # The name and so the line breaks of the usage are others.
+        assert printed.partition("\n\n")[2] == answers[module][1].partition("\n\n")[2]
+
+
+def test_options_in_a_module_of_their_own_need_no_exception():
+    for module in OF_THEIR_OWN.values():
+        _, part, name = module.split(".")
+        assert not (ROOT / part / "options" / f"{name}.py").exists(), "take it out of OF_THEIR_OWN"
 
 
 @pytest.mark.parametrize("program", programs())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES, MOST_PARAMETERS = 60, 10
+FILES = [*(ROOT / "favor").rglob("*.py"), *(ROOT / "scripts" / "command").rglob("*.py")]
 
 
 def functions(path):
@@ -27,7 +28,7 @@ def is_exempt(path, name):
 
 def test_functions_are_short_and_take_few_parameters():
     found, counted = [], 0
-    for path in (ROOT / "favor").rglob("*.py"):
+    for path in FILES:
         for name, parameters, lines in functions(path):
             counted += 1
             many = parameters > MOST_PARAMETERS and not is_exempt(path, name)
@@ -39,7 +40,7 @@ def test_functions_are_short_and_take_few_parameters():
 
 def test_docstrings_stand_alone():
     """One that begins with "What" or "The same" says nothing in `help()`."""
-    for path in (ROOT / "favor").rglob("*.py"):
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 first = (ast.get_docstring(node) or "").split(maxsplit=2)[:2]

@@ -1,12 +1,4 @@
-r"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention.
-
-    accelerate launch -m favor.train.asr --data_dir LibriSpeech --train_split train-clean-100 --eval_splits dev-clean \
-        --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
-
-Without `--data_dir` the corpus comes from the hub (`openslr/librispeech_asr`). The output folder gets the model (the
-average of the weights, with `--ema_decay`), its processor and `all_results.json`. Runs on CPU, one GPU, or several, as
-`accelerate launch` sets it up.
-"""
+"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -28,15 +20,14 @@ from favor.train.common.average import weight_average
 from favor.train.common.optimizers import adamw_groups
 from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
-from favor.train.speech.arguments import Arguments, SpeechTrainArguments
+from favor.train.options.asr import parse_arguments
+from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import make_loaders
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
 from favor.train.speech.word_errors import character_errors, word_errors
-
-HUB = "openslr/librispeech_asr"
 
 
 def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
@@ -176,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments, files or transcripts that cannot be used; the message says which and why.
         FloatingPointError: if the loss is not finite.
     """
-    arguments = Arguments.parse(argv, __doc__, "favor-asr")
+    arguments = parse_arguments(argv)
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:

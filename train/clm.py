@@ -1,13 +1,4 @@
-r"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention.
-
-    accelerate launch -m favor.train.clm --model_name_or_path DIR --train_file book.txt --max_length 1024 \
-        --attn_implementation favor# --features landmark --window 128 --exact_below 0 --output_dir out/adapted
-
-A decoder that was trained with softmax attention adapts to its estimate this way. Features other than landmarks need
-parameters that do not come from the sequence itself: `favor.calibrate` it first, and add `--statistics calibrated`.
-Text is cut into samples of equal length, and every token of a sample is predicted from those before it. The output
-folder gets the model, its tokenizer and `all_results.json`.
-"""
+"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -20,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from favor.integrations.layer import attention_modules, decodes_or_is_causal
 from favor.train.common.program import program
+from favor.train.options.clm import parse_arguments
 from favor.train.text import language
 
 
@@ -68,8 +60,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    words = sys.argv[1:] if argv is None else argv
-    return language.run_program(language.Arguments.parse(argv, __doc__, "favor-clm"), OBJECTIVE, words)
+    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
 
 
 cli = program("favor-clm", main)

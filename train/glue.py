@@ -1,12 +1,4 @@
-r"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
-
-    accelerate launch -m favor.train.glue --model_name_or_path bert-base-uncased --task_name mrpc \
-        --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/mrpc
-
-Without `--data_dir` the task comes from the hub (`nyu-mll/glue`). The output folder gets the model of the last
-step, its tokenizer, `all_results.json` and a model card; with `--seeds` each seed has a folder of its own and the
-output folder mean and standard deviation. Runs on CPU, one GPU, or several, as `accelerate launch` sets it up.
-"""
+"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -28,6 +20,7 @@ from favor.train.common.arguments import DEFAULT_SEED, Arguments, ModelArguments
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
 from favor.train.common.program import program
+from favor.train.options.glue import parse_arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.text.glue_loaders import make_loaders
@@ -154,7 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments, files or rows that cannot be used; the message says which and why.
     """
-    arguments = Arguments.parse(argv, __doc__, "favor-glue")
+    arguments = parse_arguments(argv)
     train, task = arguments.train, get_task(arguments.data.task_name)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     if not accelerator.is_local_main_process:

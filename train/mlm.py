@@ -1,18 +1,8 @@
-r"""Go on with the pre-training of a masked language model, with exact or FAVOR attention.
-
-    accelerate launch -m favor.train.mlm --model_name_or_path bert-base-uncased --train_file book.txt \
-        --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/adapted
-
-A model that was trained with softmax attention adapts to its estimate this way before it is fine-tuned, as the papers'
-models were pre-trained with the attention they are fine-tuned with. Text is cut into samples of equal length; which of
-their tokens are masked changes with every epoch. `--head_optimizer softmax_bound` and `--untie_head` give the output
-layer weights of its own. The output folder gets the model, its tokenizer and `all_results.json`.
-"""
+"""Go on with the pre-training of a masked language model, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,30 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from favor.train.common.arguments import option
 from favor.train.common.batches import mix
 from favor.train.common.program import program
+from favor.train.options.mlm import parse_arguments
 from favor.train.text import language
-
-
-@dataclass(kw_only=True)
-class MaskingArguments(language.TextArguments):
-    """The text, how it is masked, and the output layer."""
-
-    mlm_probability: float = option(0.15, "Part of the tokens to predict; of these 80 % masked, 10 % replaced.")
-
-    def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
-        super().__post_init__()
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"mlm_probability must be between 0 and 1, got {self.mlm_probability}")
-
-
-@dataclass
-class Arguments(language.Arguments):
-    """All arguments of a run."""
-
-    text: MaskingArguments
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
@@ -96,9 +66,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    return language.run_program(
-        Arguments.parse(argv, __doc__, "favor-mlm"), OBJECTIVE, sys.argv[1:] if argv is None else argv
-    )
+    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
 
 
 cli = program("favor-mlm", main)

@@ -1,18 +1,4 @@
-r"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both.
-
-    accelerate launch -m favor.train.nst --teacher out/asr --generations 3 --keep .7 \
-        --unlabelled_split train-clean-360 --data_dir LibriSpeech --train_split train-clean-100 \
-        --eval_splits dev-clean --preset small --output_dir out/nst
-
-Arguments that are not listed here are those of `favor.train.asr`, for every student; a new student takes the tokenizer
-and the features of its teacher. Generation 0 is the teacher given, or else trained on the transcribed speech alone.
-Generation g is trained on that and on what generation g - 1 made of the other: hypotheses of a beam search without
-augmentation, the best by a score of confidence. The noise is the student's: SpecAugment, changes of speed, dropout.
-After Park et al. 2020, arXiv:2005.09629, without its language model, balancing and gradual schedules. Transcripts that
-the untranscribed split happens to have are only used to report the error rate of the pseudo-labels.
-
-`nst.json` in the output folder holds the results, `gen_1` and so on the models. `--resume` goes on after a kill.
-"""
+"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both."""
 
 from __future__ import annotations
 
@@ -21,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +16,16 @@ from accelerate import Accelerator
 from favor.models.conformer import ConformerConfig, ConformerProcessor
 from favor.train import asr
 from favor.train.common import checkpoint, report
-from favor.train.common.arguments import check_positive, option
 from favor.train.common.pretrained import check_model
-from favor.train.common.program import DataclassParser, program
+from favor.train.common.program import program
+from favor.train.options.nst import NAME, NstArguments, parse_arguments
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
 from favor.train.speech.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
 from favor.train.speech.sources import load_speech
 
-NAME = "favor-nst"
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
-
-
-@dataclass(kw_only=True)
-class NstArguments:
-    """Teacher, generations, untranscribed speech, and which labels are kept."""
-
-    output_dir: str = field(metadata={"help": "Folder of all results."})
-    teacher: str | None = option(
-        None, "Folder of favor.train.asr's model that is generation 0. Default: it is trained first."
-    )
-    generations: int = option(3, "Students, trained one after another.")
-    unlabelled_dir: str | None = option(
-        None, "Untranscribed speech: a corpus, a folder of audio, a manifest. Default: data_dir."
-    )
-    unlabelled_split: str | None = option(None, "Split of it. Default: all of the folder, or its only manifest.")
-    keep: float = option(1.0, "Best part of the pseudo-labels to train on, by score.")
-    threshold: float | None = option(None, "Only those with a score above this. Default: no threshold.")
-    fit_split: str | None = option(
-        None, "Transcribed split whose hypotheses the score is fitted on, as in the paper. Default: the pseudo-labels."
-    )
-    beam_size: int = option(8, "Hypotheses of the search that labels.")
-
-    def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
-        check_positive(self, "generations", "beam_size", "keep")
-        if self.keep > 1:
-            raise ValueError(f"keep must be a part of the pseudo-labels, at most 1, got {self.keep}")
 
 
 @dataclass
@@ -94,32 +52,6 @@ class Task:
     def folder(self) -> Path:
         """Of all results."""
         return Path(self.nst.output_dir)
-
-
-def parse(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments, list[str]]:
-    """The arguments of this program, those of the trainings, and the latter as words.
-
-    Raises:
-        ValueError: for arguments that neither program knows or that cannot be used, before anything runs.
-    """
-    parser, of_students = DataclassParser(NAME, __doc__, [NstArguments]), asr_arguments.Arguments.parser(program=NAME)
-    (nst,), rest = parser.parse_some(argv)
-    groups, unknown = of_students.parse_some([*rest, "--output_dir", nst.output_dir])
-    of_students.refuse(unknown, parser.options())
-    student = asr_arguments.Arguments(*groups)
-    source = nst.unlabelled_dir or student.data.data_dir
-    if source is None or not Path(source).exists():
-        raise ValueError(
-            f"unlabelled_dir must be a folder or a manifest, got {source}: labels refer to files of audio, so "
-            "write that of a dataset of the hub to files first"
-        )
-    if nst.unlabelled_dir is None and nst.unlabelled_split is None:
-        raise ValueError("unlabelled_split must say which split of data_dir to label, or give unlabelled_dir")
-    used = (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path)
-    inside = [path for path in used if path and Path(nst.output_dir).resolve() in Path(path).resolve().parents]
-    if student.train.overwrite_output_dir and inside:
-        raise ValueError(f"overwrite_output_dir would delete {inside[0]}: choose another output_dir")
-    return nst, student, rest
 
 
 def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator: Accelerator) -> None:
@@ -155,7 +87,7 @@ def load(task: Task) -> None:
             source, nst.unlabelled_split, prepared=prepared / "unlabelled", transcripts=False, **options
         )
         if nst.fit_split is not None:
-            place = data.data_dir or asr.HUB
+            place = data.data_dir or asr_arguments.HUB
             task.development, _ = load_speech(place, nst.fit_split, prepared=prepared / "fit", **options)
     if skipped.reasons:
         task.accelerator.print(f"unlabelled: {skipped.describe()}")
@@ -327,7 +259,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or speech that cannot be used, or a teacher of whose labels none is left.
     """
-    nst, student, rest = parse(argv)
+    nst, student, rest = parse_arguments(argv)
     for path in (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path):
         check_model(path)
     if nst.teacher is not None:

@@ -6,6 +6,13 @@ import argparse
 from pathlib import Path
 
 
+def device_or_default(given: str | None) -> str:
+    """The device that was asked for, else cuda if there is a GPU, else cpu."""
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def add_results(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds `--output_dir` and `--name`, the folder of the results and their file name.
 

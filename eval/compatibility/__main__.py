@@ -1,15 +1,7 @@
-"""Which models of transformers run with a FAVOR backend, and whether they compute what they should.
-
-    python -m favor.eval.compatibility                        # all classes, some ten minutes on two cores
-    python -m favor.eval.compatibility --models bert llama    # some
-
-Every model class of the installed transformers is built tiny, with random weights, and run with exact attention, with
-landmarks of one key each, which are softmax attention too, and with few landmarks, which must differ.
-"""
+"""Which models of transformers run with a FAVOR backend, and whether they compute what they should."""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import sys
@@ -23,38 +15,14 @@ from typing import Any
 import torch
 import transformers
 
-from favor.eval.common.program import add_results
 from favor.eval.common.report import context, shown_command, write
 from favor.eval.compatibility.check import BAD, CATEGORIES, check
-from favor.eval.compatibility.classes import Candidate, candidates
+from favor.eval.compatibility.classes import Candidate
 from favor.eval.compatibility.report import lines_of
-from favor.train.common.program import Parser, program
+from favor.eval.options.compatibility import parse_arguments
+from favor.train.common.program import program
 
 MEMORY = 12 * 2**30
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
-    parser = Parser("favor.eval.compatibility", __doc__, abbreviations=True)
-    add = parser.add_argument
-    add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
-    add("--classes", nargs="+", metavar="CLASS", help="only these classes")
-    add("--jobs", type=int, default=2, help="processes at a time")
-    add("--seconds", type=int, default=60, help="most processor time of one class")
-    add_results(parser, "compatibility")
-    arguments = parser.parse_args(argv)
-    if arguments.jobs < 1 or arguments.seconds <= 0:
-        parser.error("--jobs and --seconds must be positive")
-    try:
-        arguments.found, arguments.missing = candidates(arguments.models)
-    except ValueError as error:
-        parser.error(str(error))
-    if arguments.classes:
-        unknown = set(arguments.classes) - {own.name for own in arguments.found}
-        if unknown:
-            parser.error(f"--classes must be classes of the families; unknown: {', '.join(sorted(unknown))}")
-        arguments.found = [own for own in arguments.found if own.name in arguments.classes]
-    return arguments
 
 
 def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:

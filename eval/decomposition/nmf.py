@@ -26,7 +26,6 @@ DEFAULT = "KLNMF, shift 0.05"
 CLAIM_SETS, CLAIM_SWEEPS = ("digits", "planted"), 50
 # Thesis, chapter 5: entries are Poisson with the mean -log(1 - density), so that this is the share that is not zero.
 DENSITIES = {"poisson .9": 0.9, "poisson .1": 0.1, "poisson .1, sparse": 0.1}
-SETS = ("digits", "planted", *DENSITIES)
 TRIES = 4  # to find the number of sweeps for a time
 REPEATS = 3
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from favor.eval.common import report
-from favor.eval.common.program import add_results
+from favor.eval.common.program import add_results, device_or_default
 from favor.eval.language.records import Records
-from favor.eval.language.variants import CACHES, variants
 from favor.train.common.program import Parser
+
+CACHES = ("auto", "dynamic", "state", "all")
 
 
 def options(parser: Parser, name: str) -> None:
@@ -34,7 +33,7 @@ def options(parser: Parser, name: str) -> None:
     )
     add("--cache", choices=CACHES, default="auto", help="of variants that name none, see favor.eval.language.variants")
     add("--seed", type=int, default=0, help="of all that is drawn")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs")
+    add("--device", help="where it runs; default: cuda if there is a GPU, else cpu")
     add(
         "--merge",
         nargs="+",
@@ -49,6 +48,9 @@ def options(parser: Parser, name: str) -> None:
 def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Reads a command line; `variants` become `Variant`s and `records` those of the file `NAME.jsonl`."""
     arguments = parser.parse_args(words)
+    from favor.eval.language.variants import variants
+
+    arguments.device = device_or_default(arguments.device)
     try:
         arguments.variants = variants(arguments.variants, arguments.cache)
     except TypeError as error:

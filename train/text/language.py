@@ -6,7 +6,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +22,14 @@ from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import (
     DEFAULT_SEED,
     SOFTMAX_BOUND,
-    ArgumentGroups,
-    BatchedRunArguments,
-    HeadArguments,
-    ModelArguments,
-    check_positive,
-    option,
 )
 from favor.train.common.batches import EpochSampler
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
+from favor.train.text.arguments import Arguments
 from favor.train.text.samples import check_text, samples
 
 Samples = Dataset[dict[str, Tensor]]
-
-
-@dataclass(kw_only=True)
-class TextArguments:
-    """The text, and the output layer."""
-
-    train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
-    eval_file: str | None = option(None, "Text to evaluate on. Default: 5 % of the samples of train_file, left out.")
-    max_length: int = option(128, "Tokens of a sample.")
-    max_train_samples: int | None = option(
-        None, "Take so many samples, evenly spaced over the text; those to evaluate on, if left out, are among them."
-    )
-    max_eval_samples: int | None = option(500, "Evaluate on so many.")
-    untie_head: bool = option(
-        False, f"Give the output layer weights of its own; {SOFTMAX_BOUND} and head_learning_rate need them."
-    )
-
-    def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
-        check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
-
-
-@dataclass
-class Arguments(ArgumentGroups):
-    """All arguments of a run."""
-
-    model: ModelArguments
-    text: TextArguments
-    train: BatchedRunArguments
-    head: HeadArguments
 
 
 @dataclass(frozen=True)

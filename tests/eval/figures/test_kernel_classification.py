@@ -12,6 +12,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from favor import features
 from favor.eval import kernel_classification as program
 from favor.eval.figures import kernel_data, kernel_report
+from favor.eval.options.kernel_classification import METHODS
 
 SCALE = 0.5
 
@@ -43,7 +44,7 @@ def naive_scores(method: str, x, y, onehot, count: int, seed: int) -> torch.Tens
     return kernel @ onehot.double()
 
 
-@pytest.mark.parametrize("method", program.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_scores_are_those_of_the_estimated_kernel(method, iris):
     """Up to a factor of each query, at the largest M and at a smaller one that shares its draw."""
     x, y, _, onehot = iris
@@ -76,7 +77,7 @@ def test_the_first_features_are_a_draw_of_their_own(method, iris):
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", program.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_many_features_predict_as_the_exact_kernel(method, iris):
     x, y, _, onehot = iris
     x, y = SCALE * x, SCALE * y
@@ -98,7 +99,7 @@ def test_accuracy_of_the_exact_kernel(iris):
         assert program.exact_accuracy(scale * x, scale * y, targets, onehot) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", program.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scale", [1e-2, 100.0, 1e4])
 def test_any_scale_gives_finite_scores(method, scale, iris):
     x, y, _, onehot = iris
@@ -208,7 +209,7 @@ def test_the_program(tmp_path, capsys):
     assert list(content["datasets"]) == ["mine", "iris"]
     mine = content["datasets"]["mine"]
     assert (mine["rows"], mine["dim"], mine["classes"], len(mine["splits"])) == (50, 3, 2, 2)
-    assert list(mine["splits"][0]["methods"]) == list(program.METHODS)
+    assert list(mine["splits"][0]["methods"]) == list(METHODS)
     mean = kernel_report.mean_accuracy(content["datasets"], "cderf", 16)
     values = [split["methods"]["cderf"]["16"]["test"] for d in content["datasets"].values() for split in d["splits"]]
     assert mean == pytest.approx(np.mean(values))

@@ -11,6 +11,7 @@ import torch
 
 from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
+from favor.eval.options.speed import DIRECTIONS, PASSES
 from favor.eval.speed import __main__ as speed
 from favor.eval.speed import measure, reference, report
 from favor.eval.speed import methods as speed_methods
@@ -58,7 +59,7 @@ def test_a_whole_run(tmp_path):
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert all(math.isfinite(number) for number in numbers(content))
     done = [cell for cell in content["cells"] if cell["status"] == "ok"]
-    panels = {f"{d}, {p}" for d in speed.DIRECTIONS for p in speed.PASSES}
+    panels = {f"{d}, {p}" for d in DIRECTIONS for p in PASSES}
     for name in ("favor:pos", "favor:sderf", "sdpa:math", "eager"):
         own = [cell for cell in done if cell["method"] == name]
         assert {(cell["panel"], cell["length"]) for cell in own} == {(p, n) for p in panels for n in (32, 64)}
@@ -357,7 +358,7 @@ def test_models(tmp_path, monkeypatch):
     monkeypatch.setattr(speed_models, "BACKENDS", ("sdpa", "favor+", "favor#"))
     code, content, text = run(tmp_path, "--model", "both", "--layers", "1")
     assert code == 0
-    panels = {f"{m}, {p}" for m in speed_models.MODELS for p in speed.PASSES}
+    panels = {f"{m}, {p}" for m in speed_models.MODELS for p in PASSES}
     assert {cell["panel"] for cell in content["cells"]} == panels
     assert all(cell["tokens_per_second"] > 0 for cell in content["cells"])
     assert len(content["crossover"]) == 2 * len(panels)

@@ -20,6 +20,7 @@ import favor.models  # noqa: F401  registers Performer BERT
 from favor.train import mlm
 from favor.train.common import checkpoint
 from favor.train.common.pretrained import check_positions
+from favor.train.options.mlm import Arguments
 from favor.train.text import language
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
@@ -90,7 +91,7 @@ def test_folder_holds_the_model_with_its_backend_and_its_scores(adapt, text, ber
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run").eval()
     assert type(model).__name__ == "PerformerBertForMaskedLM"
     assert model.config._attn_implementation == "favor#"
-    arguments = mlm.Arguments.parse(
+    arguments = Arguments.parse(
         [
             *("--model_name_or_path", str(bert_folder), "--train_file", str(text), "--eval_file", str(text)),
             *("--output_dir", "o", "--max_length", "32", "--max_eval_samples", "10"),

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
@@ -100,7 +99,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value.value if isinstance(value, Enum) else value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -126,20 +125,12 @@ class Parser(argparse.ArgumentParser):
     Args:
         program: its name in messages.
         text: the program's docstring, shown as it is written.
-        *kinds: of a parser that takes something else.
         abbreviations: whether the first letters of an option are enough.
     """
 
-    def __init__(self, program: str, text: str | None, *kinds: Any, abbreviations: bool = False) -> None:
-        options: dict[str, Any] = {"prog": called(program), "description": text, "formatter_class": Formatter}
-        options["allow_abbrev"] = abbreviations
-        super().__init__(*kinds, **options)
+    def __init__(self, program: str, text: str | None, *, abbreviations: bool = False) -> None:
+        super().__init__(prog=called(program), description=text, formatter_class=Formatter, allow_abbrev=abbreviations)
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Adds an option without the second spelling of its name."""
-        own = [name for name in names[1:] if name.replace("-", "_") != names[0].replace("-", "_")]
-        return super().add_argument(*names[:1], *own, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Takes options with hyphens as those with underscores."""

@@ -73,6 +73,9 @@ def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tup
             reasons.setdefault((kind, why), []).append(length)
     lines += ["", FOOT]
     lines += [f"{kind} at {', '.join(map(str, at))}: {why}" for (kind, why), at in reasons.items()]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions and positions < lengths[-1]:
+        lines.append(f"the config has {positions} positions: the model was made for texts of up to so many tokens")
     counts = Counter(kind_of(layer) for layer in described[-1])
     total = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no attention layers"
     lines.append(f"{type(model).__name__} with {backend} on {device}, {lengths[-1]} tokens: {total}")
@@ -85,7 +88,7 @@ def kind_of(layer: Any) -> str:
 
 
 def cell(layer: Any) -> str:
-    """What a layer runs, with its cost where that is not the one of exact attention."""
+    """Says what a layer runs, with its cost where that is not the one of exact attention."""
     kind = kind_of(layer)
     return f"{kind}, speed {layer.speed:g}, memory {layer.memory:g}" if kind in ("linear", "local") else kind
 

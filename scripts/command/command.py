@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
 from typing import NoReturn
 
 from favor_command.program import COMMAND, DEBUG, MENDABLE, did_you_mean, end, in_one_line_errors
@@ -35,31 +35,56 @@ def run(words: Sequence[str]) -> NoReturn:
             explain(name, found)
         word = rest.pop(0)
         if word == VERSION and found is ROOT:
+            from importlib.metadata import version  # would be half of the time of a help
+
             print(f"{COMMAND} {version('favor')}")
             sys.exit(0)
         found = member(name, found, word)
         name = f"{name} {word}"
     sys.argv = [name, *([DEBUG] if debug else []), *rest]
     with in_one_line_errors(name, debug, BEFORE):
+        if set(HELP) & set(rest):
+            explain_program(found.options)
         program = import_module(found.module)
     program.cli()
     sys.exit(0)
 
 
+def explain_program(options: str) -> None:
+    """Prints the options of a program and ends this process; returns if there is no module of them.
+
+    `import favor` takes seconds, because it imports torch and transformers. So the package is put in its place without
+    being executed: modules below it can be imported, and those with options need nothing else of it.
+
+    Args:
+        options: name of the module with the program's `parse_arguments`.
+    """
+    package, before = options.partition(".")[0], set(sys.modules)
+    spec = find_spec(package)
+    if spec is not None and package not in before:
+        sys.modules[package] = module_from_spec(spec)
+    if find_spec(options) is not None:
+        import_module(options).parse_arguments(HELP[1:])
+    # The program explains itself, with the whole package.
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == package:
+            del sys.modules[name]
+
+
 def member(name: str, folder: Folder, word: str) -> Program | Folder:
-    """What a word names in a folder; ends this process with the nearest name if it names nothing."""
+    """Finds what a word names in a folder; ends this process with the nearest name if it names nothing."""
     members = folder.members()
     known = word.replace("-", "_")
     if known in members:
         return members[known]
     if word.startswith("-"):
         hint = did_you_mean(word, [*HELP, DEBUG, *([VERSION] if folder is ROOT else [])])
-        end(f"{name}: error: unknown option {word}{hint or ': --help lists all'}", MENDABLE)
+        return end(f"{name}: error: unknown option {word}{hint or ': --help lists all'}", MENDABLE)
     # A name that belongs one level further down is worth a hint too; the first that has it.
     folders = {outer: own for outer, own in members.items() if isinstance(own, Folder)}
     deeper = next((f": did you mean {outer} {known}?" for outer, own in folders.items() if known in own.members()), "")
     hint = deeper or did_you_mean(known, members) or ": --help lists all"
-    end(f"{name}: error: unknown command {word}{hint}", MENDABLE)
+    return end(f"{name}: error: unknown command {word}{hint}", MENDABLE)
 
 
 def explain(name: str, folder: Folder) -> NoReturn:

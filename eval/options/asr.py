@@ -1,0 +1,54 @@
+r"""Word and character error rates of a saved speech model, and how fast it recognises.
+
+    python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
+        --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors
+
+The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
+may be switched to another backend, without training. Each split is transcribed by greedy search and, with `--beam_size`
+above 1, by beam search. The output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the
+reference and the hypotheses of every utterance. One process, on a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from favor.train.common.arguments import BackendArguments, check_positive, option
+from favor.train.common.program import DataclassParser
+from favor.train.speech.arguments import HUB
+
+
+@dataclass(kw_only=True)
+class EvaluationArguments:
+    """The model, the speech and where the results go."""
+
+    model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
+    output_dir: str = field(metadata={"help": "Folder of all results."})
+    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
+    dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
+    splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
+    beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")
+    batch_seconds: float = option(200.0, "Seconds of audio, padding included, a forward pass.")
+    max_samples: int | None = option(
+        None, "So many utterances of a split only, evenly spaced over its order, which is by speaker in LibriSpeech."
+    )
+    max_bad: float = option(
+        0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
+    )
+    resample: bool = option(False, "Convert audio that has not the model's sampling rate instead of refusing it.")
+    seed: int | None = option(None, "Of the random features. Default: the model's own.")
+    device: str | None = option(None, "Default: cuda if there is a GPU, else cpu.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        check_positive(self, "beam_size", "batch_seconds", "max_samples")
+        if not self.splits or len(set(self.splits)) != len(self.splits):
+            raise ValueError(f"splits must be different names, at least one, got {self.splits}")
+
+
+def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, EvaluationArguments]:
+    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    parser = DataclassParser("favor.eval.asr", __doc__, [BackendArguments, EvaluationArguments])
+    backend, arguments = parser.parse(words)
+    return backend, arguments

@@ -1,0 +1,42 @@
+"""Which models of transformers run with a FAVOR backend, and whether they compute what they should.
+
+    python -m favor.eval.compatibility                        # all classes, some ten minutes on two cores
+    python -m favor.eval.compatibility --models bert llama    # some
+
+Every model class of the installed transformers is built tiny, with random weights, and run with exact attention, with
+landmarks of one key each, which are softmax attention too, and with few landmarks, which must differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from favor.eval.common.program import add_results
+from favor.train.common.program import Parser
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    parser = Parser("favor.eval.compatibility", __doc__, abbreviations=True)
+    add = parser.add_argument
+    add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
+    add("--classes", nargs="+", metavar="CLASS", help="only these classes")
+    add("--jobs", type=int, default=2, help="processes at a time")
+    add("--seconds", type=int, default=60, help="most processor time of one class")
+    add_results(parser, "compatibility")
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1 or arguments.seconds <= 0:
+        parser.error("--jobs and --seconds must be positive")
+    from favor.eval.compatibility.classes import candidates
+
+    try:
+        arguments.found, arguments.missing = candidates(arguments.models)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.classes:
+        unknown = set(arguments.classes) - {own.name for own in arguments.found}
+        if unknown:
+            parser.error(f"--classes must be classes of the families; unknown: {', '.join(sorted(unknown))}")
+        arguments.found = [own for own in arguments.found if own.name in arguments.classes]
+    return arguments

@@ -1,0 +1,20 @@
+r"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention.
+
+    accelerate launch -m favor.train.asr --data_dir LibriSpeech --train_split train-clean-100 --eval_splits dev-clean \
+        --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
+
+Without `--data_dir` the corpus comes from the hub (`openslr/librispeech_asr`). The output folder gets the model (the
+average of the weights, with `--ema_decay`), its processor and `all_results.json`. Runs on CPU, one GPU, or several, as
+`accelerate launch` sets it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from favor.train.speech.arguments import Arguments
+
+
+def parse_arguments(words: Sequence[str] | None) -> Arguments:
+    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    return Arguments.parse(words, __doc__, "favor-asr")

@@ -1,0 +1,113 @@
+r"""Gives a pretrained model linear attention that is close to its exact attention.
+
+    accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
+        --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
+
+Three steps, each optional but the first: parameters of the estimator in closed form; `attention_steps` of learning a
+correction of them, each layer against exact attention on the same queries, keys and values, while the weights of the
+model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match those of the
+exact one. `--feature_weights` takes the place of the second: weights of the features, and parameters for the very
+directions the model will use, see `favor.calibrate`. The folder loads with `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from favor.train.common.arguments import check_positive, option
+from favor.train.common.program import DataclassParser, did_you_mean
+
+NAME = "favor.train.distill"
+
+
+@dataclass
+class DistillArguments:
+    """Model, text, attention and schedule."""
+
+    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
+    train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
+    output_dir: str = field(metadata={"help": "Folder of the distilled model."})
+    attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
+    num_features: int = option(256, "Random features a head.")
+    features: str | None = option(None, "Features of favor#; their closed form is the start. Default wderf.")
+    window: int = option(0, "Exact attention inside blocks of so many tokens.")
+    exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
+    layers: str = option("all", "all, or auto: heads that cannot be estimated stay exact, within flop_budget.")
+    flop_budget: float = option(0.5, "Operations of attention as a fraction of exact attention's, for --layers auto.")
+    max_length: int = option(512, "Tokens of a sample.")
+    statistics: str | None = option(
+        None, "corrected: a correction of each sequence's parameters (default of encoders); calibrated: fixed ones."
+    )
+    per_device_train_batch_size: int = option(2, "Samples a process and a step.")
+    calibration_samples: int = option(8, "Samples behind the closed form.")
+    feature_weights: bool = option(
+        False, "Learn weights of the features (with favor#, and parameters to go with them)."
+    )
+    attention_steps: int | None = option(
+        None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
+    )
+    attention_learning_rate: float = option(5e-4, "Peak learning rate of these, with a cosine schedule.")
+    model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
+    model_learning_rate: float = option(2e-5, "Peak learning rate of these, with warm-up and a linear schedule.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
+    seed: int = option(0, "Of the order of samples, dropout and random features.")
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot; raises ValueError."""
+        from favor import registry
+
+        check_positive(self, "max_length", "per_device_train_batch_size", "calibration_samples")
+        if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):
+            raise ValueError(
+                "feature_weights learns calibrated parameters for fixed directions: without attention_steps and with "
+                "statistics calibrated"
+            )
+        if self.attn_implementation not in registry.BACKENDS:
+            known = ", ".join(registry.BACKENDS)
+            raise ValueError(
+                f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
+                + did_you_mean(self.attn_implementation.lower(), registry.BACKENDS)
+            )
+        landmarks = not self.family.takes_parameters
+        if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
+            raise ValueError(
+                "landmarks have no parameters to learn: without attention_steps, feature_weights and statistics; "
+                "model_steps trains the model"
+            )
+        if self.attention_steps is None:
+            self.attention_steps = 0 if self.feature_weights or landmarks else 300
+        for name in ("attention_steps", "model_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        learns = landmarks or self.family.needs_statistics or self.feature_weights
+        if not (learns and self.family.supports_window):
+            raise ValueError(
+                "attn_implementation must be favor#, favor++ or landmark, or favor+ with feature_weights, got "
+                f"{self.attn_implementation!r}"
+            )
+        if self.statistics == "corrected" and not self.attention_steps:
+            raise ValueError("statistics corrected is what attention_steps learn; set attention_steps above 0")
+        if self.statistics not in (None, "calibrated", "corrected"):
+            raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
+        if self.exact_below != "auto" and not self.exact_below.isdecimal():
+            raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
+
+    @property
+    def family(self) -> Any:
+        """The family that the backend runs."""
+        from favor import registry
+
+        return registry.family_of(self.attn_implementation, self.features)
+
+    def options(self) -> dict[str, Any]:
+        """Options of the backend."""
+        exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
+        names = ("num_features", "features", "window", "seed")
+        return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
+
+
+def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
+    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    return DataclassParser(NAME, __doc__, [DistillArguments]).parse(words)[0]
