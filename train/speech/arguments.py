@@ -16,7 +16,7 @@ from favor.train.common.arguments import (
 )
 
 HUB = "openslr/librispeech_asr"
-# Those of `favor.models.conformer.configuration_conformer.PRESETS`.
+# Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
 SIZES = ("tiny", "small", "paper")
 ARCHITECTURES = ("ctc", "transducer")
 
@@ -43,10 +43,10 @@ class SpeechModelArguments(BackendArguments):
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS
+        from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
 
         super().__post_init__()
-        check_choice(self, "preset", SIZES)
+        check_choice(self, "preset", PRESETS)
         check_choice(self, "architecture", (None, *ARCHITECTURES))
         check_choice(self, "prediction_network", PREDICTION_NETWORKS)
         if self.ctc_weight and self.architecture != "transducer":
