@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import transformers  # noqa: E402  after the settings that it reads
+from tables import made  # noqa: E402
 
 import favor  # noqa: E402
 
@@ -103,7 +104,8 @@ def sidebar(index: str, folder: str) -> str:
 
 
 def add_contents(app, name: str, content: list[str]) -> None:
-    """Gives the first page its sidebar, and the list of result files their pages, when Sphinx reads them."""
+    """Completes a page when Sphinx reads it: tables, the sidebar of the first page, pages below the list of results."""
+    content[0] = made(content[0])
     if name == root_doc:
         content[0] += sidebar(content[0], "docs")
     if name == "eval/results/README":

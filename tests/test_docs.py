@@ -1,0 +1,74 @@
+"""What pages of `docs` say of the code is so."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import favor
+import favor.decomposition
+import favor.landmark
+import favor.optim
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import tables  # noqa: E402
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TROUBLES = ROOT / "docs/guides/troubleshooting.md"
+
+
+def raised():
+    """All messages of errors of the package."""
+    return [text for path in tables.files(["favor", "models"]) for _, text in tables.messages_of(path)]
+
+
+def test_every_quoted_message_is_raised():
+    source = "\n".join(raised())
+    quoted = re.findall(r"^- `(.+?)`.*:", TROUBLES.read_text(), re.MULTILINE)
+    assert len(quoted) > 30
+    for message in quoted:
+        pattern = r"[^\n]*".join(re.escape(part) for part in message.split("..."))
+        assert re.search(pattern, source), message
+
+
+def test_the_list_of_messages_has_those_of_the_package():
+    page = tables.made(TROUBLES.read_text())
+    missing = [text for text in raised() if text.strip(" .") and tables.cell_of(text) not in page]
+    assert missing == []
+
+
+def test_a_table_of_speeds_has_the_numbers_of_its_file():
+    made = tables.speed("speed_selected_cpu | bidirectional, forward").splitlines()
+    columns = [cell.strip() for cell in made[0].split("|")]
+    row = next(line for line in made if line.startswith("| 16,384 |"))
+    shown = row.split("|")[columns.index("landmark, 256 selected keys")]
+    cells = json.loads((ROOT / "eval/results/speed_selected_cpu.json").read_text())["cells"]
+    wanted = ("bidirectional, forward", "favor:landmark+256", 16384)
+    cell = next(cell for cell in cells if (cell["panel"], cell["method"], cell["length"]) == wanted)
+    assert float(shown) == pytest.approx(cell["speedup"], rel=0.01)
+
+
+def test_a_panel_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="no panel"):
+        tables.speed("speed_selected_cpu | sideways")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_comments_are_known_and_give_something(page):
+    text = page.read_text()
+    assert text.count("<!--") == len(tables.COMMENT.findall(text))
+    assert "<!--" not in tables.made(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_of_tests_and_of_the_package_exist(page):
+    text = page.read_text()
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+        assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).exists(), f"{path}::{name}"
+    for name in re.findall(r"`favor\.((?:features|optim|decomposition|landmark)\.\w+(?:\.\w+)?)`", text):
+        thing = favor
+        for part in name.split("."):
+            thing = getattr(thing, part)
