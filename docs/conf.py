@@ -109,7 +109,9 @@ def add_contents(app, name: str, content: list[str]) -> None:
     if name == root_doc:
         content[0] += sidebar(content[0], "docs")
     if name == "eval/results/README":
-        content[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+        pages = sorted(path.stem for path in (ROOT / "eval/results").glob("*.md") if path.stem != "README")
+        lines = "\n".join(f"{page} <{page}>" for page in pages)
+        content[0] += f"\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"
 
 
 def escape(line: str) -> str:

@@ -39,7 +39,8 @@ def speed(words: str) -> str:
         rows[cell["length"]][cell["method"]] = cell
     lines = ["| tokens | " + " | ".join(label(method) for method in methods) + " |"]
     lines.append("| ---: |" + " ---: |" * len(methods))
-    for length, row in sorted(rows.items()):
+    timed = {length: row for length, row in rows.items() if any(number(row.get(method)) != "-" for method in methods)}
+    for length, row in sorted(timed.items()):
         lines.append(f"| {length:,} | " + " | ".join(number(row.get(method)) for method in methods) + " |")
     settings, versions = content["settings"], content["versions"]
     lines += [

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import favor
 from favor.eval.common.pretrained import minilm_path
+from favor.integrations.adapt.observe import observe
 
 path = minilm_path()
 model = AutoModel.from_pretrained(path).eval()
@@ -40,8 +41,6 @@ print(f"cosine of the two embeddings of the text: {torch.cosine_similarity(exact
 # keys and values of each layer. We compute the same attention with two backends and compare.
 # The error is the norm of the difference, divided by the norm of the exact output.
 
-from favor.integrations.adapt.observe import observe  # noqa: E402
-
 METHODS = {"landmark": {"selected_keys": 64}, "pos": {}}
 errors = {name: [] for name in METHODS}
 
@@ -63,7 +62,7 @@ with torch.no_grad(), observe(model, measure):
 # Dark is good. ``pos`` is the feature of FAVOR+: without training it is far from softmax.
 # Landmarks with selected keys are close in nearly all heads.
 
-figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
 for axis, (name, rows) in zip(axes, errors.items(), strict=True):
     table = torch.stack(rows)
     image = axis.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto")

@@ -64,11 +64,13 @@ for name, row in times.items():
     left.plot(LENGTHS, [1000 * t for t in row], marker="o", label=name)
 left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds (less is better)")
 left.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+left.minorticks_off()
 left.legend(fontsize=8)
 right.plot(LENGTHS, memory, marker="o", color="C1")
 right.axhline(1, color="black", linewidth=1)
 right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="memory, all weights of exact attention = 1")
 right.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+right.minorticks_off()
 figure.tight_layout()
 plt.show()
 

@@ -46,40 +46,48 @@ def errors(features, **options):
 # %%
 # First M alone. The shaded part holds the middle 80 % of the heads.
 
-sizes = (16, 32, 64, 128, 256, 512)
-figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True)
 LABELS = {"landmark": "landmark, groups alone", "wderf": "favor#", "pos": "favor+"}
+
+
+def draw(axis, values, rows, label, color):
+    """A line through the means of the rows, and what the middle 80 % of the heads have."""
+    axis.plot(range(len(values)), rows.mean(1), marker="o", color=color, label=label)
+    axis.fill_between(range(len(values)), rows.quantile(0.1, 1), rows.quantile(0.9, 1), color=color, alpha=0.15)
+    axis.set_xticks(range(len(values)), values)
+    axis.set(ylim=(0, 1.2), ylabel="relative error (less is better)")
+    axis.grid(alpha=0.3)
+
+
+sizes = (16, 32, 64, 128, 256, 512)
+figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
 for color, (features, label) in enumerate(LABELS.items()):
     rows = torch.stack([errors(features, num_features=size) for size in sizes])
-    axes[0].plot(sizes, rows.mean(1), marker="o", color=f"C{color}", label=label)
-    axes[0].fill_between(sizes, rows.quantile(0.1, 1), rows.quantile(0.9, 1), color=f"C{color}", alpha=0.15)
-axes[0].set(xscale="log", xlabel="M", ylabel="relative error (less is better)", ylim=(0, 1.2), title="M")
-axes[0].set_xticks(sizes, sizes)
-
-# %%
-# Then a window for M = 64, and selected keys for M = 64.
-
-windows = (0, 16, 32, 64, 128, 256)
-for color, (features, label) in enumerate(LABELS.items()):
-    means = [errors(features, num_features=64, window=window).mean() for window in windows]
-    axes[1].plot(range(len(windows)), means, marker="o", color=f"C{color}", label=label)
-axes[1].set(xlabel="window, M = 64", title="window")
-axes[1].set_xticks(range(len(windows)), windows)
-axes[1].legend()
-
-keys = (0, 64, 128, 256, 512)
-rows = torch.stack([errors("landmark", num_features=64, selected_keys=count) for count in keys])
-axes[2].plot(range(len(keys)), rows.mean(1), marker="o", color="C0")
-axes[2].fill_between(range(len(keys)), rows.quantile(0.1, 1), rows.quantile(0.9, 1), color="C0", alpha=0.15)
-axes[2].set(xlabel="selected keys, landmark with M = 64", title="selected keys")
-axes[2].set_xticks(range(len(keys)), keys)
-for axis in axes:
-    axis.grid(alpha=0.3)
-figure.tight_layout()
+    draw(axis, sizes, rows, label, f"C{color}")
+axis.set_xlabel("M")
+axis.legend()
 plt.show()
 
 # %%
-# Selected keys help the worst heads most: those with one key that matters, far away.
+# Then a window, for M = 64. A window as long as the text would be exact attention.
 
+windows = (0, 16, 32, 64, 128, 256)
+figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
+for color, (features, label) in enumerate(LABELS.items()):
+    rows = torch.stack([errors(features, num_features=64, window=window) for window in windows])
+    draw(axis, windows, rows, label, f"C{color}")
+axis.set_xlabel("window")
+axis.legend()
+plt.show()
+
+# %%
+# And selected keys, for ``landmark`` with M = 64.
+# They help the worst heads most: those with one key that matters, far away.
+
+keys = (0, 64, 128, 256, 512)
+rows = torch.stack([errors("landmark", num_features=64, selected_keys=count) for count in keys])
 for count, row in zip(keys, rows, strict=True):
     print(f"K = {count:3}: mean error {row.mean():.3f}, worst head {row.max():.3f}")
+figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
+draw(axis, keys, rows, "landmark", "C0")
+axis.set_xlabel("selected keys")
+plt.show()

@@ -49,21 +49,22 @@ def full_batch(make, steps=60, penalty=True):
     return found
 
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4))
+figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
 GRIDS = {"SGD": (torch.optim.SGD, (0.1, 0.3, 1, 3, 6)), "Adam": (torch.optim.Adam, (0.003, 0.01, 0.03, 0.1, 0.3))}
 for color, (name, (kind, rates)) in enumerate(GRIDS.items()):
     curves = {rate: full_batch(lambda head, rate=rate, kind=kind: kind(head.parameters(), lr=rate)) for rate in rates}
     best = min(curves, key=lambda rate: curves[rate][-1])
     for rate, curve in curves.items():
         label = f"{name}, best rate {rate:g}" if rate == best else None
-        left.plot(curve, color=f"C{color}", linewidth=2 if rate == best else 0.6, label=label)
+        axis.plot(curve, color=f"C{color}", linewidth=2 if rate == best else 0.6, label=label)
 for color, curvature in enumerate(("exact", "bohning"), start=2):
     make = lambda head, curvature=curvature: BBM(head, weight_decay=DECAY, curvature=curvature)  # noqa: E731
     curve = full_batch(make, penalty=False)
     assert all(after <= before + 1e-6 for before, after in pairwise(curve))
-    left.plot(curve, color=f"C{color}", linewidth=2, label=f"BBM, {curvature}, nothing tuned")
-left.set(xlabel="step", ylabel="objective", title="logistic regression, all data", ylim=(0.1, 2.4))
-left.legend(fontsize=8)
+    axis.plot(curve, color=f"C{color}", linewidth=2, label=f"BBM, {curvature}, nothing tuned")
+axis.set(xlabel="step", ylabel="objective", title="logistic regression, all data", ylim=(0.1, 2.4))
+axis.legend(fontsize=8)
+plt.show()
 
 # %%
 # Mini-batches and a network: AdamW on the body, and AdamW or ``SoftmaxBound`` on the output layer.
@@ -88,15 +89,15 @@ def network(bound, rate, epochs=6):
     return found
 
 
+figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
 for name, bound in (("AdamW", False), ("SoftmaxBound", True)):
     curve = min((network(bound, rate) for rate in (2e-3, 6e-3, 2e-2)), key=lambda losses: losses[-1])
-    right.plot(range(1, 7), curve, marker="o", label=f"{name} on the output layer")
+    axis.plot(range(1, 7), curve, marker="o", label=f"{name} on the output layer")
     print(f"{name} on the output layer: training loss {curve[0]:.3f} after one epoch, {curve[-1]:.3f} after six")
-right.set(xlabel="epoch", ylabel="training loss", yscale="log", title="a network, batches of 64")
-right.legend(fontsize=8)
-figure.tight_layout()
+axis.set(xlabel="epoch", ylabel="training loss", yscale="log", title="a network, batches of 64")
+axis.legend(fontsize=8)
 plt.show()
 
 # %%
-# L-BFGS solves the left problem in less time, and ``SoftmaxBound`` is one choice among several on the right.
+# L-BFGS solves the first problem in less time, and ``SoftmaxBound`` is one choice among several for the second.
 # ``eval/results/majorization.md`` and ``head_optimizer.md`` have the comparisons with tuned rates and seeds.
