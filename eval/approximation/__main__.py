@@ -17,13 +17,11 @@ import favor
 from favor.config import FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
-from favor.eval.approximation.heads import HeadErrors
+from favor.eval.approximation.measure import measure
 from favor.eval.approximation.variants import Variant, variants_of
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.options.approximation import parse_arguments
-from favor.integrations.adapt.observe import observe
-from favor.integrations.layer import attention_modules
 from favor.train.common.pretrained import load_exact
 from favor.train.common.program import program
 from favor.train.text.glue_data import load_glue
@@ -42,28 +40,6 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
         own = (options["num_features"], options["window"], name, options["statistics"])
         models[Variant(backend, features, *own)] = model
     return models
-
-
-def measure(
-    model: Any, others: dict[Variant, Any], found: Sequence[Variant], tokenizer: Any, arguments: Any, length: int
-) -> report.Measured:
-    """Errors of heads, and the score of the whole model with exact attention and with each variant, at one length."""
-    seed, period = arguments.seed, arguments.position_period
-    ids = samples(arguments.text, tokenizer, length, arguments.samples, seed)
-    modules = {variant.folder: attention_modules(other) for variant, other in others.items() if variant.folder}
-    heads = HeadErrors(found, seed, arguments.query_samples, modules)
-    places = whole.placement(model, length, period)
-    with torch.no_grad(), observe(model, heads):
-        for sample in ids.split(1):
-            model(input_ids=sample.to(model.device), **places)
-    kind, inputs = whole.measure_of(model), (ids, tokenizer.mask_token_id, seed, period)
-    exact, scores = whole.outputs(model, *inputs), {}
-    for variant in found:
-        if variant.is_backend:
-            switched = whole.switch(others.get(variant, model), variant, seed)
-            scores[variant] = whole.score(kind, exact, whole.outputs(switched, *inputs))
-    whole.switch(model, None, seed)
-    return report.Measured(length, len(ids), heads, whole.score(kind, exact, exact), scores)
 
 
 def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant], tokenizer: Any, arguments: Any):
@@ -94,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [*variants_of(arguments.backends, *lists), *others]
     measured = []
     for length in arguments.length:
-        measured.append(measure(model, others, found, tokenizer, arguments, length))
+        ids = samples(arguments.text, tokenizer, length, arguments.samples, arguments.seed)
+        options = {"seed": arguments.seed, "query_samples": arguments.query_samples}
+        options |= {"period": arguments.position_period, "mask_id": tokenizer.mask_token_id}
+        measured.append(measure(model, ids, found, others=others, **options))
         print(f"{length} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
     sts = None
     if arguments.data_dir and whole.measure_of(model) == "cosine":
