@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = {
         "model": Path(path).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}",
         "text": f"{number or measured[0].samples} samples of {lengths} tokens of {Path(arguments.text).name}",
-        "positions": positions(model, arguments),
+        "positions": whole.positions(model, arguments.length[-1], arguments.position_period),
         "queries": f"errors on at most {arguments.query_samples} queries of each sample, spread over it",
         "seed": arguments.seed,
         "machine": context["machine"],
@@ -100,15 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.write(results, arguments.results, arguments.name)
     print("\n".join(report.lines(results)))
     return 0
-
-
-def positions(model: Any, arguments: argparse.Namespace) -> str:
-    """Says in words which positions the tokens have."""
-    places = whole.placement(model, arguments.length[-1], arguments.position_period)
-    if not places:
-        return "0, 1, 2, ..."
-    ids = places["position_ids"][0]
-    return f"repeat every {int((ids - ids[0]).max()) + 1} tokens in longer samples"
 
 
 cli = program("favor.eval.approximation", main)

@@ -60,6 +60,15 @@ def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[s
     return {"position_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def positions(model: PreTrainedModel, length: int, period: int | None = None) -> str:
+    """Says in words which positions the tokens have; the arguments are those of `placement`."""
+    places = placement(model, length, period)
+    if not places:
+        return "0, 1, 2, ..."
+    ids = places["position_ids"][0]
+    return f"repeat every {int((ids - ids[0]).max()) + 1} tokens in longer samples"
+
+
 @torch.no_grad()
 def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int, period: int | None = None) -> Tensor:
     """Of each sample `[n, L]`: its mean-pooled embedding `[n, width]`, or its loss `[n, 1]`; see `placement`."""

@@ -1,0 +1,99 @@
+"""Measures linear attention on a model and a text, and writes the page: see `favor.eval.options.report`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import favor
+from favor.eval.approximation import model as whole
+from favor.eval.approximation.measure import measure
+from favor.eval.approximation.report import Measured
+from favor.eval.approximation.variants import LOCAL, variants_of
+from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.report import context
+from favor.eval.options.report import parse_arguments
+from favor.eval.report.content import Part, content
+from favor.eval.report.page import write
+from favor.eval.report.times import pass_seconds
+from favor.integrations.layer import attention_modules
+from favor.train.common.pretrained import check_model, load_exact
+from favor.train.common.program import program
+from favor.train.text.samples import check_text, samples
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the page; raises ValueError for a model or text that is not there, or a text too short."""
+    arguments = parse_arguments(argv)
+    started = time.perf_counter()
+    variants = variants_of(arguments.backends, arguments.num_features, arguments.windows, arguments.selected_keys)
+    variants = [variant for variant in variants if variant.backend != LOCAL]
+    if arguments.html.is_dir():
+        raise ValueError(f"--html must be a file, and {arguments.html} is a folder")
+    check_text(arguments.text)
+    check_model(arguments.model)
+    path = arguments.model or str(minilm_path())
+    tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    # All before the first minute of measuring: a text may be too short, a model may take no further positions.
+    texts = [samples(arguments.text, tokenizer, each, arguments.samples, arguments.seed) for each in arguments.lengths]
+    for length in arguments.lengths:
+        whole.placement(model, length, None)
+    parts, options = [], {"seed": arguments.seed, "query_samples": arguments.query_samples}
+    for ids in texts:
+        measured = measure(model, ids, variants, mask_id=tokenizer.mask_token_id, **options)
+        if not measured.heads.errors:
+            raise ValueError(f"{type(model).__name__} has no attention layer that could be linear: see favor.describe")
+        own = [variant for variant in variants if variant.is_backend]
+        parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds)))
+        print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
+    layers = layer_names(model, parts[0].measured)
+    found = content(parts, whole.measure_of(model), layers, arguments.max_error)
+    known = {"model": model_name(arguments.model), "facts": facts(model, parts, len(layers), arguments)}
+    write(arguments.html, {**known, **found})
+    print("\n".join(each["verdict"] for each in found["lengths"]))
+    print(f"{arguments.html} is the report; open it in a browser.")
+    return 0
+
+
+def model_name(given: str | None) -> str:
+    """The model in words: a hub name, or the last part of a folder, since the others are of this machine."""
+    if given is None:
+        return f"MiniLM, the 6-layer BERT of the PyPI package {PACKAGE}"
+    return Path(given).resolve().name if Path(given).exists() else given
+
+
+def layer_names(model: PreTrainedModel, measured: Measured) -> list[str]:
+    """Names of the modules of the layers that were measured, in their order."""
+    names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
+    return [names[modules[number]] for number in sorted(measured.heads.errors[measured.heads.variants[0]])]
+
+
+def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments: argparse.Namespace) -> dict[str, str]:
+    """What was measured, in words, by its name."""
+    found = context("", ("transformers",))
+    longest = parts[-1].measured.length
+    total = len(favor.describe(model, longest).layers)
+    samples_of = ", ".join(f"{part.measured.samples} of {part.measured.length:,} tokens" for part in parts)
+    return {
+        "Text": f"{Path(arguments.text).name}; samples: {samples_of}",
+        "Attention layers": f"{layers} of {total} measured; others stay as they are" if layers < total else f"all {total} measured",
+        "Positions": whole.positions(model, longest),
+        "Error of a head": f"|output - exact| / |exact| on at most {arguments.query_samples:,} queries of each sample",
+        "Time": "of a forward pass of the whole model with one sample, the median of two to five passes",
+        "Machine": found["machine"],
+        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "Seed": str(arguments.seed),
+    }
+
+
+cli = program("favor.eval.report", main)
+
+
+if __name__ == "__main__":
+    cli()

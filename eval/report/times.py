@@ -1,0 +1,52 @@
+"""The time of a forward pass with exact attention and with each setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from favor.eval.approximation import model as whole
+from favor.eval.approximation.variants import Variant
+from favor.eval.speed.measure import Stopwatch, interleaved, seconds
+
+FEWEST, MOST = 2, 5
+
+
+@torch.no_grad()
+def pass_seconds(
+    model: PreTrainedModel, ids: Tensor, found: Sequence[Variant], seed: int, budget: float
+) -> dict[Variant | None, float]:
+    """Times forward passes of one sample, in turns, so that a noisy machine hits all alike.
+
+    Each setting has run at this length before, so that no pass pays for what is made once.
+
+    Args:
+        model: has exact attention, and has it again afterwards.
+        ids: one sample `[1, L]`.
+        found: what is timed.
+        seed: of the random directions.
+        budget: seconds for each; two passes are timed at least, five at most.
+
+    Returns:
+        the median by variant; None is exact attention.
+    """
+    device, ids = model.device.type, ids.to(model.device)
+    one_pass = partial(model, input_ids=ids, **whole.placement(model, ids.shape[1], None))
+    expected = seconds(one_pass, device)
+    settings: dict[str, Variant | None] = {"exact": None, **{variant.title: variant for variant in found}}
+    entries = {
+        name: Stopwatch(one_pass, partial(whole.switch, model, variant, seed), expected)
+        for name, variant in settings.items()
+    }
+    timings = interleaved(entries, device, MOST, max(budget, FEWEST * expected * 1.01))
+    whole.switch(model, None, seed)
+    found_seconds = {}
+    for name, timing in timings.items():
+        if isinstance(timing, Exception):
+            raise timing
+        found_seconds[settings[name]] = timing.median
+    return found_seconds
