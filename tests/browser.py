@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
+# Chromium reads commands from descriptor 3 and writes answers to 4.
+START = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
 DOMAINS = ("Page", "Runtime", "Log", "Network")
 
 
@@ -22,8 +25,8 @@ class Page:
         problems: errors and warnings of the console, exceptions, and addresses that the page asked for.
     """
 
-    def __init__(self, commands: int, answers: int) -> None:
-        self._commands, self._answers = commands, os.fdopen(answers, "rb")
+    def __init__(self, commands: IO[bytes], answers: IO[bytes]) -> None:
+        self._commands, self._answers = commands, answers
         self._rest, self._number, self._session = b"", 0, {}
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -35,7 +38,7 @@ class Page:
         """Calls a method of the protocol; what the page reports meanwhile is kept."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters, **self._session}
-        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        self._commands.write(json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
             self._keep(answer)
         assert "error" not in answer, (method, answer["error"])
@@ -105,15 +108,14 @@ def chromium(folder: Path) -> Iterator[Page]:
     """Starts Chromium with an empty profile in a folder, gives its page, and ends it."""
     assert CHROMIUM is not None
     (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
-    # Chromium reads commands from descriptor 3 and writes answers to 4, which only a shell can promise.
-    shell = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_answers}'
-    command = ["sh", "-c", shell, CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
+    command = [sys.executable, "-c", START, str(read_commands), str(write_answers), CHROMIUM, *FLAGS]
+    command += [f"--user-data-dir={folder}", "about:blank"]
     process = subprocess.Popen(command, pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL)
     os.close(read_commands)
     os.close(write_answers)
-    try:
-        yield Page(commands, answers)
-    finally:
-        os.close(commands)
-        process.terminate()
-        process.wait(timeout=60)
+    with os.fdopen(commands, "wb", buffering=0) as to_it, os.fdopen(answers, "rb") as from_it:
+        try:
+            yield Page(to_it, from_it)
+        finally:
+            process.terminate()
+            process.wait(timeout=60)

@@ -92,7 +92,8 @@ def test_every_folder_with_code_is_shipped_and_results_are_not(monkeypatch):
     assert shipped == {path for folder in FOLDERS.values() for path in folder.rglob("*.py")}
     assert not any("results" in package for package in given["packages"])
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert data == {"package-data": {"favor": ["py.typed"]}}
+    assert data == {"package-data": {"favor": ["py.typed"], "favor.eval.report": ["page.html"]}}
+    assert (ROOT / "eval/report/page.html").is_file()
 
 
 def test_version_has_one_place():

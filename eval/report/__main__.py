@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def model_name(given: str | None) -> str:
     """The model in words: a hub name, or the last part of a folder, since the others are of this machine."""
     if given is None:
-        return f"MiniLM, the 6-layer BERT of the PyPI package {PACKAGE}"
+        return PACKAGE
     return Path(given).resolve().name if Path(given).exists() else given
 
 
@@ -79,10 +79,11 @@ def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments:
     found = context("", ("transformers",))
     longest = parts[-1].measured.length
     total = len(favor.describe(model, longest).layers)
+    rest = "" if layers == total else "; the others cannot be linear, or need not be: see favor.describe"
     samples_of = ", ".join(f"{part.measured.samples} of {part.measured.length:,} tokens" for part in parts)
     return {
         "Text": f"{Path(arguments.text).name}; samples: {samples_of}",
-        "Attention layers": f"{layers} of {total} measured; others stay as they are" if layers < total else f"all {total} measured",
+        "Attention layers": f"{layers} of {total}{rest}",
         "Positions": whole.positions(model, longest),
         "Error of a head": f"|output - exact| / |exact| on at most {arguments.query_samples:,} queries of each sample",
         "Time": "of a forward pass of the whole model with one sample, the median of two to five passes",

@@ -43,7 +43,7 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
     for part in parts:
         own = [_setting(part, variant) for variant in part.measured.heads.variants if variant.is_backend]
         exact, uniform = part.seconds[None], part.measured.errors(Variant(MEAN, None, 0, 0))
-        best = recommended(own, exact, max_error)
+        close = fastest(own, max_error)
         lengths.append(
             {
                 "length": part.measured.length,
@@ -52,7 +52,7 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
                 "score": part.measured.exact,
                 "uniform": uniform.tolist(),
                 "verdict": verdict(part.measured.length, own, exact, max_error, measure),
-                "best": None if best is None else len(settings) + own.index(best),
+                "fastest": None if close is None else len(settings) + own.index(close),
             }
         )
         settings += own
@@ -82,18 +82,6 @@ def _setting(part: Part, variant: Variant) -> dict[str, Any]:
         "seconds": part.seconds[variant],
         "code": f'favor.configure(model, "{variant.backend}", {", ".join(words)})',
     }
-
-
-def recommended(settings: Sequence[Mapping[str, Any]], exact: float, max_error: float) -> Mapping[str, Any] | None:
-    """The fastest setting that is close enough, None if it is no faster than exact attention.
-
-    Args:
-        settings: of one length.
-        exact: seconds of exact attention.
-        max_error: the largest mean error that is close enough.
-    """
-    best = fastest(settings, max_error)
-    return best if best is not None and exact >= FASTER * best["seconds"] else None
 
 
 def fastest(settings: Sequence[Mapping[str, Any]], max_error: float) -> Mapping[str, Any] | None:
