@@ -9,8 +9,8 @@ backend, M, K, window and length: the error of each attention head on the querie
 perplexity); and the time of a forward pass beside that of exact attention. A sentence for each length says whether to
 use it. Where a sample has more tokens than the model has positions, the positions repeat.
 
-The default takes about two minutes with MiniLM on two CPU cores. Shorter lists and lengths take less; more samples give
-surer errors.
+The default takes two to three minutes with MiniLM on two CPU cores. Shorter lists and lengths take less; more samples
+give surer errors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0 for none")
     add("--query_samples", type=int, default=1024, help="errors are measured on at most so many queries of a sample")
     add("--max_error", type=float, default=0.25, help="mean error up to which a setting may be recommended")
-    add("--seconds", type=float, default=1.0, help="for the timing of each setting; at least two passes are timed")
+    add("--seconds", type=float, default=1.0, help="for the timing of each setting; at least three passes are timed")
     add("--seed", type=int, default=0, help="of random directions and masks")
     arguments = parser.parse_args(argv)
     arguments.lengths = sorted(set(arguments.lengths))

@@ -86,7 +86,7 @@ def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments:
         "Attention layers": f"{layers} of {total}{rest}",
         "Positions": whole.positions(model, longest),
         "Error of a head": f"|output - exact| / |exact| on at most {arguments.query_samples:,} queries of each sample",
-        "Time": "of a forward pass of the whole model with one sample, the median of two to five passes",
+        "Time": "of a forward pass of the whole model with one sample, the median of several passes",
         "Machine": found["machine"],
         "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         "Seed": str(arguments.seed),
