@@ -39,7 +39,8 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
     Returns:
         what JSON can hold; `settings` has one entry for each variant and length, `lengths` one for each length.
     """
-    settings, lengths = [], []
+    settings: list[dict[str, Any]] = []
+    lengths: list[dict[str, Any]] = []
     for part in parts:
         own = [_setting(part, variant) for variant in part.measured.heads.variants if variant.is_backend]
         exact, uniform = part.seconds[None], part.measured.errors(Variant(MEAN, None, 0, 0))
@@ -84,13 +85,13 @@ def _setting(part: Part, variant: Variant) -> dict[str, Any]:
     }
 
 
-def fastest(settings: Sequence[Mapping[str, Any]], max_error: float) -> Mapping[str, Any] | None:
+def fastest(settings: Sequence[dict[str, Any]], max_error: float) -> dict[str, Any] | None:
     """The fastest setting whose mean error is at most `max_error`, None if there is none."""
     close = [setting for setting in settings if setting["error"] <= max_error]
     return min(close, key=lambda setting: setting["seconds"], default=None)
 
 
-def verdict(length: int, settings: Sequence[Mapping[str, Any]], exact: float, max_error: float, measure: str) -> str:
+def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_error: float, measure: str) -> str:
     """Says in a sentence or two whether to use linear attention at a length.
 
     Args:
