@@ -1,1 +1,1 @@
-"""GLUE, tasks x backends x seeds: `python -m favor.eval.glue`; and the task of the demo."""
+"""GLUE, tasks x backends x seeds: `python -m favor.eval.glue`."""

