@@ -58,8 +58,6 @@ for words in sys.argv[1:]:
 heavy = {"torch", "transformers", "numpy", "datasets", "accelerate", "favor.registry"} & set(sys.modules)
 print(json.dumps([found, sorted(heavy)]))
 """
-# Programs whose options are in no module of their own.
-OF_THEIR_OWN = {"demo": "favor.eval.demo"}
 
 
 def programs() -> list[str]:
@@ -94,19 +92,18 @@ def commands(folder: Folder = COMMANDS, words: tuple[str, ...] = ()) -> dict[str
 @pytest.fixture(scope="module")
 def explained():
     """Exit code and text of `favor ... --help` by words, all in one process, and the heavy modules that it imported."""
-    words = [words for words in commands() if words not in OF_THEIR_OWN]
-    done = subprocess.run([sys.executable, "-c", AT_ONCE, *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, *commands()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 def test_help_of_no_command_imports_anything_heavy(explained):
     found, heavy = explained
-    assert set(found) == set(commands()) - set(OF_THEIR_OWN)
+    assert set(found) == set(commands())
     assert heavy == []
 
 
-@pytest.mark.parametrize("words", sorted(set(commands()) - set(OF_THEIR_OWN)))
+@pytest.mark.parametrize("words", sorted(commands()))
 def test_help_of_a_command_is_that_of_its_program(words, explained, answers):
     code, printed = explained[0][words]
     assert code == 0
@@ -115,12 +112,6 @@ def test_help_of_a_command_is_that_of_its_program(words, explained, answers):
     if module in answers:
         # The name and so the line breaks of the usage are others.
         assert printed.partition("\n\n")[2] == answers[module][1].partition("\n\n")[2]
-
-
-def test_options_in_a_module_of_their_own_need_no_exception():
-    for module in OF_THEIR_OWN.values():
-        _, part, name = module.split(".")
-        assert not (ROOT / part / "options" / f"{name}.py").exists(), "take it out of OF_THEIR_OWN"
 
 
 @pytest.mark.parametrize("program", programs())

@@ -103,14 +103,15 @@ EVAL = Folder(
             "majorization": Program("favor.eval.majorization", "bound majorization beside other optimizers"),
         },
     },
-    "The demo is favor demo.",
+    "The demo is favor demo, the report in a browser favor report.",
 )
 ROOT = Folder(
     "linear attention for models of transformers",
     {
         "first steps": {
-            "demo": Program("favor.eval.demo", "see exact and linear attention at work, offline"),
+            "demo": Program("favor.eval.demo.__main__", "see exact and linear attention at work, offline"),
             "check": Program("favor_command.check", "what each layer of a model would run, and its cost"),
+            "report": Program("favor.eval.report.__main__", "errors and times on your model and text, for a browser"),
             "convert": Program("favor_command.convert", "save a model that runs linear attention from now on"),
         },
         "programs": {
