@@ -70,6 +70,10 @@ class Reading:
         cosines, own = first @ second.T, torch.arange(len(first))
         return float(torch.cat([cosines.argmax(1) == own, cosines.argmax(0) == own]).float().mean())
 
+    def cosine(self, exact: Reading) -> float:
+        """Mean cosine of embeddings to those of another reading."""
+        return float(torch.cosine_similarity(self.embeddings, exact.embeddings, dim=-1).mean())
+
     def median(self, length: int) -> float:
         """Median seconds of a text of so many tokens."""
         return statistics.median(self.seconds[length])

@@ -59,6 +59,11 @@ def test_accuracy_counts_halves_both_ways():
     assert Reading(torch.stack([3 * first, first], 1), {}).accuracy() == 1
 
 
+def test_cosine_is_a_mean_over_all_halves():
+    one, other = torch.tensor([[[1.0, 0], [0, 2]]]), torch.tensor([[[3.0, 0], [1, 1]]])
+    assert Reading(one, {}).cosine(Reading(other, {})) == pytest.approx((1 + 0.5**0.5) / 2)
+
+
 @pytest.fixture
 def short(monkeypatch):
     """Halves of 64 tokens, and models of few passages."""
@@ -204,6 +209,7 @@ def test_the_demo_runs(tmp_path, capsys, monkeypatch):
     written = (tmp_path / "demo.md").read_text()
     for reader in demo.READERS:
         row = f"| {reader.label} | {100 * content['readings'][reader.label]['found']:.1f} % |"
+        row += f" {content['readings'][reader.label]['cosine']:.3f} |"
         assert row in written
         assert row in printed
     assert "came back with 6 of 6 layers linear" in printed
