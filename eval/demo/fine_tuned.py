@@ -74,6 +74,6 @@ def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> S
     return Switched(folder, scores["accuracy"], tuple(layer.runs for layer in layers), min(lengths))
 
 
-def options(backend: str) -> dict[str, int]:
+def options(backend: str) -> dict[str, Any]:
     """Options of a backend in this task."""
     return {"num_features": NUM_FEATURES} | ({"selected_keys": NUM_FEATURES} if backend == "landmark" else {})

@@ -66,7 +66,7 @@ def test_cosine_is_a_mean_over_all_halves():
 
 @pytest.fixture
 def short(monkeypatch):
-    """Halves of 64 tokens, and models of few passages."""
+    """Halves of 64 tokens."""
     monkeypatch.setattr(retrieval, "HALF", 64)
 
 
