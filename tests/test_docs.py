@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import favor
 import favor.decomposition
@@ -72,3 +73,23 @@ def test_names_of_tests_and_of_the_package_exist(page):
         thing = favor
         for part in name.split("."):
             thing = getattr(thing, part)
+
+
+def snippets(name):
+    """The Python examples of a guide, with the smallest model."""
+    text = (ROOT / f"docs/guides/{name}.md").read_text().replace('preset("small"', 'preset("tiny"')
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_example_of_long_recordings_runs():
+    names = {"waveform": 0.1 * torch.randn(16000).numpy()}
+    exec(snippets("long_recordings")[0], names)
+    assert len(names["tokens"]) == 1
+
+
+def test_the_examples_of_streaming_run():
+    names = {"microphone": (0.1 * torch.randn(16000)).split(4000), "pieces": torch.randn(2, 3, 1, 2, 5, 8)}
+    for snippet in snippets("streaming"):
+        exec(snippet, names)
+    assert names["stream"].frames > 0
+    assert names["out"].shape == (1, 2, 5, 8)
