@@ -27,6 +27,17 @@ if not torch.cuda.is_available():
 WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Programs set the number of threads for the life of the process; the next test has one again.
+
+    With more, every later test on this worker would contend for the cores with the other workers.
+    """
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of plain BERT with random weights, dropout included, and a WordPiece tokenizer."""

@@ -20,7 +20,7 @@ def drawn(draw: Callable[..., Any]) -> st.SearchStrategy[Any]:
     return st.composite(lambda pick: draw(lambda values: pick(st.sampled_from(values))))()
 
 
-@settings(quick, max_examples=800)
+@settings(quick, max_examples=300)
 @given(drawn(attention.draw))
 # More padding at the left than a chunk, and large keys.
 @example(Call(length=100, keys=100, padding=("left",), is_causal=True, query_norm=36.0, key_norm=100.0))
@@ -28,7 +28,7 @@ def test_attention(call):
     invariants.check(call)
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=16)
 @given(drawn(generation.draw))
 @example(Generation(model="qwen2", lengths=(140, 5), steepness=30.0, pieces=3))
 def test_generation(call):

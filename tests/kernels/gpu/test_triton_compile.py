@@ -33,7 +33,7 @@ SELECTED = {
 def compiled():
     """Names of the kernels that this file compiles, as a program: by capability, and kind of kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {}
     for line in done.stdout.splitlines():
