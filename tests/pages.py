@@ -2,9 +2,10 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
-from test_readme import FENCED
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run_page(page: Path) -> int:

@@ -93,7 +93,7 @@ def test_every_folder_with_code_is_shipped_and_results_are_not(monkeypatch):
     assert not any("results" in package for package in given["packages"])
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     files = {"favor": ["py.typed"], "favor.eval.demo": ["text/*"], "favor.eval.report": ["page.html"]}
-    assert data == {"package-data": files}
+    assert data == {"include-package-data": False, "package-data": files}
     assert (ROOT / "eval/report/page.html").is_file()
     assert {path.name for path in (ROOT / "eval/demo/text").iterdir()} == {"novels.txt.xz", "ORIGIN.md"}
 

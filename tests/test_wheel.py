@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_readme import FENCED, README
+from pages import FENCED
+from test_readme import README
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("favor", "models", "train", "eval")
+SOURCES = ("favor", "models", "train", "eval", "scripts/command")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 SEEN = """
 import importlib.metadata, importlib.util
