@@ -62,8 +62,8 @@ class _Weights:
 class _Head:
     """The operands of one head."""
 
-    def __init__(self, given: SelectedOperands, number: int, memory: dict[str, Buffer]) -> None:
-        self.given, self.memory = given, memory
+    def __init__(self, given: SelectedOperands, number: int, memory: dict[str, Buffer], is_small: bool) -> None:
+        self.given, self.memory, self.is_small = given, memory, is_small
         self.query, self.counts, self.far_key, self.far_value = (t[number] for t in given[:4])
         self.near_counts, self.near_key, self.near_value = (t[number] for t in given[4:7])
         self.key_table, self.value_table = (_by_page(t[number], given.page_size) for t in given[7:9])
@@ -82,6 +82,8 @@ class _Head:
         self.nothing = total == 0
         middle = (self.counts / total.clamp(min=1)).to(self.far_key.dtype).unsqueeze(1) @ self.far_key
         self.far_key = torch.where((self.counts > 0).unsqueeze(-1), self.far_key, middle)
+        if is_small:
+            return
         # The largest norms of groups `[F, 1]`, of near keys up to each `[F, T]`, and of pages if most are read.
         self.far_norm = _norms(self.far_key).amax(1, keepdim=True) if self.far_key.shape[1] else None
         self.near_norm = _norms(self.near_key).cummax(1).values if self.near_key.shape[1] else None
@@ -144,6 +146,8 @@ class _Head:
 
         Judged by |q| |k|, of the keys that a row sees: nothing hangs on others, not even rounding.
         """
+        if self.is_small:
+            return None
         sections, rows = part.rows.shape[:2]
         lead = (len(part.columns), self.pages.shape[-1])
         if self.page_norm is None:
@@ -222,6 +226,18 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1)
 
 
+def _is_small(given: SelectedOperands) -> bool:
+    """Whether no row of `_Head.large` can be large, by the largest norms of all, which are found much sooner.
+
+    The margin is for rounding: what this says must not depend on keys that a row does not see.
+    """
+    largest = [_norms(rows).amax() for rows in (given.far_key, given.near_key, given.key) if rows.numel()]
+    if not (largest and given.query.numel()):
+        return True
+    product = _norms(given.query).amax() * abs(given.scale * LOG2E) * torch.stack(largest).amax()
+    return bool(product < 0.99 * _SMALL)
+
+
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
     if selected_step.takes(given):
@@ -230,9 +246,9 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
     # Fresh memory that is touched part by part costs a CPU several times as much as all of it at once.
     out = given.query.new_empty(*given.query.shape[:-1], given.value.shape[-1]).zero_()
     lse = given.query.new_empty(given.query.shape[:-1])
-    memory = _memory(given)
+    memory, is_small = _memory(given), _is_small(given)
     for number in range(len(out)):
-        head = _Head(given, number, memory)
+        head = _Head(given, number, memory, is_small)
         for part in head.parts():
             logits, top, large = head.logits(part), None, head.large(part)
             if large is not None:
@@ -265,9 +281,9 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
         rows.new_zeros(len(rows), -(-rows.shape[1] // given.page_size), given.page_size * rows.shape[2])
         for rows in (given.key, given.value)
     ]
-    memory = _memory(given)
+    memory, is_small = _memory(given), _is_small(given)
     for number in range(len(out)):
-        head, own = _Head(given, number, memory), [tensor[number] for tensor in (*found, *totals)]
+        head, own = _Head(given, number, memory, is_small), [tensor[number] for tensor in (*found, *totals)]
         for part in head.parts():
             f, z = part.f, part.z
             g, level = grad[number, f, z], lse[number, f, z] / LN2

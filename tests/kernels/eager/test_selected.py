@@ -96,3 +96,18 @@ def test_a_page_that_no_row_of_a_long_block_sees() -> None:
     size = given.page_size
     without = hidden._replace(pages=given.pages[..., :1], cell=given.cell[..., :size], since=hidden.since[..., :1])
     torch.testing.assert_close(selected_attention(hidden), selected_attention(without))
+
+
+def test_a_large_key_that_nobody_reads_changes_no_bit() -> None:
+    """Logits are judged by norms; a row may be judged only by the keys that it sees."""
+    given = problem(dtype=torch.float32, first=0, keys=200)
+    key = given.key.clone()
+    size = given.page_size
+    for head, pages in enumerate(given.pages.flatten(1)):
+        is_read = torch.zeros(-(-key.shape[1] // size), dtype=torch.bool)
+        is_read[pages] = True
+        unread = ~is_read.repeat_interleave(size)[: key.shape[1]]
+        assert unread.any()
+        key[head, unread] *= 1e6
+    changed = given._replace(key=key)
+    assert torch.equal(selected_attention(changed), selected_attention(given))
