@@ -2,10 +2,10 @@
 One line, and the error of every head
 =====================================
 
-A pretrained BERT gets linear attention by one line.
-Then we look at how far each head is from exact attention.
+One line gives a pretrained BERT linear attention.
+Then this page shows how far each head is from exact attention.
 
-The model is a BERT of 6 layers with 12 heads each. A Python package brings it, so nothing is downloaded.
+The model is a BERT of 6 layers with 12 heads each. It comes in a Python package, so nothing is downloaded.
 The text is the documentation of Python itself.
 """
 
@@ -37,9 +37,9 @@ print(favor.describe(model, length=512))
 print(f"cosine of the two embeddings of the text: {torch.cosine_similarity(exact, linear).item():.4f}")
 
 # %%
-# Now the error of each head. ``observe`` runs the model with exact attention and hands us the queries,
-# keys and values of each layer. We compute the same attention with two backends and compare.
-# The error is the norm of the difference, divided by the norm of the exact output.
+# Next, the error of each head. ``observe`` runs the model with exact attention and passes on the queries,
+# keys and values of each layer. The function below computes attention from them with two families and compares.
+# The error is the norm of the difference, divided by the norm of the exact output. Less is better.
 
 METHODS = {"landmark": {"selected_keys": 64}, "pos": {}}
 errors = {name: [] for name in METHODS}
@@ -59,7 +59,7 @@ with torch.no_grad(), observe(model, measure):
     model(**tokens)
 
 # %%
-# Dark is good. ``pos`` is the feature of FAVOR+: without training it is far from softmax.
+# Dark cells have small errors. ``pos`` is the feature of FAVOR+: without training it is far from softmax.
 # Landmarks with selected keys are close in nearly all heads.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")

@@ -2,10 +2,10 @@
 Time and memory against length
 ==============================
 
-Exact attention compares every query with every key: twice the length is four times the work.
-Linear attention does twice the work for twice the length. From which length on does this pay?
+Exact attention compares every query with every key, so twice the length is four times the work.
+Linear attention does twice the work for twice the length. This page shows from which length on that pays.
 
-One layer with 8 heads of width 64, forward, in float32, on the machine that built this page.
+It measures one layer with 8 heads of width 64, forward, in float32, on the machine that built this page.
 """
 
 import time
@@ -52,8 +52,8 @@ for name, row in times.items():
     print(f"{name:28}", "  ".join(f"{1000 * t:8.1f} ms" for t in row))
 
 # %%
-# ``favor.describe`` estimates the memory of attention without running anything: the numbers that a layer holds,
-# compared with the L x L weights of exact attention.
+# ``favor.describe`` estimates the memory of attention without running anything. It counts the numbers that a layer
+# holds, as a fraction of the L x L weights of exact attention. Less is better.
 
 model = BertModel(BertConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=1))
 favor.configure(model, "landmark", num_features=M, exact_below=0)
@@ -75,5 +75,5 @@ figure.tight_layout()
 plt.show()
 
 # %%
-# Below the crossing the default of every backend is exact attention, on purpose. The committed results in
-# ``eval/results`` are measured more carefully than this page, which shares its machine.
+# Where linear attention is slower, the default of every backend is exact attention, on purpose. The results in
+# ``eval/results`` were measured more carefully than the times on this page, whose machine may do other work.

@@ -2,11 +2,11 @@
 Choose M, the window, and the selected keys
 ===========================================
 
-``num_features`` (M) is how many random features, or landmarks, stand for all keys.
+``num_features`` (M) is the number of random features, or landmarks, that replace all keys.
 ``window`` makes attention exact among near tokens. ``selected_keys`` (K) makes it exact for the keys that matter.
-More of each is closer to softmax, and slower. Here is how much.
+A larger value of each is closer to softmax, and slower. This page shows how much closer.
 
-Queries, keys and values are those of one layer of a pretrained BERT, on 2,048 tokens of Python's documentation.
+Queries, keys and values are from two layers of a pretrained BERT, on 2,048 tokens of Python's documentation.
 The model has 512 positions, so they are repeated.
 """
 
@@ -44,13 +44,13 @@ def errors(features, **options):
 
 
 # %%
-# First M alone. The shaded part holds the middle 80 % of the heads.
+# First M alone. The shaded area contains the middle 80 % of the heads.
 
 LABELS = {"landmark": "landmark, groups alone", "wderf": "favor#", "pos": "favor+"}
 
 
 def draw(axis, values, rows, label, color):
-    """A line through the means of the rows, and what the middle 80 % of the heads have."""
+    """Draws a line through the means of the rows, and shades the middle 80 % of the heads."""
     axis.plot(range(len(values)), rows.mean(1), marker="o", color=color, label=label)
     axis.fill_between(range(len(values)), rows.quantile(0.1, 1), rows.quantile(0.9, 1), color=color, alpha=0.15)
     axis.set_xticks(range(len(values)), values)
@@ -68,7 +68,7 @@ axis.legend()
 plt.show()
 
 # %%
-# Then a window, for M = 64. A window as long as the text would be exact attention.
+# Next a window, for M = 64. A window as long as the text would be exact attention.
 
 windows = (0, 16, 32, 64, 128, 256)
 figure, axis = plt.subplots(figsize=(6, 3.8), layout="constrained")
@@ -80,8 +80,8 @@ axis.legend()
 plt.show()
 
 # %%
-# And selected keys, for ``landmark`` with M = 64.
-# They help the worst heads most: those with one key that matters, far away.
+# Last, selected keys, for ``landmark`` with M = 64.
+# They help the worst heads most. Such a head has one key that matters, far away from the query.
 
 keys = (0, 64, 128, 256, 512)
 rows = torch.stack([errors("landmark", num_features=64, selected_keys=count) for count in keys])

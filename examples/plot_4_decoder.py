@@ -5,7 +5,7 @@ A decoder that writes with a state of fixed size
 Exact attention keeps the keys and values of all tokens. With ``favor.FavorCache`` a decoder keeps a state
 whose size does not grow, so the thousandth token costs what the first one did.
 
-We train a very small decoder on Python's documentation, byte by byte. Then it writes with both kinds of
+A very small decoder is trained on Python's documentation, byte by byte. Then it writes with both kinds of
 attention.
 """
 
@@ -41,12 +41,12 @@ for _ in range(150):
     optimizer.step()
     optimizer.zero_grad()
 model.eval()
-print(f"loss after 150 steps: {loss.item():.2f} nats for a byte (nothing learned: {torch.tensor(256).log():.2f})")
+print(f"loss after 150 steps: {loss.item():.2f} nats per byte (without training: {torch.tensor(256).log():.2f})")
 
 # %%
-# The switch is made after training, so the weights are the same. ``keep="state"`` is the state of fixed size.
-# Both read the same text and write 80 bytes. The model learned from pieces of 128 bytes and reads longer ones here,
-# so its loss may be lower with either of the two.
+# The attention is switched after training, so the weights are the same. ``keep="state"`` keeps a state of fixed size.
+# With both attentions the model reads the same text and writes 80 bytes. It was trained on pieces of 128 bytes and
+# reads longer ones here, so either attention may have the lower loss.
 
 
 def try_it(cache):
@@ -66,11 +66,11 @@ favor.configure(model, "landmark", num_features=64, selected_keys=0, window=64, 
 print("landmark:", try_it(favor.FavorCache(model.config, keep="state")))
 
 # %%
-# The model is too small to write sense. What counts is what the next token costs after a long context.
+# The model is too small to write text that makes sense. The next plot shows the cost of a token after a long context.
 
 
 def cost(backend, cache, length):
-    """Bytes of the cache after so many tokens, and milliseconds of a further one."""
+    """MB of the cache after ``length`` tokens, and milliseconds for one more token."""
     model.set_attn_implementation(backend)
     with torch.no_grad():
         model(input_ids=data[None, :length], past_key_values=cache, use_cache=True)
@@ -92,11 +92,11 @@ rows = {
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
 for name, row in rows.items():
     for length, (held, milliseconds) in zip(lengths, row, strict=True):
-        print(f"{name:16} after {length:6,} tokens: {held:6.2f} MB, {milliseconds:5.1f} ms for a token")
+        print(f"{name:16} after {length:6,} tokens: {held:6.2f} MB, {milliseconds:5.1f} ms per token")
     axes[0].plot(lengths, [held for held, _ in row], marker="o", label=name)
     axes[1].plot(lengths, [ms for _, ms in row], marker="o", label=name)
 axes[0].set(xlabel="tokens before", ylabel="MB of the cache", title="memory")
-axes[1].set(xlabel="tokens before", ylabel="milliseconds of a token", title="time", ylim=(0, None))
+axes[1].set(xlabel="tokens before", ylabel="milliseconds per token", title="time", ylim=(0, None))
 axes[0].legend()
 figure.tight_layout()
 plt.show()

@@ -2,9 +2,9 @@
 The variance of random features
 ===============================
 
-A random feature estimates exp(x.y) without bias. How far one draw is from the truth is its variance.
-The FAVOR# paper compares families by log(Var / K^2), where K is the kernel, in its Figure 2.
-All of it has a closed form, so no feature is drawn here.
+A random feature estimates exp(x.y) without bias. Its variance says how far a single draw is from the true value.
+Figure 2 of the FAVOR# paper compares families by log(Var / K^2), where K is the kernel.
+This variance has a closed form, so no feature is drawn here.
 """
 
 import matplotlib.pyplot as plt
@@ -43,7 +43,7 @@ results = {
 }
 
 # %%
-# Lower is better. A value of log(256) = 5.5 is what 256 features average away.
+# Lower is better. The mean of 256 features removes a value of log(256) = 5.5: that is the dotted line.
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
 for axis, (regime, lines) in zip(axes, results.items(), strict=True):
@@ -57,8 +57,8 @@ figure.tight_layout()
 plt.show()
 
 # %%
-# The order is that of the paper: each family has more parameters than the one before, and less variance.
-# ``eval/results/variance.md`` has the whole figure, with images as data too.
+# The order is as in the paper: each family has more parameters than the family before, and less variance.
+# ``eval/results/variance.md`` has the whole figure, also with images as data.
 
 for regime, lines in results.items():
     print(f"{regime}, sigma 1:", ", ".join(f"{FAMILIES[name]} {line[-1]:.1f}" for name, line in lines.items()))

@@ -3,7 +3,7 @@ Optimizers that bound the loss
 ==============================
 
 ``favor.optim`` bounds the loss of a softmax layer from above by a quadratic, and steps to its lowest point.
-Such a step has a length of its own, so there is nothing to tune. Here it is beside SGD and Adam.
+The quadratic sets the length of the step, so nothing has to be tuned. This page compares such steps with SGD and Adam.
 """
 
 from itertools import pairwise
@@ -27,8 +27,8 @@ def objective(head):
 
 
 # %%
-# All data at once: logistic regression. ``BBM`` never increases the objective. SGD and Adam get the best of five
-# learning rates each; the other rates are drawn thin.
+# First logistic regression on all data at once. ``BBM`` never increases the objective. SGD and Adam get the best of
+# five learning rates each; thin lines show the other rates.
 
 
 def full_batch(make, steps=60, penalty=True):
@@ -67,8 +67,8 @@ axis.legend(fontsize=8)
 plt.show()
 
 # %%
-# Mini-batches and a network: AdamW on the body, and AdamW or ``SoftmaxBound`` on the output layer.
-# Both get the best of three learning rates for AdamW.
+# Next a network with mini-batches: AdamW on the body, and AdamW or ``SoftmaxBound`` on the output layer.
+# Both variants get the best of three learning rates for AdamW.
 
 
 def network(bound, rate, epochs=6):
@@ -100,4 +100,4 @@ plt.show()
 
 # %%
 # L-BFGS solves the first problem in less time, and ``SoftmaxBound`` is one choice among several for the second.
-# ``eval/results/majorization.md`` and ``head_optimizer.md`` have the comparisons with tuned rates and seeds.
+# ``majorization.md`` and ``head_optimizer.md`` in ``eval/results`` compare them with tuned rates and several seeds.

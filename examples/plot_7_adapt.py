@@ -2,11 +2,11 @@
 Adapt a model to its attention
 ==============================
 
-``favor.calibrate`` learns what the estimator needs from a few thousand tokens, and leaves the model's weights alone.
-It can fix the parameters of each head, and learn a weight for each feature.
-Here is what each step gains on text that it has not seen.
+``favor.calibrate`` learns the parameters of the features from a few thousand tokens. It does not change the model's
+weights. It can fix the parameters of each head, and learn a weight for each feature.
+This page shows what each step gains on text that was not used for learning.
 
-To keep this short the model is the first two layers of a pretrained BERT.
+To keep the page fast the model is the first two layers of a pretrained BERT.
 """
 
 from pydoc_data.topics import topics
@@ -46,7 +46,7 @@ def distance(model):
 
 
 # %%
-# Four ways, from nothing learned to all that can be learned without touching the model's weights.
+# Six attentions. They differ in how much is learned without changing the model's weights.
 
 results = {
     "favor+": distance(favor.configure(load(), "favor+", **OPTIONS)),
@@ -64,8 +64,8 @@ for name, value in results.items():
     print(f"{name:30} {value:.4f}")
 
 # %%
-# Calibrated parameters are the same for every text, so causal layers can use them: they show nothing of the future.
-# An encoder does better with parameters of each text, until weights of features are learned too.
+# Calibrated parameters are the same for every text. Causal layers can use them, because they show nothing of later
+# tokens. An encoder does better with parameters of each text, unless weights of features are learned too.
 
 figure, axis = plt.subplots(figsize=(7, 3))
 axis.barh(list(results), list(results.values()), color=["C3", "C1", "C1", "C0", "C0", "C2"])

@@ -2,10 +2,10 @@
 Speech piece by piece
 =====================
 
-A causal Conformer takes audio as it comes. With linear attention its state does not grow,
-and what it gives is what the whole recording gives at once.
+A causal Conformer takes audio piece by piece. With linear attention its state does not grow,
+and its output is the same as for the whole recording at once.
 
-The model has random weights: this page is about cost, not about words.
+The model has random weights, because this page is about cost and not about words.
 """
 
 import matplotlib.pyplot as plt
@@ -37,7 +37,7 @@ def stream(model):
 
 
 # %%
-# Whole and in pieces the logits are the same up to rounding.
+# The logits of the pieces and of the whole recording are the same up to rounding.
 
 linear = make("favor+")
 pieces, kept, latency = stream(linear)
