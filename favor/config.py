@@ -169,7 +169,7 @@ class FavorConfig:
             raise ValueError(f"{name} must be at most {maximum}, got {value}.")
 
     def exact_threshold(self, device_type: str, is_causal: bool, family: str | None = None) -> int:
-        """Number of keys from which on the estimator runs.
+        """Gives the number of keys from which on the estimator runs.
 
         Args:
             device_type: "cpu", "cuda", ... as in `torch.device.type`.
@@ -186,7 +186,7 @@ class FavorConfig:
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
 
     def for_backend(self, backend: str) -> FavorConfig:
-        """These options with selected keys only where the backend selects some.
+        """Gives these options with selected keys only where the backend selects some.
 
         `features="landmark"` under `favor#`, the older spelling of `landmark`, keeps its older default: none.
 
@@ -199,7 +199,7 @@ class FavorConfig:
         return self
 
     def selected(self, family: str, is_causal: bool) -> int:
-        """Number of selected keys of a layer; 0 for families that select none.
+        """Gives the number of selected keys of a layer; 0 for families that select none.
 
         Args:
             family: its name.
@@ -211,12 +211,12 @@ class FavorConfig:
         return known.default_selected[is_causal] if self.selected_keys is None else self.selected_keys
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionary that JSON can hold; `from_dict` reverses it."""
+        """Gives a plain dictionary that JSON can hold; `from_dict` reverses it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | None) -> FavorConfig:
-        """Validated options from a dictionary; absent ones take their defaults, and the name of a backend is left out.
+        """Checks options from a dictionary; absent ones take their defaults, and the name of a backend is left out.
 
         Raises:
             ValueError: for an unknown option; the message lists the known ones. TypeError: if it is no dictionary.
@@ -234,7 +234,7 @@ class FavorConfig:
 
 
 def feature_family(backend: str, config: FavorConfig, given: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
-    """Name and options of the family that a backend runs, as `favor.features.get` takes them.
+    """Gives the name and options of the family that a backend runs, as `favor.features.get` takes them.
 
     Args:
         backend: a value of `attn_implementation`.

@@ -86,7 +86,7 @@ def register(family: AnyFamily) -> AnyFamily:
 
 
 def backends_of(family: type[Family]) -> tuple[str, ...]:
-    """The backends that run a family, see `Family.backends`."""
+    """Gives the backends that run a family, see `Family.backends`."""
     return vars(family).get("backends") or (f"favor_{family.name}",)
 
 
@@ -122,7 +122,7 @@ def get(name: str, **options: Any) -> Any:
 
 
 def family_of(backend: str, features: str | None) -> type[Family]:
-    """The family that a backend runs.
+    """Gives the family that a backend runs.
 
     Args:
         backend: a value of `attn_implementation`.
@@ -142,7 +142,7 @@ def family_of(backend: str, features: str | None) -> type[Family]:
 
 
 def selectable() -> tuple[str, ...]:
-    """Names that the option `features` may have: families that share a backend with others, the default one first."""
+    """Names what the option `features` may be: families that share a backend with others, the default one first."""
     shared = {name: family for families in BACKENDS.values() if len(families) > 1 for name, family in families.items()}
     return tuple(sorted(shared, key=lambda name: _is_no_default(shared[name])))
 

@@ -146,11 +146,11 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """Features `[n, n_components]` of rows `[n, n_features]`, float64."""
+        """Computes the features `[n, n_components]` of rows `[n, n_features]`, float64."""
         return self._features(X, "query")
 
     def transform_keys(self, X: Any) -> np.ndarray:
-        """Features of the second argument of the kernel; `transform` itself unless `fit` was given keys.
+        """Computes features of the second argument of the kernel; `transform` itself unless `fit` was given keys.
 
         Args:
             X: rows `[m, n_features]`.
@@ -183,7 +183,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return (logs.clamp(max=LARGEST_LOG).exp() * values).numpy()
 
     def _log_phi(self, rows: Tensor, omega: Tensor, side: Side) -> Tensor:
-        """Logarithms of positive features: those of centred rows and what centring took from x.y.
+        """Computes logarithms of positive features: those of centred rows and what centring took from x.y.
 
         x.y = (x - a).(y - b) + (x.b - a.b/2) + (y.a - a.b/2). The Gaussian kernel does not change with the origin,
         which is put between a and b.

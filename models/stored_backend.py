@@ -35,7 +35,7 @@ class StoredBackend(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the attention backend included."""
+        """Gives all fields, the attention backend included."""
         return {**super().to_dict(), "attn_implementation": self._attn_implementation}
 
 

@@ -134,7 +134,7 @@ class AttentionCall:
         return call
 
     def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
-        """Omega times `root`, `[Hk, M, d]`, in the type of the sums."""
+        """Draws omega times `root`, `[Hk, M, d]`, in the type of the sums."""
         first, heads = self.key_heads or (0, key.shape[1])
         draw = Draw(
             family.draws_like,
@@ -174,7 +174,7 @@ class AttentionCall:
         return query if mask is None else torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
 
     def query_padding(self, length: int, key_length: int) -> Tensor | None:
-        """Mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
+        """Gives the mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
 
         Without a mask of their own they are the tokens of the keys: the last ones in causal attention, all of them
         where there are as many queries as keys.

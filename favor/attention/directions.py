@@ -42,7 +42,7 @@ class Draw(NamedTuple):
 
 
 def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
-    """Omega `[num_heads, M, d]`, float64, on the CPU."""
+    """Draws omega `[num_heads, M, d]`, float64, on the CPU."""
     source = get(draw.source) if isinstance(draw.source, str) and draw.source not in DRAWS else draw.source
     draw_omega = DRAWS[source] if isinstance(source, str) else source.draw
     shape = (draw.num_features, draw.head_dim)
@@ -52,7 +52,7 @@ def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
 
 @lru_cache(maxsize=128)
 def directions(draw: Draw) -> Tensor:
-    """Omega times `root`, `[num_heads, M, d]`, drawn on the CPU and kept on the device."""
+    """Gives omega times `root`, `[num_heads, M, d]`, drawn on the CPU and kept on the device."""
     digest = hashlib.sha256(f"{draw.seed},{draw.layer},{draw.redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.

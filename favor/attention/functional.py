@@ -39,7 +39,7 @@ def favor_attention(
     seed: int = 0,
     **options: Unpack[CallOptions],
 ) -> Tensor:
-    """Attention in time linear in the sequence length, by random features of the softmax kernel or by landmarks.
+    """Computes attention in linear time, by random features of the softmax kernel or by landmarks.
 
     Approximates softmax(scale query key') value. Works on x = sqrt(scale) query and y = sqrt(scale) key; features and
     maxima are float32 (float64 for float64 inputs) whatever the inputs are. No epsilon is added anywhere. A query
@@ -193,7 +193,7 @@ def _moved_apart(
 
 
 def _has_blocks(family: Family, call: AttentionCall, same_length: bool) -> bool:
-    """Whether tokens are cut into blocks, which begin with the first real one wherever the padding is."""
+    """Tells whether tokens are cut into blocks, which begin with the first real one wherever the padding is."""
     if call.is_causal and isinstance(family, Landmarks):
         return same_length  # else they are blocks of queries
     return call.window > 0

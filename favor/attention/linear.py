@@ -24,7 +24,7 @@ from favor.kernels.dispatch import fuses, is_transformed, triton_module
 
 
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attention output `[B, H, L, dv]` by positive random features."""
+    """Computes the attention output `[B, H, L, dv]` by positive random features."""
     scale, packing, state = call.scale, call.packing, call.state
     omega = call.directions(family, key, scale**0.5)
     if call.parameters is None:
@@ -52,7 +52,7 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
-    """Given parameters in the type and on the device of omega `[Hk, M, d]`."""
+    """Gives the caller's parameters in the type and on the device of omega `[Hk, M, d]`."""
     heads, head_dim = omega.shape[0], omega.shape[-1]
     for part in (given.transform, given.inverse, given.factor):
         if part.shape[-2:] != (head_dim, head_dim) or (part.ndim > 2 and part.shape[-3] not in (1, heads)):
@@ -61,7 +61,7 @@ def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
 
 
 def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Tensor, call: AttentionCall) -> Parameters:
-    """Parameters for these tokens, `[B, Hk, ...]`, or those that need no data."""
+    """Gives parameters for these tokens, `[B, Hk, ...]`, or those that need no data."""
     head_dim, packing = omega.shape[-1], call.packing
     if not family.needs_statistics:
         mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
@@ -87,7 +87,7 @@ def _moments(
     key_mask: Tensor | None,
     scale: float,
 ) -> Moments:
-    """Statistics of x and y for each sequence and key head; the queries of a key head count together."""
+    """Computes statistics of x and y for each sequence and key head; the queries of a key head count together."""
     groups = query.shape[1] // key.shape[1]
     if query_mask is not None:
         query_mask = query_mask[:, None].repeat(1, 1, groups)
@@ -103,7 +103,7 @@ def key_bias(
     hidden: Tensor | None,
     packing: Packing | None,
 ) -> Tensor:
-    """Quadratic term of the keys, `[B, Hk, S]`, -inf where hidden.
+    """Gives the quadratic term of the keys, `[B, Hk, S]`, -inf where hidden.
 
     Args:
         features: the family, for its alpha.
@@ -157,7 +157,7 @@ def query_bias(
 def _pairs(
     rows: Tensor, params: Parameters, split: Callable[[Tensor], Sequence[Tensor]] | None
 ) -> list[tuple[Tensor, Parameters]]:
-    """Rows with the parameters that belong to them: all at once, or one packed sequence after another."""
+    """Gives rows with the parameters that belong to them: all at once, or one packed sequence after another."""
     if split is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
         return [(rows, params)]
     return list(zip(split(rows), params.split(), strict=True))
@@ -177,14 +177,14 @@ class _Form:
     weight: float = 0.0
 
     def __call__(self, rows: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The form `[B, Hk, S]` in `dtype`, -inf where hidden."""
+        """Gives the form `[B, Hk, S]` in `dtype`, -inf where hidden."""
         if is_transformed() or any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
             value = self.of(rows if hidden is None else rows.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
             return value if hidden is None else value.masked_fill(hidden, -torch.inf)
         return _Apply.apply(rows, self.matrix, self.shift, self.linear, self.weight, hidden, dtype)
 
     def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The form, in plain operations."""
+        """Gives the form, in plain operations."""
         value: Tensor | None = None
         if self.matrix is not None:
             moved = rows.to(dtype)
@@ -199,7 +199,7 @@ class _Form:
         return value
 
     def slope(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """Gradient of the rows, given that of the form with one more dimension."""
+        """Gives the gradient of the rows, given that of the form with one more dimension."""
         slope = rows * (2 * self.weight * grad).to(rows.dtype) if self.weight else None
         if self.matrix is not None:
             moved = rows.to(grad.dtype)

@@ -59,7 +59,7 @@ def local_attention(
     after = (blocks - 1) * block + width - before - (key_length - cut)
 
     def windows(rows: Tensor) -> Tensor:
-        """`[B, Hk, S, d]` to `[B * blocks, Hk, width, d]`."""
+        """Cuts rows `[B, Hk, S, d]` into overlapping windows `[B * blocks, Hk, width, d]`."""
         rows = pad(rows[:, :, cut:], (0, 0, before, after))
         return rows.unfold(2, width, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -79,7 +79,7 @@ def local_attention(
 def _visible(
     like: Tensor, padding: Tensor | None, place: tuple[int, int, int, int], sizes: tuple[int, int, int, int]
 ) -> Tensor:
-    """Boolean `[B or 1, blocks, block, width]`: which keys of its window each query sees.
+    """Tells which keys of its window each query sees, boolean `[B or 1, blocks, block, width]`.
 
     Args:
         like: a tensor on the device.

@@ -36,7 +36,7 @@ class Packing:
         max_seqlen_q: int | None,
         max_seqlen_k: int | None,
     ) -> Packing | None:
-        """Checked lengths; None if the batch is not packed.
+        """Checks the lengths and bundles them; gives None if the batch is not packed.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
@@ -71,7 +71,7 @@ class Packing:
         return packing
 
     def for_kernel(self) -> dict[str, Any]:
-        """Arguments of `favor.kernels.linear_attention`."""
+        """Gives the arguments of `favor.kernels.linear_attention`."""
         return {
             "cu_seqlens_q": self.queries,
             "cu_seqlens_k": self.keys,
@@ -80,12 +80,12 @@ class Packing:
         }
 
     def split(self, query: Tensor, *keys: Tensor) -> list[tuple[Tensor, ...]]:
-        """Queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
+        """Gives queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
         parts = [self.split_keys(tensor) for tensor in keys]
         return list(zip(self.split_queries(query), *parts, strict=True))
 
     def each(self, attend: Callable[..., Tensor], family: Any, *operands: Any) -> Tensor:
-        """Attention of one sequence after another, by a method that knows of no packing.
+        """Computes attention of one sequence after another, by a method that does not know of packing.
 
         Args:
             attend: the method.
@@ -98,11 +98,11 @@ class Packing:
         return torch.cat(outs, dim=2)
 
     def split_queries(self, query: Tensor) -> tuple[Tensor, ...]:
-        """Queries of each sequence, `[1, H, length, d]`."""
+        """Gives the queries of each sequence, `[1, H, length, d]`."""
         return query.split(self._query_lengths, dim=2)
 
     def split_keys(self, key: Tensor) -> tuple[Tensor, ...]:
-        """Keys (or values) of each sequence, `[1, Hk, length, d]`."""
+        """Gives the keys (or values) of each sequence, `[1, Hk, length, d]`."""
         return key.split(self._key_lengths, dim=2)
 
     # Every reading stalls a GPU: one is enough.

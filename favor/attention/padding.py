@@ -26,7 +26,7 @@ class Compaction:
 
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
-        """From a padding mask `[B, S]`, True for real tokens; None if the padding is at the end already."""
+        """Makes it from a padding mask `[B, S]`, True for real tokens; None if padding is at the end only."""
         if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
         real = mask.cumsum(1)
@@ -36,14 +36,14 @@ class Compaction:
         return cls(order, places, mask.gather(1, order))
 
     def move(self, rows: Tensor) -> Tensor:
-        """Rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, after rows of zeros."""
+        """Puts rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, below zeros."""
         missing = self.order.shape[1] - rows.shape[2]
         if missing:
             rows = torch.nn.functional.pad(rows, (0, 0, missing, 0))
         return _gather(rows, self.order)
 
     def back(self, rows: Tensor, length: int) -> Tensor:
-        """The last `length` tokens of `[B, H, S, w]` where they were."""
+        """Puts the last `length` tokens of `[B, H, S, w]` back in their old places."""
         return _gather(rows, self.places)[:, :, rows.shape[2] - length :]
 
 

@@ -14,7 +14,7 @@ from favor.features import SignedFeatures
 
 
 def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attention output `[B, H, L, dv]` by features of any sign."""
+    """Computes the attention output `[B, H, L, dv]` by features of any sign."""
     if call.packing is not None:
         return call.packing.each(attend, family, query, key, value, call)
     if query.shape[2] == 0:
@@ -37,7 +37,7 @@ def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, ca
 
 
 def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:
-    """Attention with weights (query . key) exp(log_scale).
+    """Computes attention with weights (query . key) exp(log_scale).
 
     Args:
         query: feature values `[B, H, L, G, F]`.
@@ -56,7 +56,7 @@ def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tenso
 def causal_signed_attention(
     query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor, *, chunk_size: int = 64
 ) -> Tensor:
-    """Causal form of `signed_attention`; shapes as there, S >= L. Returns `[B, H, L, G, dv]`."""
+    """Computes `signed_attention` where query i sees keys 0 ... S - L + i, with S >= L. Returns `[B, H, L, G, dv]`."""
     length, groups = query.shape[2:4]
     prefix = key.shape[2] - length
     value = _append_one(value)
@@ -90,18 +90,18 @@ def causal_signed_attention(
 
 
 def _append_one(value: Tensor) -> Tensor:
-    """Value columns and a column of ones `[..., dv + 1]`: one product then gives numerator and normaliser."""
+    """Puts a column of ones behind the value columns, `[..., dv + 1]`: one product gives numerator and normaliser."""
     return torch.cat((value, value.new_ones(*value.shape[:-1], 1)), dim=-1)
 
 
 def _normalise(sums: Tensor) -> Tensor:
-    """Numerator over normaliser, `[..., dv + 1]` -> `[..., dv]`; rows without a key give zeros and no gradient."""
+    """Divides numerator by normaliser, `[..., dv + 1]` -> `[..., dv]`; rows without keys give zeros and no gradient."""
     total = sums[..., -1:]
     return sums[..., :-1] / total.masked_fill(total == 0, 1.0)
 
 
 def _finite_max(values: Tensor, dim: int) -> Tensor:
-    """Maximum kept as a dimension, without gradient; 0 where everything is -inf, so that -inf - max is -inf.
+    """Gives the maximum, its dimension kept, without gradient; 0 where everything is -inf, so that -inf - max is -inf.
 
     Subtracting it is an identity of the normalised result, so it is a constant for the gradient.
     """
@@ -114,7 +114,7 @@ def _finite_max(values: Tensor, dim: int) -> Tensor:
 
 
 def _chunks(rows: Tensor, chunk_size: int, fill: float) -> Tensor:
-    """`[B, H, L, ...]` -> `[B, H, n, chunk_size, ...]`, the end filled up."""
+    """Cuts rows `[B, H, L, ...]` into chunks `[B, H, n, chunk_size, ...]` and fills up the last one."""
     missing = -rows.shape[2] % chunk_size
     if missing:
         tail = rows.new_full((*rows.shape[:2], missing, *rows.shape[3:]), fill)

@@ -29,18 +29,18 @@ class Objective(ABC):
 
     @abstractmethod
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Mean gradient `[d]` over rows `[b, d]` at x `[d]`."""
+        """Gives the mean gradient `[d]` over rows `[b, d]` at x `[d]`."""
 
     def difference(self, rows: Tensor, x: Tensor, anchor: Tensor, weight: Tensor) -> Tensor:
-        """Mean of grad f_i(x) - weight grad f_i(anchor) over rows."""
+        """Gives the mean of grad f_i(x) - weight grad f_i(anchor) over rows."""
         return self.gradient(rows, x) - weight * self.gradient(rows, anchor)
 
     def value(self, rows: Tensor, x: Tensor) -> Tensor | None:
-        """Mean of f_i over rows, (); None where x'grad f / p is the value, or the value is not known."""
+        """Gives the mean of f_i over rows, (); None where x'grad f / p is the value, or the value is not known."""
         return None
 
     def admitted(self, x: Tensor, after: Tensor) -> Tensor:
-        """The step as it may be taken; here any."""
+        """Gives the step that is allowed; this class allows any."""
         return after
 
 
@@ -48,11 +48,11 @@ class Quadratic(Objective):
     """f_i(x) = (a_i'x)^2 / 2, whose mean has the gradient C x."""
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """See `Objective`."""
+        """Gives the mean gradient over rows at x; see `Objective`."""
         return rows.T @ (rows @ x) / len(rows)
 
     def difference(self, rows: Tensor, x: Tensor, anchor: Tensor, weight: Tensor) -> Tensor:
-        """In one product each way."""
+        """Computes the difference with one product to the rows and one back; see `Objective`."""
         return rows.T @ (rows @ (x - weight * anchor)) / len(rows)
 
 
@@ -112,7 +112,7 @@ Rule = Callable[[Point, "Point | None", float], tuple[PowerParameters, float]]
 
 
 def anchor_weight(x: Tensor, anchor: Tensor, degree: float) -> Tensor:
-    """Factor by which a gradient at the anchor becomes that at the projection of x on it, ().
+    """Gives the factor by which a gradient at the anchor becomes that at the projection of x on it, ().
 
     sign(c) |c|^(p-1) / |anchor|^(2(p-1)) with c = x'anchor. The thesis (Algorithm 5) leaves out the sign, without which
     noise does not vanish for x opposite to the anchor.
@@ -122,7 +122,7 @@ def anchor_weight(x: Tensor, anchor: Tensor, degree: float) -> Tensor:
 
 
 def reduced_gradient(objective: Objective, rows: Tensor, x: Tensor, anchor: Tensor, anchor_gradient: Tensor) -> Tensor:
-    """Estimate of grad f(x) from a batch: unbiased if rows are drawn uniformly, and exact for x along the anchor.
+    """Estimates grad f(x) from a batch: unbiased if rows are drawn uniformly, and exact for x along the anchor.
 
     Args:
         objective: f.
@@ -147,7 +147,7 @@ def run_epoch(
     scale: float = 1.0,
     admitted: Callable[[Tensor, Tensor], Tensor] = lambda x, after: after,
 ) -> Tensor:
-    """The last point of an epoch, a unit vector `[d]`.
+    """Runs an epoch and gives its last point, a unit vector `[d]`.
 
     x_1 = (1 - eta) x_0 + eta grad f(x_0), then x_{t+1} = (1 - eta) x_t + eta g_t, or with momentum
     2 ((1 - eta) x_t + eta g_t) - beta x_{t-1}. Every step is divided by its norm, and with momentum the point before by
@@ -177,7 +177,7 @@ def run_epoch(
 
 
 def _normed(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Both divided by the norm of the second."""
+    """Divides both by the norm of the second."""
     norm = after.norm().clamp_min(torch.finfo(after.dtype).tiny)
     return x / norm, after / norm
 
@@ -195,11 +195,11 @@ class Landscape:
         self.objective, self.source, self.found = objective, source, found
 
     def projected(self, vector: Tensor) -> Tensor:
-        """A vector without its part along found components."""
+        """Gives a vector without its part along found components."""
         return vector - self.found.T @ (self.found @ vector) if len(self.found) else vector
 
     def survey(self, vector: Tensor) -> Point:
-        """The unit vector along a vector, with its gradient and value from one pass over all rows."""
+        """Gives the unit vector along a vector, with its gradient and value from one pass over all rows."""
         vector = self.projected(vector)
         x = vector / vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)
 
@@ -216,7 +216,7 @@ class Landscape:
         return Point(x, gradient, multiplier, value)
 
     def estimate(self, x: Tensor, indices: Tensor | None, point: Point) -> Tensor:
-        """Gradient `[d]` at x from a batch, and from the point surveyed last; the exact one if there is no batch."""
+        """Gives the gradient `[d]` at x from a batch and the point surveyed last, or exactly if there is no batch."""
         if indices is None:
             return self.projected(self.source.mean(lambda rows: self.objective.gradient(rows, x)))
         return self.projected(reduced_gradient(self.objective, self.source.take(indices), x, point.x, point.gradient))
@@ -224,12 +224,12 @@ class Landscape:
     def epoch(
         self, point: Point, batches: Iterable[Tensor | None], parameters: PowerParameters, scale: float
     ) -> Tensor:
-        """The end of `run_epoch` from a point."""
+        """Runs an epoch from a point and gives its end; see `run_epoch`."""
         estimate, admitted = partial(self.estimate, point=point), self.objective.admitted
         return run_epoch(estimate, point.x, point.gradient, batches, parameters, scale, admitted)
 
     def line(self, point: Point, eta: float, accepted: bool) -> Epoch:
-        """A line of the history."""
+        """Gives one line of the history."""
         return Epoch(len(self.found), self.source.passes, point.value, point.residual, eta, accepted)
 
 
@@ -289,7 +289,7 @@ def climb(
 
 
 def _fell(point: Point, end: Point, rounding: float) -> bool:
-    """Whether the value is lower by more than rounding, or no longer a number."""
+    """Tells whether the value is lower by more than rounding, or is no longer a number."""
     if not math.isfinite(end.multiplier):
         return True
     if end.value is None or point.value is None:

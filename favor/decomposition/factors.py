@@ -35,7 +35,7 @@ class Target:
 
     @classmethod
     def of(cls, matrix: Any) -> Target:
-        """From a nonnegative matrix: a dense tensor, or a SciPy sparse matrix, which costs what is not zero in it."""
+        """Takes a nonnegative matrix: a dense tensor, or a SciPy sparse matrix, which costs its nonzero entries."""
         pattern, places, values = None, tuple[Tensor, ...](), matrix
         if sparse.issparse(matrix):
             # Multiplying with SciPy, as CSR tensors of torch warn that they are in beta, and COO tensors take longer.
@@ -49,7 +49,7 @@ class Target:
         return cls(values, *_sums(values, places, rows, columns), pattern, places)
 
     def reached(self, W: Tensor, H: Tensor) -> Target:
-        """V without what WH cannot reach for zeros of W and H, and which does not count in steps."""
+        """Gives V without what WH cannot reach for zeros of W and H; that part does not count in steps."""
         zero = torch.zeros_like(self.values)
         product = replace(self, values=zero, least=0.0).product((W > 0).to(W), (H > 0).to(H))
         if bool(((product > 0) | (self.values == 0)).all()):
@@ -59,18 +59,18 @@ class Target:
         return Target(values, *sums, self.pattern, self.places)
 
     def t(self) -> Target:
-        """V', for the other half of a sweep; the entries of a sparse one keep their order."""
+        """Gives V', for the other half of a sweep; the entries of a sparse one keep their order."""
         sums = self.row_sums, self.column_sums
         if self.pattern is None:
             return Target(self.values.t(), *sums, self.least)
         return Target(self.values, *sums, self.least, self.pattern.T, self.places[::-1])
 
     def flipped(self, product: Tensor) -> Tensor:
-        """A product of the shape of V, or of its entries, as one of V'."""
+        """Turns a product of the shape of V, or of its entries, into one of V'."""
         return product.t() if self.pattern is None else product
 
     def product(self, W: Tensor, H: Tensor) -> Tensor:
-        """WH, clipped, where V has entries: `[n, m]`, or `[nnz]` for a sparse V."""
+        """Gives WH, clipped, where V has entries: `[n, m]`, or `[nnz]` for a sparse V."""
         if self.pattern is None:
             return (W @ H).clamp_(min=self.least)
         W, columns = W.contiguous(), H.t().contiguous()
@@ -79,7 +79,7 @@ class Target:
         return torch.cat(parts).clamp_(min=self.least) if parts else W.new_zeros(0)
 
     def pulled_back(self, W: Tensor, product: Tensor) -> Tensor:
-        """W' (V / WH), `[K, m]`, given the product."""
+        """Gives W' (V / WH), `[K, m]`, given the product."""
         ratio = self.values / product
         if self.pattern is None:
             return W.t() @ ratio
@@ -89,13 +89,13 @@ class Target:
         return torch.from_numpy(pattern.T @ W.contiguous().numpy()).t()
 
     def divergence(self, W: Tensor, H: Tensor, product: Tensor) -> Tensor:
-        """Generalised Kullback-Leibler divergence of V from WH, given the product."""
+        """Gives the generalised Kullback-Leibler divergence of V from WH, given the product."""
         logs = (self.values / product).clamp_(min=torch.finfo(product.dtype).tiny).log_()
         return (self.values * logs).sum() - self.row_sums.sum() + W.sum(0) @ H.sum(1)
 
 
 def _sums(values: Tensor, places: tuple[Tensor, ...], rows: int, columns: int) -> tuple[Tensor, Tensor, float]:
-    """Of columns and of rows, and what WH is clipped at."""
+    """Gives the sums of columns and of rows, and the bound at which WH is clipped."""
     if places:
         by_column = values.new_zeros(columns).index_add_(0, places[1], values)
         by_row = values.new_zeros(rows).index_add_(0, places[0], values)
@@ -106,7 +106,7 @@ def _sums(values: Tensor, places: tuple[Tensor, ...], rows: int, columns: int) -
 
 
 def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | None) -> Tensor:
-    """H after one step of scale-invariant power iteration in every column, or of MU.
+    """Gives H after one step of scale-invariant power iteration in every column, or of MU.
 
     With c_k the column sums of W and v_j those of V, X_kj = H_kj c_k / v_j are mixture proportions. Their normalised
     gradient is Q_kj t_j / v_j, Q = W'(V / WH) / c the factor of MU and t the column sums of WH.
@@ -133,7 +133,7 @@ def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: floa
 
 
 def sweep(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of H and then one of W.
+    """Takes one step of H and then one of W.
 
     Returns:
         W, H and their product.

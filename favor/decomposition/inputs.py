@@ -21,7 +21,7 @@ _INNER = ("favor", "sklearn", "torch")
 
 
 def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> Tensor:
-    """Validated rows `[n, n_features]` as a tensor: float64, or float32 if a float32 tensor was given.
+    """Checks rows `[n, n_features]` and gives a tensor: float64, or float32 if a float32 tensor was given.
 
     Args:
         estimator: gets `n_features_in_` (and feature names, if the data have them).
@@ -50,18 +50,18 @@ def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) 
 
 
 def tensor_of(array: Any, like: Tensor | None = None) -> Tensor:
-    """A tensor of an array or tensor, in the type and on the device of another if one is given."""
+    """Makes a tensor of an array or tensor, in the type and on the device of another one if that is given."""
     tensor = array if isinstance(array, Tensor) else torch.tensor(np.asarray(array), device="cpu")
     return tensor if like is None else tensor.to(like)
 
 
 def same_kind(result: Tensor, given: Any) -> Any:
-    """The result as a tensor if a tensor was given, else as an array."""
+    """Gives the result as a tensor if a tensor was given, else as an array."""
     return result if isinstance(given, Tensor) else result.cpu().numpy()
 
 
 def generator_of(random_state: Any) -> torch.Generator:
-    """A CPU generator seeded as scikit-learn's estimators are: int, RandomState or None."""
+    """Makes A CPU generator seeded as scikit-learn's estimators are: int, RandomState or None."""
     from sklearn.utils import check_random_state
 
     return torch.Generator().manual_seed(int(check_random_state(random_state).randint(np.iinfo(np.int32).max)))
@@ -97,7 +97,7 @@ def _check(name: str, value: Any, expected: str, fits: bool, others: tuple[str |
 
 
 def warn_of_end(message: str) -> None:
-    """A ConvergenceWarning at the line that called this package, past the wrappers of scikit-learn and torch."""
+    """Issues a ConvergenceWarning at the line that called this package, past the wrappers of scikit-learn and torch."""
     from sklearn.exceptions import ConvergenceWarning
 
     frame, level = inspect.currentframe(), 1

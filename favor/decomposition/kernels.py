@@ -30,7 +30,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
     center: bool
 
     def transform(self, X: Any) -> Any:
-        """Scores of rows on the components.
+        """Gives the scores of rows on the components.
 
         Args:
             X: rows `[m, n_features]`, or for kernel="precomputed" their kernel with the training rows `[m, n]`.
@@ -82,7 +82,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         return rows
 
     def _training_kernel(self, rows: Tensor, X: Any) -> Tensor:
-        """The kernel `[n, n]` of the rows that `_training_rows` gave, centred."""
+        """Gives the kernel `[n, n]` of the rows that `_training_rows` gave, centred."""
         kernel = self._kernel(rows, rows)
         if self.kernel == "linear":
             return kernel
@@ -116,7 +116,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
             self.components_ = same_kind(components, X)
 
     def _kernel(self, rows: Tensor, training: Tensor) -> Tensor:
-        """k(rows, training) `[m, n]`, not centred."""
+        """Computes k(rows, training) `[m, n]`, not centred."""
         if self.kernel == "precomputed":
             return rows
         if self.kernel == "linear":
@@ -141,7 +141,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
 
 
 def checked_kernel(K: Any, name: str) -> Tensor:
-    """A kernel matrix `[n, n]` as a tensor of float64, or of float32 if it is that; ValueError if it cannot be one."""
+    """Gives a kernel matrix `[n, n]` as float64, or float32 if it is that; raises ValueError if it cannot be one."""
     kernel = tensor_of(K).detach()
     if kernel.ndim != 2 or kernel.shape[0] != kernel.shape[1] or not len(kernel) or kernel.is_complex():
         raise ValueError(

@@ -136,7 +136,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def transform(self, X: Any) -> Any:
-        """W `[n, K]` of other rows, for the H of `fit`: mixture proportions of each row, times its sum.
+        """Gives W `[n, K]` of other rows, for the H of `fit`: mixture proportions of each row, times its sum.
 
         A convex problem, iterated until `tol` or `max_iter`. Features that no component has do not count.
         """
@@ -155,7 +155,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def inverse_transform(self, X: Any) -> Any:
-        """WH `[n, n_features]` for W `[n, K]`."""
+        """Gives WH `[n, n_features]` for W `[n, K]`."""
         check_is_fitted(self)
         W = X if isinstance(X, Tensor) else tensor_of(check_array(X, dtype=float))
         if W.ndim != 2 or W.shape[1] != self.n_components_:
@@ -176,7 +176,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _start(
         self, target: Target, left: tuple[int, int], right: tuple[int, int], W: Any, H: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both factors to begin with, of shapes `left` and `right`."""
+        """Gives the two factors to begin with, of shapes `left` and `right`."""
         like = target.values
         if self.init == "custom":
             return _given("W", W, left, like), _given("H", H, right, like)
@@ -220,7 +220,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return state, _error(target, state)
 
     def _matrix(self, X: Any, *, reset: bool) -> Any:
-        """X as a dense tensor or, if it is one, a SciPy sparse matrix; checked."""
+        """Checks X and gives it as a dense tensor or, if it is sparse, as a SciPy sparse matrix."""
         if isinstance(X, Tensor) and X.layout == torch.strided:
             V = rows_of(self, X, reset=reset)
             if bool((V < 0).any()):
@@ -240,12 +240,12 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
 
 def _error(target: Target, state: State) -> Tensor:
-    """sqrt(2 D)."""
+    """Gives sqrt(2 D)."""
     return (2 * target.divergence(*state)).clamp(min=0).sqrt()
 
 
 def _scale(target: Target, W: Tensor, H: Tensor) -> Tensor:
-    """Factor that makes the sum of WH that of V."""
+    """Gives the factor that makes the sum of WH equal to that of V."""
     return target.row_sums.sum() / (W.sum(0) @ H.sum(1)).clamp(min=torch.finfo(H.dtype).tiny)
 
 
@@ -262,7 +262,7 @@ def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
 
 
 def _given(name: str, given: Any, shape: tuple[int, int], like: Tensor) -> Tensor:
-    """A factor to start from."""
+    """Gives a factor to start from."""
     if given is None:
         raise ValueError(f'init="custom" needs {name}, of shape {list(shape)}: fit_transform(X, W=W, H=H).')
     factor = tensor_of(given, like)

@@ -36,7 +36,7 @@ class L1Components(NamedTuple):
 def l1_kernel_pca(
     K: Any, n_components: int | None = None, *, max_iter: int = 1000, bit_flips: bool = False
 ) -> L1Components:
-    """Unit vectors x of largest sum_i |Phi(a_i)'x|, one after another, each in what the earlier ones leave.
+    """Finds unit vectors x of largest sum_i |Phi(a_i)'x|, one after another, each in what the earlier ones leave.
 
     x is a multiple of sum_i c_i Phi(a_i) with signs c, and c <- sgn(K c) never lowers c'Kc: it ends after finitely many
     steps in a local maximum. The start is the observation that is itself the best direction. This is dispersion
@@ -251,7 +251,7 @@ class L1KernelPCA(KernelDecomposition):
 
     @torch.no_grad()
     def outlier_score(self, X: Any) -> Any:
-        """Squared distance of rows from the training mean along the main components, each in units of its variance.
+        """Gives squared distances from the training mean along the main components, each in units of its variance.
 
         Fit with all components (n_components=None) for the model of the thesis, section 2.5: 80 % is of the variance
         of those found.

@@ -122,7 +122,7 @@ class LpKernelPCA(KernelDecomposition):
         return self
 
     def _directions(self, factor: Tensor) -> Tensor:
-        """Orthonormal columns `[r, n_components_]` of large mean |factor @ column|^p, for a factor `[n, r]`."""
+        """Finds orthonormal columns `[r, n_components_]` of large mean |factor @ column|^p, for a factor `[n, r]`."""
         generator = generator_of(self.random_state)
         whole = float(factor.norm())
         tolerance = whole * (1e-10 if factor.dtype == torch.float64 else 1e-5)
@@ -155,7 +155,7 @@ class LpKernelPCA(KernelDecomposition):
 
 
 def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:
-    """A positive multiple of the gradient of mean |factor @ x|^p."""
+    """Gives a positive multiple of the gradient of mean |factor @ x|^p."""
 
     def gradient(x: Tensor) -> Tensor:
         scores = factor @ x
@@ -168,7 +168,7 @@ def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:
 
 
 def _start(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """The row `[r]` of largest mean |factor @ x|^p, x its direction, of `CANDIDATES` rows drawn by squared norm."""
+    """Gives a row `[r]` of largest mean |factor @ x|^p, x its direction, of `CANDIDATES` rows drawn by squared norm."""
     drawn = torch.multinomial(factor.square().sum(1).double().cpu(), CANDIDATES, replacement=True, generator=generator)
     rows = factor[drawn.to(factor.device)]
     rows = rows / rows.norm(dim=1, keepdim=True)
@@ -177,7 +177,7 @@ def _start(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
 
 
 def _factored(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x."""
+    """Gives F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x."""
     values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
     kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
     roots, vectors = values[kept].sqrt(), vectors[:, kept]

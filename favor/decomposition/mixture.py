@@ -47,7 +47,7 @@ def mixture_proportions(
     max_iter: int = 10_000,
     start: Any = None,
 ) -> Proportions:
-    """Weights pi of a mixture that maximise sum_j v_j log(L pi)_j over the simplex; a convex problem.
+    """Finds weights pi of a mixture that maximise sum_j v_j log(L pi)_j over the simplex; a convex problem.
 
     With g_k = sum_j v_j L_jk / (L pi)_j / sum v, one iteration is pi <- pi (shift + g)^2, normalised: the power
     iteration x <- grad f(x) + shift x of the scale-invariant f, pi = x^2, with the shift relative to the multiplier,
@@ -119,7 +119,7 @@ def fit_proportions(
     tol: float,
     max_iter: int,
 ) -> Proportions:
-    """The iteration of `mixture_proportions`, for a matrix known by its products alone.
+    """Runs the iteration of `mixture_proportions` for a matrix that is known by its products alone.
 
     Args:
         times: pi `[..., K]` -> L pi `[..., n]`, in new storage.
@@ -169,7 +169,7 @@ def _objective(share: Tensor, mixture: Tensor) -> Tensor:
 
 
 def _rows_of_order_one(L: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows divided by their largest entries, which changes no proportion, and these entries `[..., n]`."""
+    """Gives rows divided by their largest entries, which changes no proportion, and these entries `[..., n]`."""
     L, largest = _divided(L)
     empty = (largest <= 0) & (v > 0)
     if bool(empty.any()):
@@ -218,7 +218,7 @@ def _checked(likelihoods: Any, counts: Any, start: Any) -> tuple[Tensor, Tensor,
 
 
 def _vector(name: str, given: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Nonnegative numbers, one or a set for all problems; 1 if not given."""
+    """Gives nonnegative numbers, one or a set for all problems; 1 if not given."""
     if given is None:
         return like.new_ones(shape)
     tensor = _real(given, name)
@@ -232,7 +232,7 @@ def _vector(name: str, given: Any, shape: tuple[int, ...], like: Tensor) -> Tens
 
 
 def _real(given: Any, name: str) -> Tensor:
-    """Real numbers as a tensor."""
+    """Gives real numbers as a tensor."""
     if not isinstance(given, Tensor):
         array = np.asarray(given)
         if array.dtype.kind not in "fiub":
@@ -244,7 +244,7 @@ def _real(given: Any, name: str) -> Tensor:
 
 
 def _matrix_of(given: Any) -> Tensor:
-    """A float64 tensor (float32 if a float32 tensor was given), sparse (COO) for sparse matrices."""
+    """Makes a float64 tensor (float32 if a float32 tensor was given), sparse (COO) for sparse matrices."""
     name = "likelihoods"
     if isinstance(given, Tensor):
         given = _real(given, name)

@@ -194,7 +194,7 @@ def check_options(shift: Any, tol: Any, max_iter: Any, *, relative: bool = True)
 
 
 def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[Any] | None) -> list[float | None]:
-    """The checked step of every block, None on the sphere."""
+    """Gives the checked step of every block, None on the sphere."""
     lengths = [None] * len(blocks) if steps is None else list(steps)
     if not len(gradients) == len(blocks) == len(lengths) or not blocks:
         raise ValueError(
@@ -225,7 +225,7 @@ def _unit(x: Tensor, name: str) -> Tensor:
 def _gradient(
     gradient: Callable[..., Any], given: Sequence[Any], x: Tensor, name: str, *, may_vanish: bool = False
 ) -> Tensor:
-    """The gradient at the given blocks in the type and on the device of x, checked."""
+    """Gives the gradient at the given blocks in the type and on the device of x, checked."""
     slope = tensor_of(gradient(*given), x).detach()
     if slope.shape != x.shape:
         raise ValueError(f"{name} must give shape {tuple(x.shape)}, got {tuple(slope.shape)}.")
@@ -237,7 +237,7 @@ def _gradient(
 
 
 def _step(x: Tensor, slope: Tensor, shift: float, relative: bool, name: str) -> tuple[Tensor, float]:
-    """The next unit vector, and 1 - |x_new'x|."""
+    """Gives the next unit vector, and 1 - |x_new'x|."""
     # Norms of very large or very small gradients would overflow or vanish: only their direction counts.
     top = slope.abs().max()
     slope = slope / top

@@ -38,7 +38,7 @@ def power_rule(
     eta: float | None = None,
     epoch_length: int | None = None,
 ) -> PowerParameters:
-    """The largest step of VR Power that a batch allows, and the epoch that goes with it.
+    """Gives the largest step of VR Power that a batch allows, and the epoch that goes with it.
 
     With them an epoch takes theta = sum_{k>1} E(u_k'x)^2 / E(u_1'x)^2 to at most 3/4 of it.
 
@@ -85,11 +85,11 @@ def heavy_ball_rule(
     eta: float | None = None,
     epoch_length: int | None = None,
 ) -> PowerParameters:
-    """Parameters of an epoch of VR HB Power, whose momentum is `heavy_ball_beta`; arguments, source: `power_rule`."""
+    """Gives the parameters of an epoch of VR HB Power, whose momentum is `heavy_ball_beta`; see `power_rule`."""
     _check_problem(l1, l2, sigma2, batch)
 
     def slack(eta: float) -> float:
-        """l1 Delta (2 (1 - eta) + eta (l1 + l2)), which is q^2 / eta."""
+        """Gives l1 Delta (2 (1 - eta) + eta (l1 + l2)), which is q^2 / eta."""
         return (l1 - l2) * (2 * (1 - eta) + eta * (l1 + l2))
 
     def length(eta: float) -> int:
@@ -104,12 +104,12 @@ def heavy_ball_rule(
 
 
 def heavy_ball_beta(eta: float, l2: float) -> float:
-    """Beta = (1 - eta + eta l2)^2, with which all directions but the first grow alike."""
+    """Gives beta = (1 - eta + eta l2)^2, with which all directions but the first grow alike."""
     return (1 - eta + eta * l2) ** 2
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
-    """Estimate of l2 from two points and their images, without another look at the data.
+    """Estimates l2 from two points and their images, without another look at the data.
 
     It is the Rayleigh quotient of what `last` has beside `point`: at most l2 once `point` is u_1, and mostly too low.
 
@@ -136,7 +136,7 @@ def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Te
 
 
 def row_deviations(rows: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Spectral norms of a a' - C, one for each row a: the square root of what sigma^2 is the mean of.
+    """Gives the spectral norms of a a' - C, one for each row a: the square root of what sigma^2 is the mean of.
 
     The eigenvalues of a change of rank one are the roots of a secular equation; the two outer ones are bisected.
 
@@ -174,7 +174,7 @@ def _chosen(
     eta: float | None,
     epoch_length: int | None,
 ) -> tuple[float, int]:
-    """Eta and m: those given, else the largest eta found whose batch is no more than there is, and its m."""
+    """Gives eta and m: those given, else the largest eta found whose batch is no more than there is, and its m."""
     if eta is not None and not 0 < eta <= 1:
         raise ValueError(f"eta must be in (0, 1], got {eta!r}.")
     if epoch_length is not None and epoch_length < 1:

@@ -48,7 +48,7 @@ class RowSource:
         return self.read / len(self)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All rows in order, a block at a time."""
+        """Gives all rows in order, a block at a time."""
         size = max(1, BLOCK // self.width)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
@@ -59,7 +59,7 @@ class RowSource:
             yield self._finished(block)
 
     def take(self, indices: Tensor) -> Tensor:
-        """Rows by number `[b]`, in any order and with repetitions: `[b, d]`."""
+        """Gives rows by number `[b]`, in any order and with repetitions: `[b, d]`."""
         if isinstance(self.rows, Tensor):
             return self._finished(self.rows[indices.to(self.rows.device)])
         # Files on disk want rising numbers, each once.
@@ -68,7 +68,7 @@ class RowSource:
         return self._finished(block[torch.from_numpy(places).to(block.device)])
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean over all rows of a function that gives the mean over a block of rows."""
+        """Gives the mean over all rows of a function that gives the mean over a block of rows."""
         total: Tensor | None = None
         for block in self.blocks():
             part = function(block) * (len(block) / len(self))
@@ -84,7 +84,7 @@ class RowSource:
 
 
 def row_source(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> RowSource:
-    """Rows of X, which is copied if it is an ordinary array and read as needed if it is a file or another sequence.
+    """Opens X by rows: an ordinary array is copied, and a file or another sequence is read as needed.
 
     Args:
         estimator: gets `n_features_in_`.
@@ -109,7 +109,7 @@ def row_source(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 
 
 
 def is_stream(X: Any) -> bool:
-    """Whether rows of X are read as they are needed, and not taken into memory at once."""
+    """Tells whether rows of X are read as they are needed, and not taken into memory at once."""
     if isinstance(X, np.memmap):
         return X.dtype.kind in "fiub"
     if isinstance(X, (Tensor, np.ndarray, list, tuple, str, bytes, dict)) or issparse(X):
@@ -119,12 +119,12 @@ def is_stream(X: Any) -> bool:
 
 
 def same_kind_as_rows(result: Tensor, X: Any) -> Any:
-    """The result as a tensor if X or its rows are tensors, else as an array."""
+    """Gives the result as a tensor if X or its rows are tensors, else as an array."""
     return same_kind(result, X[np.arange(1)] if is_stream(X) else X)
 
 
 def batch_rows(batch_size: Any, n: int) -> int:
-    """Rows of a batch: an integer as it is, at most n; a share of n, but at least 64 or n.
+    """Gives the size of a batch: an integer is taken unchanged, up to n; a share of n gives at least 64 rows, or n.
 
     Raises:
         ValueError: unless it is an integer from 1 or a share in (0, 1].
@@ -139,7 +139,7 @@ def batch_rows(batch_size: Any, n: int) -> int:
 
 
 def _block(block: Any) -> Tensor:
-    """Rows from a file or sequence as a tensor: float32 if they are a float32 tensor, else float64."""
+    """Gives rows from a file or sequence as a tensor: float32 if they are a float32 tensor, else float64."""
     if isinstance(block, Tensor):
         rows = block if block.dtype == torch.float32 else block.double()
     else:

@@ -29,7 +29,7 @@ class PowerOfProducts(Objective):
         self.degree = degree
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """See `Objective`."""
+        """Gives the mean gradient over rows at x; see `Objective`."""
         products = rows @ x
         return rows.T @ (products.sign() * products.abs() ** (self.degree - 1)) / len(rows)
 
@@ -40,11 +40,11 @@ class MixtureLikelihood(Objective):
     degree = 0.0
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """See `Objective`."""
+        """Gives the mean gradient over rows at x; see `Objective`."""
         return 2 * x * (rows.T @ (1 / (rows @ x.square()))) / len(rows)
 
     def value(self, rows: Tensor, x: Tensor) -> Tensor:
-        """See `Objective`."""
+        """Gives the mean of f_i over rows; see `Objective`."""
         return (rows @ x.square()).log().mean()
 
     def admitted(self, x: Tensor, after: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class FromGradient(Objective):
         self.function, self.degree = function, degree
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """See `Objective`."""
+        """Gives the mean gradient over rows at x; see `Objective`."""
         found = self.function(rows, x)
         if not isinstance(found, Tensor) or found.shape != x.shape:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__

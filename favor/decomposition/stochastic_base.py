@@ -27,7 +27,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     random_state: Any
 
     def transform(self, X: Any) -> Any:
-        """Products of rows `[n, n_features]` with the components, `[n, n_components]`; a file is read by blocks."""
+        """Multiplies rows `[n, n_features]` with the components, `[n, n_components]`; a file is read by blocks."""
         check_is_fitted(self)
         source = row_source(self, X, reset=False)
         source.offset = self._offset(source)
@@ -44,7 +44,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return rows @ components.T
 
     def _offset(self, source: RowSource) -> Tensor | None:
-        """Vector that `fit` subtracted from rows."""
+        """Gives the vector that `fit` subtracted from rows."""
         return None
 
     def _climb_all(
@@ -108,5 +108,5 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
 
 def _signed(x: Tensor) -> Tensor:
-    """Of x and -x the one whose largest entry is positive."""
+    """Gives x or -x, the one whose largest entry is positive."""
     return -x if x[x.abs().argmax()] < 0 else x

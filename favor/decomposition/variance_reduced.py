@@ -162,7 +162,7 @@ class VRPower(StochasticPower):
         return isinstance(self.eigenvalues, str)
 
     def _rule(self, number: int, n: int, noise: Callable[[float], float] | None) -> Rule:
-        """Parameters of each epoch of a component; keeps the estimate of l2/l1 between epochs."""
+        """Gives the parameters of each epoch of a component; keeps the estimate of l2/l1 between epochs."""
         batch = batch_rows(self.batch_size, n)
         known = None if self.eigenvalues is None or self._estimates else np.asarray(self.eigenvalues, dtype=float)
         ratio = UNKNOWN_RATIO if known is None else known[number + 1] / known[number]
@@ -183,13 +183,13 @@ class VRPower(StochasticPower):
         return rule
 
     def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
-        """Of an epoch, for l1 = 1 and l2 = ratio, with eta times a factor."""
+        """Gives the parameters of an epoch for l1 = 1 and l2 = ratio, with eta times a factor."""
         m = None if self.epoch_length == "rule" else int(self.epoch_length)
         eta = self._power_rule(1.0, ratio, sigma2, batch, epoch_length=m).eta if self.eta == "rule" else float(self.eta)
         return self._power_rule(1.0, ratio, sigma2, batch, eta=eta * factor, epoch_length=m)
 
     def _noise(self, source: RowSource) -> Callable[[float], float] | None:
-        """sigma^2 of rows divided by sqrt(l1) as a function of l1; None if no rule asks for it."""
+        """Gives sigma^2 of rows divided by sqrt(l1) as a function of l1; None if no rule asks for it."""
         if self.eta != "rule" or batch_rows(self.batch_size, len(source)) == len(source):
             # With all rows there is no noise.
             return None
@@ -227,7 +227,7 @@ class VRPower(StochasticPower):
             )
 
     def _asks_for_eigenvalues(self) -> str | None:
-        """Name of a parameter that is set to "rule"."""
+        """Gives the name of a parameter that is set to "rule"."""
         return next((name for name in ("eta", "epoch_length") if getattr(self, name) == "rule"), None)
 
 
@@ -310,7 +310,7 @@ class VRHeavyBallPower(VRPower):
 
 
 def exact_variance(source: RowSource) -> float:
-    """sigma^2 = E|a a' - C|^2 with the spectral norm; C `[d, d]` is formed."""
+    """Computes sigma^2 = E|a a' - C|^2 with the spectral norm; C `[d, d]` is formed."""
     second = source.mean(lambda rows: rows.T @ rows / len(rows))
     values, vectors = torch.linalg.eigh(second)
     values = values.clamp_min(0)

@@ -105,7 +105,7 @@ class PositiveFeatures(RandomFeatures):
         scale: float = 1.0,
         is_causal: bool = False,
     ) -> Moments:
-        """The statistics behind the parameters; arguments as in `fit`.
+        """Computes the statistics from which the parameters come; the arguments are those of `fit`.
 
         Args:
             scale: the statistics are those of sqrt(scale) x and sqrt(scale) y.
@@ -115,11 +115,11 @@ class PositiveFeatures(RandomFeatures):
 
     @abstractmethod
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Parameters that minimise the objective (14) of FAVOR# in this family, from moments alone."""
+        """Gives the parameters that minimise the objective (14) of FAVOR# in this family, from moments alone."""
 
     @torch.no_grad()
     def fit(self, x: Tensor, y: Tensor, *, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> Parameters:
-        """Closed-form parameters for queries x `[..., L, d]` and keys y `[..., S, d]`.
+        """Fits parameters in closed form to queries x `[..., L, d]` and keys y `[..., S, d]`.
 
         The optimum does not depend on alpha. No gradient passes: any parameters keep the estimate unbiased, so they
         are constants of the estimator.
@@ -131,7 +131,7 @@ class PositiveFeatures(RandomFeatures):
         return self.fit_moments(self.moments(x, y, x_mask, y_mask))
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """The three things per head that attention needs besides the key bias.
+        """Gives the three things per head that attention needs besides the key bias.
 
         Up to terms that depend on the query alone, log(f_1 f_2) = x . uq_m + y . uk_m + offset_m + bias(y).
 
@@ -157,11 +157,11 @@ class PositiveFeatures(RandomFeatures):
         return to_query, to_key, self._weighted(offset, params)
 
     def key_bias(self, y: Tensor, params: Parameters) -> Tensor:
-        """Quadratic term of the keys, -|G^-T (y - b)|^2/2 + alpha |y|^2, `[..., S]`."""
+        """Gives the quadratic term of the keys, -|G^-T (y - b)|^2/2 + alpha |y|^2, `[..., S]`."""
         return self._quadratic(y, params.map_keys(y))
 
     def log_phi(self, x: Tensor, omega: Tensor, params: Parameters, side: Side = "query") -> Tensor:
-        """Log f_1 (side "query") or log f_2 (side "key"), equation (13) of FAVOR#.
+        """Computes log f_1 (side "query") or log f_2 (side "key"), equation (13) of FAVOR#.
 
         mean over m of exp(log_phi(x, side="query") + log_phi(y, side="key")) is an unbiased estimate of K(x, y), unless
         the parameters hold weights, which belong to log f_2.
@@ -186,7 +186,7 @@ class PositiveFeatures(RandomFeatures):
         return mapped @ u.transpose(-1, -2) + weight.unsqueeze(-2) + quadratic.unsqueeze(-1)
 
     def kernel(self, x: Tensor, y: Tensor, omega: Tensor, params: Parameters) -> Tensor:
-        """Estimate of K for all pairs, `[..., L, S]`."""
+        """Estimates K for all pairs, `[..., L, S]`."""
         log_x = self.log_phi(x, omega, params, side="query")
         log_y = self.log_phi(y, omega, params, side="key")
         top_x, top_y = log_x.amax(-1, keepdim=True), log_y.amax(-1, keepdim=True)
@@ -194,27 +194,27 @@ class PositiveFeatures(RandomFeatures):
         return product * (top_x + top_y.transpose(-1, -2)).exp() / omega.shape[-2]
 
     def log_second_moment(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
-        """Log E[(f_1(x_i) f_2(y_j))^2], the first term of equation (15), for all pairs `[..., L, S]`."""
+        """Computes log E[(f_1(x_i) f_2(y_j))^2], the first term of equation (15), for all pairs `[..., L, S]`."""
         return 2 * self._log_kernel(x, y) + self.log_relative_second_moment(x, y, params)
 
     def log_variance(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
-        """Log Var(f_1(x_i) f_2(y_j)), equation (15), for all pairs `[..., L, S]`; -inf where it is zero."""
+        """Computes log Var(f_1(x_i) f_2(y_j)), equation (15), for all pairs `[..., L, S]`; -inf where it is zero."""
         relative = self.log_relative_second_moment(x, y, params)
         # log(expm1(r)) without overflow for large r.
         return 2 * self._log_kernel(x, y) + relative + torch.log(-torch.expm1(-relative))
 
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
-        """log(1 + Var / K^2) for all pairs `[..., L, S]`; does not depend on alpha."""
+        """Computes log(1 + Var / K^2) for all pairs `[..., L, S]`; does not depend on alpha."""
         z = params.map_queries(x).unsqueeze(-2) + params.map_keys(y).unsqueeze(-3)
         return params.log_relative_second_moment(z.flatten(-3, -2)).unflatten(-1, (x.shape[-2], y.shape[-2]))
 
     def objective(self, x: Tensor, y: Tensor, params: Parameters) -> Tensor:
-        """Shifted log-variance, equation (14): mean over all pairs of log E[(f_1 f_2)^2], `[...]`."""
+        """Computes the shifted log-variance, equation (14): mean over all pairs of log E[(f_1 f_2)^2], `[...]`."""
         return self.log_second_moment(x, y, params).mean((-1, -2))
 
     @staticmethod
     def _weighted(logs: Tensor, params: Parameters) -> Tensor:
-        """Logarithms `[..., M]` of features, times their weights."""
+        """Multiplies features by their weights, in logarithms `[..., M]`."""
         weights = params.log_weights
         if weights is None:
             return logs
@@ -250,8 +250,8 @@ class SignedFeatures(RandomFeatures):
 
     @abstractmethod
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
-        """Feature values without their scale, `[..., L, F]`."""
+        """Computes the feature values without their scale, `[..., L, F]`."""
 
     def log_scale(self, x: Tensor) -> Tensor:
-        """Log of a positive factor of all features of a row, `[..., L]`; zero unless the family says otherwise."""
+        """Gives the log of a positive factor of all features of a row, `[..., L]`; zero if not overridden."""
         return x.new_zeros(x.shape[:-1])

@@ -67,7 +67,7 @@ class CDERF(Regularised):
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """G and Sigma from the covariances, the shift from the means."""
+        """Takes G and Sigma from the covariances, and the shift from the means."""
         ridge = moments.ridge(self.regularization, self.floor, centred=True)
         moments = moments.regularised(ridge)
         root = cholesky(moments.cov_x)
@@ -151,6 +151,6 @@ class WDERF(CDERF):
         scale: float = 1.0,
         is_causal: bool = False,
     ) -> Moments:
-        """Moments with weighted keys; arguments as in `PositiveFeatures.moments`."""
+        """Computes moments with weighted keys; the arguments are those of `PositiveFeatures.moments`."""
         weights = attention_received(x, y, x_mask, y_mask, self.num_queries, scale=scale, is_causal=is_causal)
         return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)

@@ -41,13 +41,13 @@ def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Lower Cholesky factor; something else, and no error, for a matrix that has none."""
+    """Computes the lower Cholesky factor; a matrix that has none gives something else, and no error."""
     check_onnx()
     return torch.linalg.cholesky_ex(matrix)[0]
 
 
 def inverse(matrix: Tensor, iterations: int = 48) -> Tensor:
-    """Inverse matrices; while a model is exported to ONNX, by matrix products.
+    """Inverts matrices; while a model is exported to ONNX, by matrix products.
 
     An engine computes the inverse of a constant once, when it loads the model.
 
@@ -84,7 +84,7 @@ def _is_for_onnx() -> bool:
 
 
 def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
-    """The symmetric matrix with these eigenvalues and eigenvectors."""
+    """Makes the symmetric matrix with these eigenvalues and eigenvectors."""
     return vectors * values.unsqueeze(-2) @ vectors.transpose(-1, -2)
 
 
@@ -97,7 +97,7 @@ def finite(matrix: Tensor) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]:
-    """Root and inverse root by the coupled Newton-Schulz iteration.
+    """Computes the root and inverse root by the coupled Newton-Schulz iteration.
 
     Small eigenvalues converge last, their roots from below by a factor of 1.5 an iteration: 24 serve matrices of
     condition 1e6. Unlike eigenvectors, the result is differentiable whatever the eigenvalues.
@@ -121,7 +121,7 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
 
 
 def trace(matrix: Tensor) -> Tensor:
-    """Trace over the last two dimensions."""
+    """Computes the trace over the last two dimensions."""
     return torch.diagonal(matrix, dim1=-2, dim2=-1).sum(-1)
 
 
@@ -138,7 +138,7 @@ def joined(pieces: list[Tensor], dim: int) -> Tensor:
 
 
 def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
-    """Rows at a time: so many that they stay in cache on a CPU, and that copies of them stay small elsewhere.
+    """Gives how many rows to take at a time: they stay in cache on a CPU, and copies of them stay small elsewhere.
 
     All at once if they are not `copied`.
     """

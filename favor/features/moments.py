@@ -42,7 +42,7 @@ class Moments:
         y_mask: Tensor | None = None,
         y_weights: Tensor | None = None,
     ) -> Moments:
-        """Moments of x `[..., L, d]` and y `[..., S, d]`.
+        """Computes the moments of x `[..., L, d]` and y `[..., S, d]`.
 
         Args:
             x, y: samples; half precision is raised to float32.
@@ -53,17 +53,17 @@ class Moments:
         return cls(*_interleave(_first_two(x, x_mask), _first_two(y, y_mask, y_weights)))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four attributes, in order."""
+        """Gives the four attributes, in order."""
         return self.mean_x, self.mean_y, self.cov_x, self.cov_y
 
     @classmethod
     def cat(cls, moments: list[Moments]) -> Moments:
-        """Moments of several batches as those of one, along the first dimension."""
+        """Joins moments of several batches into those of one, along the first dimension."""
         return cls(*(torch.cat(parts) for parts in zip(*(m.tensors() for m in moments), strict=True)))
 
     @classmethod
     def pooled(cls, moments: Moments, weights: Tensor) -> Moments:
-        """Moments of all samples together, given those of n sets (first dimension) and the weight of each set `[n]`."""
+        """Pools moments, given those of n sets (first dimension) and the weight of each set `[n]`."""
         share = weights.to(moments.mean_x) / weights.sum().to(moments.mean_x)
 
         def pool(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class Moments:
         return cls(*_interleave(pool(moments.mean_x, moments.cov_x), pool(moments.mean_y, moments.cov_y)))
 
     def scaled(self, scale: float) -> Moments:
-        """Moments of sqrt(scale) x and sqrt(scale) y."""
+        """Gives the moments of sqrt(scale) x and sqrt(scale) y."""
         root = scale**0.5
         return Moments(root * self.mean_x, root * self.mean_y, scale * self.cov_x, scale * self.cov_y)
 
@@ -110,7 +110,7 @@ class Moments:
         return self.second_x + self.second_y + outer + outer.transpose(-1, -2)
 
     def ridge(self, regularization: float, floor: float, *, centred: bool = False) -> Tensor:
-        """The t of `regularised`: regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
+        """Gives the t of `regularised`: regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
 
         M1 and M2 are the second moments, or with `centred` the covariances. The absolute floor is what keeps the
         inverse of an all-zero set finite.
@@ -148,7 +148,7 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
 
 
 def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of weight (sample - mean)(sample - mean)', `[..., d, d]`."""
+    """Computes the sum of weight (sample - mean)(sample - mean)', `[..., d, d]`."""
     total = mean.new_zeros(*mean.shape, mean.shape[-1])
     for part in row_parts(samples):
         centred = samples[..., part, :].to(mean.dtype) - mean.unsqueeze(-2)
@@ -169,7 +169,7 @@ def attention_received(
     is_causal: bool = False,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Mean softmax row of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
+    """Averages the softmax rows of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
 
     Args:
         x, y: queries `[..., L, d]` and keys `[..., S, d]`.

@@ -60,13 +60,13 @@ class Parameters:
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
-        """G = L = I: the positive features of FAVOR+, which need no statistics."""
+        """Gives G = L = I: the positive features of FAVOR+, which need no statistics."""
         eye = torch.eye(head_dim, dtype=dtype, device=device)
         return cls(eye, eye, eye, maps=False, form="identity")
 
     @classmethod
     def from_matrices(cls, A: Tensor, B1: Tensor, B2: Tensor, *, tolerance: float = 1e-5) -> Parameters:
-        """General DERF from the matrices of Theorem 4.1; C_1, C_2 and D follow from them.
+        """Makes a general DERF from the matrices of Theorem 4.1; C_1, C_2 and D follow from them.
 
         Args:
             A: symmetric `[..., d, d]` with 8A < I in the order of symmetric matrices (finite variance).
@@ -109,7 +109,7 @@ class Parameters:
         return self._each(lambda part: part.to(like))
 
     def corrected(self, correction: Parameters) -> Parameters:
-        """These parameters moved by learned ones: G C, D L and b + c for a correction (C, D, c).
+        """Moves these parameters by learned ones: G C, D L and b + c for a correction (C, D, c).
 
         A correction with C = D = I and c = 0 changes nothing.
         """
@@ -127,7 +127,7 @@ class Parameters:
         )
 
     def heads(self, heads: Sequence[int]) -> Parameters:
-        """Parameters of some heads, given those of all `[Hk, d, d]`."""
+        """Gives the parameters of some heads, given those of all `[Hk, d, d]`."""
         return self._each(lambda part: part[list(heads)])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
@@ -141,7 +141,7 @@ class Parameters:
         return Parameters(transform, inverse, factor, self.maps, shift, log_weights, self.form)
 
     def split(self) -> list[Parameters]:
-        """Parameters of each entry of the first of four dimensions `[n, Hk, d, d]`, as n parameters `[1, Hk, d, d]`."""
+        """Splits parameters `[n, Hk, d, d]` along the first of four dimensions into n parameters `[1, Hk, d, d]`."""
 
         def parts(tensor: Tensor | None, ndim: int) -> Sequence[Tensor | None]:
             own = tensor is not None and tensor.ndim == ndim
@@ -192,19 +192,19 @@ class Parameters:
         return (self.log_det_sigma / 4).exp()
 
     def map_queries(self, x: Tensor) -> Tensor:
-        """G x for rows x `[..., L, d]`."""
+        """Computes G x for rows x `[..., L, d]`."""
         return x @ self.transform.transpose(-1, -2)
 
     def map_keys(self, y: Tensor) -> Tensor:
-        """G^-T (y - b) for rows y `[..., S, d]`."""
+        """Computes G^-T (y - b) for rows y `[..., S, d]`."""
         return (y if self.shift is None else y - self.shift.unsqueeze(-2)) @ self.inverse
 
     def log_tilt(self, x: Tensor) -> Tensor | float:
-        """X . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
+        """Computes x . b, the part of log f_1 that belongs to the shift, `[..., L]`."""
         return 0.0 if self.shift is None else (x @ self.shift.unsqueeze(-1)).squeeze(-1)
 
     def rho(self, moments: Moments) -> Tensor:
-        """Mean over all pairs of log(1 + Var(f_1 f_2) / K^2), from moments alone, `[...]`.
+        """Computes the mean over all pairs of log(1 + Var(f_1 f_2) / K^2), from moments alone, `[...]`.
 
         A diagnostic: an average over M features is usable where it is at most about log M. Infinite where the variance
         is.
@@ -221,7 +221,7 @@ class Parameters:
         return torch.where(info == 0, value, torch.full_like(value, float("inf")))
 
     def log_relative_second_moment(self, z: Tensor) -> Tensor:
-        """log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T (y - b), `[..., d]` -> `[...]`.
+        """Computes log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T (y - b), `[..., d]` -> `[...]`.
 
         Equals log det(Sigma) - log det(2 Sigma - I)/2 + z'(2 Sigma - I)^-1 z, which is equation (15) divided by K^2.
         It is infinite where 2 Sigma - I is not positive definite.

@@ -23,7 +23,7 @@ SHARP = ("favor#", "favor_sharp")  # the backend that the families of FAVOR# sha
 
 
 def optimal_a(phi: Tensor) -> Tensor:
-    """Minimiser over A < 1/8 of log(1 - 4A) - log(1 - 8A)/2 + phi/(1 - 8A), phi >= 0 (FAVOR#, Lemma A.1).
+    """Finds the minimiser over A < 1/8 of log(1 - 4A) - log(1 - 8A)/2 + phi/(1 - 8A), phi >= 0 (FAVOR#, Lemma A.1).
 
     Args:
         phi: numbers of any shape; mean |x + y|^2 / d in GERF.
@@ -40,7 +40,7 @@ def optimal_a(phi: Tensor) -> Tensor:
 
 
 def optimal_sigma(phi: Tensor) -> Tensor:
-    """1 - 4 A with A = `optimal_a(phi)`: the variance of the proposal along one direction."""
+    """Computes 1 - 4 A with A = `optimal_a(phi)`: the variance of the proposal along one direction."""
     return (1 + _inverse_gamma(phi)) / 2
 
 
@@ -76,7 +76,7 @@ class PosRF(PositiveFeatures):
     needs_statistics = False
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """No parameters: G = L = I, whatever the data."""
+        """Gives G = L = I, whatever the data: this family has no parameters."""
         mean = moments.mean_x
         return Parameters.identity(mean.shape[-1], dtype=mean.dtype, device=mean.device)
 
@@ -107,7 +107,7 @@ class GERF(PositiveFeatures):
     backends = ("favor++", "favor_plus_plus")
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """A from the mean squared norm of x + y, which follows from traces and means."""
+        """Takes A from the mean squared norm of x + y, which follows from traces and means."""
         eye = torch.eye(moments.head_dim, dtype=moments.mean_x.dtype, device=moments.mean_x.device)
         phi = (moments.trace_sum + 2 * moments.cross) / moments.head_dim
         return Parameters(eye, eye, optimal_sigma(phi).sqrt()[..., None, None] * eye, maps=False, form="triangular")
@@ -159,7 +159,7 @@ class SADERF(Regularised):
     factorizations = ("eigh",)
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Psi from the diagonals of the second moments, then A as in GERF."""
+        """Takes Psi from the diagonals of the second moments, then A as in GERF."""
         moments = moments.regularised(moments.ridge(self.regularization, self.floor))
         diag_x = torch.diagonal(moments.second_x, dim1=-2, dim2=-1)
         diag_y = torch.diagonal(moments.second_y, dim1=-2, dim2=-1)
@@ -214,7 +214,7 @@ class ADERF(Regularised):
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """G by the roots of three matrices, then A as in GERF on the transformed data."""
+        """Computes G by the roots of three matrices, then A as in GERF on the transformed data."""
         moments = moments.regularised(moments.ridge(self.regularization, self.floor))
         form = without_eigh(self.factorization, moments.second_x, "newton_schulz")
         roots = newton_schulz if form == "newton_schulz" else _roots
@@ -264,7 +264,7 @@ class SDERF(PositiveFeatures):
         self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Sigma = g(N) as a function of the matrix, or I + N."""
+        """Computes Sigma = g(N) as a function of the matrix, or I + N."""
         second = moments.pair_second_moment
         eye = torch.eye(moments.head_dim, dtype=second.dtype, device=second.device)
         form = without_eigh(self.factorization, second, "newton_schulz")
@@ -291,13 +291,13 @@ def check_factorization(given: str, allowed: Sequence[str]) -> None:
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Root and inverse root of a symmetric positive matrix."""
+    """Computes the root and inverse root of a symmetric positive matrix."""
     values, vectors = eigh(matrix)
     return from_spectrum(values.sqrt(), vectors), from_spectrum(values.rsqrt(), vectors)
 
 
 def _sigma_root(second: Tensor, eye: Tensor) -> Tensor:
-    """Root of `optimal_sigma` as a function of a matrix N, without its eigenvectors.
+    """Computes the root of `optimal_sigma` as a function of a matrix N, without its eigenvectors.
 
     It takes R = (4 N^2 + 12 N + I)^(1/2), the product of the commuting roots of 2 N + (3 - 8^(1/2)) I and
     2 N + (3 + 8^(1/2)) I: each of these matrices has the condition of N and not of its square.
@@ -334,6 +334,6 @@ class DERF(PositiveFeatures):
         self.parameters = Parameters.from_matrices(A, B1, B2)
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """The given parameters, in the type and on the device of the data."""
+        """Gives the given parameters, in the type and on the device of the data."""
         like = moments.mean_x
         return self.parameters.to(like)

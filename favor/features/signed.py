@@ -65,7 +65,7 @@ class TrigRF(SignedFeatures):
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Directions `[*batch_shape, num_features / 2, d]` ("sincos") or with a phase, `[..., num_features, d + 1]`.
+        """Draws omega, `[*batch_shape, num_features / 2, d]` ("sincos") or, with phases, `[..., num_features, d + 1]`.
 
         Raises:
             ValueError: for "sincos" and an odd number of features, since they come in pairs.
@@ -88,7 +88,7 @@ class TrigRF(SignedFeatures):
         return torch.cat((omega, 2 * math.pi * theta), dim=-1)
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
-        """cos(v.x), sin(v.x) or sqrt(2) cos(v.x + theta), without the factor exp(|x|^2/2), `[..., L, F]`.
+        """Computes cos(v.x), sin(v.x) or sqrt(2) cos(v.x + theta), without the factor exp(|x|^2/2), `[..., L, F]`.
 
         mean over directions (rows of omega) of phi(x) phi(y) exp(log_scale(x) + log_scale(y)) is unbiased for K.
         """
@@ -99,17 +99,17 @@ class TrigRF(SignedFeatures):
         return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
     def log_scale(self, x: Tensor) -> Tensor:
-        """(1/2 + alpha) |x|^2, `[..., L]`."""
+        """Gives (1/2 + alpha) |x|^2, `[..., L]`."""
         return (0.5 + self.alpha) * x.square().sum(-1)
 
     def kernel(self, x: Tensor, y: Tensor, omega: Tensor) -> Tensor:
-        """Unbiased estimate of K for all pairs, `[..., L, S]`."""
+        """Estimates K without bias for all pairs, `[..., L, S]`."""
         scale = self.log_scale(x).unsqueeze(-1) + self.log_scale(y).unsqueeze(-2)
         product = self.phi(x, omega) @ self.phi(y, omega).transpose(-1, -2)
         return product * scale.exp() / omega.shape[-2]
 
     def log_relative_second_moment(self, x: Tensor, y: Tensor) -> Tensor:
-        """log(1 + Var / K^2) of one direction, for all pairs `[..., L, S]`."""
+        """Computes log(1 + Var / K^2) of one direction, for all pairs `[..., L, S]`."""
         r = (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1)
         if self.form == "phase":
             return torch.logaddexp(r, -r - math.log(2))
@@ -135,7 +135,7 @@ class ReLUFeatures(SignedFeatures):
     name = "relu"
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
-        """`[..., L, M]`."""
+        """Computes the features, `[..., L, M]`."""
         return torch.relu(x @ omega.transpose(-1, -2))
 
 
@@ -160,5 +160,5 @@ class ELUFeatures(SignedFeatures):
     counts_features = False
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:
-        """`[..., L, d]`."""
+        """Computes the features, `[..., L, d]`."""
         return torch.nn.functional.elu(x) + 1

@@ -99,7 +99,7 @@ def favor_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the backends, with the signature transformers calls.
+    """Computes attention for the backends, with the signature that transformers calls.
 
     Dropout drops each attention weight with the given probability, like softmax attention; the weights that one key
     gives to the queries of a head are dropped together, since they are never formed one by one.
@@ -353,7 +353,7 @@ def by_head(
     exact: Callable[[Tensor, Tensor, Tensor], Tensor],
     linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
 ) -> Tensor:
-    """Attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
+    """Computes attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
 
     Args:
         query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.

@@ -48,7 +48,7 @@ class StreamLayer(CacheLayerMixin):
         self._options: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the state knows its sizes when it has seen a token."""
+        """Does nothing: the state knows its sizes when it has seen a token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
@@ -169,10 +169,10 @@ class StreamLayer(CacheLayerMixin):
         )
 
     def offload(self) -> None:
-        """Nothing to do: the state is small."""
+        """Does nothing: the state is small."""
 
     def prefetch(self) -> None:
-        """Nothing to do: the state is small."""
+        """Does nothing: the state is small."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Puts the rows of the batch in another order, for beam search."""

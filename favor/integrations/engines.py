@@ -57,11 +57,11 @@ class Share(NamedTuple):
         return None if stored is None else stored.heads(range(self.first, self.first + self.number))
 
     def exact_heads(self, exact: Sequence[int]) -> list[int]:
-        """Those of its key heads that stay exact, as it counts them."""
+        """Gives those of its key heads that stay exact, as it counts them."""
         return [head - self.first for head in exact if 0 <= head - self.first < self.number]
 
     def drawn(self, exact: Sequence[int]) -> tuple[int, int]:
-        """Number of the first of its key heads among those with directions, and how many these are in the layer."""
+        """Gives the number of its first key head with directions, and how many such heads the layer has."""
         return self.first - sum(head < self.first for head in exact), self.total - len(exact)
 
 

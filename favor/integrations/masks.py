@@ -61,7 +61,7 @@ def favor_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Mask function of the FAVOR backends, called by transformers once a forward pass.
+    """Makes the mask of the FAVOR backends; transformers calls this once per forward pass.
 
     Returns:
         A boolean view of B x kv_length numbers, `[B, 1, q_length, kv_length]` if the mask is causal and

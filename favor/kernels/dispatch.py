@@ -121,7 +121,7 @@ def available() -> dict[str, str]:
 
 
 def pick(kernel: str, query: Tensor, value: Tensor) -> str:
-    """Name of the kernel to run, "torch" or "triton", for tensors like `query` and `value`.
+    """Names the kernel to run, "torch" or "triton", for tensors like `query` and `value`.
 
     Raises:
         ValueError: if a kernel is asked for that cannot run, saying why, or for an unknown name.
@@ -142,41 +142,41 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
 
 @cache
 def kernel_module(picked: str, form: str) -> Any:
-    """The module of one form of a kernel, imported when it is first used: triton may be missing."""
+    """Imports the module of one form of a kernel when it is first used: triton may be missing."""
     return importlib.import_module(TABLE[picked].modules[form])
 
 
 def triton_module(name: str) -> Any:
-    """A module of Triton kernels, imported when it is first used: triton need not be installed."""
+    """Imports a module of Triton kernels when it is first used: triton need not be installed."""
     return importlib.import_module(f"favor.kernels.gpu.{name}")
 
 
 def is_tracing() -> bool:
-    """Whether what tensors hold is not to be looked at: a compiler, a CUDA graph or torch.func has hold of them."""
+    """Tells whether the contents of tensors must not be read: a compiler, a CUDA graph or torch.func traces them."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work, such as `grad` or `vmap`."""
+    """Tells whether a transform of torch.func is active, such as `grad` or `vmap`."""
     return torch._C._are_functorch_transforms_active()
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether these are ordinary tensors and nobody, such as a compiler, watches what is done to them."""
+    """Tells whether these are ordinary tensors that nothing, such as a compiler, watches."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_transformed():
         return False
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def on_cpu(tensor: Tensor) -> bool:
-    """Whether this is an ordinary tensor on a CPU: numpy can read it, and to ask what it holds costs no waiting."""
+    """Tells whether this is an ordinary tensor on a CPU: numpy can read it, and reading it needs no waiting."""
     return tensor.device.type == "cpu" and plain(tensor)
 
 
 def fuses(rows: Tensor) -> bool:
-    """Whether a pass over tokens outside of the kernels can be one Triton kernel, too; a compiler makes its own."""
+    """Tells whether a pass over tokens outside of the kernels can be a Triton kernel too; a compiler makes its own."""
     fits = (
         rows.ndim == 4
         and rows.dtype != torch.float64

@@ -82,7 +82,7 @@ def _sums(logits: Tensor, value: Tensor, top: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _outside(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Log weight and mean value of each feature over the keys of all other blocks, `[B, Hk, b, M]` and `[..., dv]`.
+    """Gives log weight `[B, Hk, b, M]` and mean value `[..., dv]` of each feature over the keys of all other blocks.
 
     Args:
         logits: of the keys, `[B, Hk, b, C, M]`.
@@ -103,14 +103,14 @@ def _outside(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _means(top: Tensor, total: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Log weight `[..., M]` and mean value `[..., M, dv]` from `_sums`; -inf and zeros without a key."""
+    """Gives the log weight `[..., M]` and mean value `[..., M, dv]` from `_sums`; -inf and zeros without a key."""
     nothing = total == 0
     total = total.masked_fill(nothing, 1.0)
     return (_finite(top) + total.log()).masked_fill(nothing, -torch.inf), sums / total.unsqueeze(-1)
 
 
 def _shares(logits: Tensor) -> Tensor:
-    """Softmax; equal shares, of values that are zeros, where nothing is visible."""
+    """Computes a softmax; where nothing is visible it gives equal shares, of values that are zeros."""
     unseen = logits.detach().amax(-1, keepdim=True) == -torch.inf
     return torch.softmax(logits.masked_fill(unseen, 0.0), -1)
 

@@ -54,7 +54,7 @@ def naive_linear_attention(
 
 
 def _attention(given: Operands, form: Geometry) -> Tensor:
-    """Attention of one sequence, or of a batch of equally long ones."""
+    """Computes attention of one sequence, or of a batch of equally long ones."""
     query, length, keys = given.query, given.query.shape[2], given.key.shape[2]
     if not keys:
         return (query * 0) @ query.new_zeros(query.shape[-1], given.value.shape[-1])

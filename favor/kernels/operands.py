@@ -121,7 +121,7 @@ class Geometry(NamedTuple):
         return "window" if self.window else "causal" if self.is_causal else "bidirectional"
 
     def sequences(self, batch_size: int) -> int:
-        """Number of sequences: those that are packed, or the size of the batch."""
+        """Gives the number of sequences: those that are packed, or the size of the batch."""
         return batch_size if self.cu_k is None else self.cu_k.shape[0] - 1
 
 
@@ -151,7 +151,7 @@ class Result(NamedTuple):
         keeps_lse: bool = False,
         rounds_summaries: bool = False,
     ) -> Result:
-        """Uninitialised memory for the result of one form of a kernel, with the summaries that its backward pass needs.
+        """Makes uninitialised memory for the result of one form of a kernel, with summaries for its backward pass.
 
         A window has summaries per block: b is the number of blocks, with room for one partial block per sequence.
 
@@ -194,7 +194,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def empty(cls, operands: Operands, *, for_directions: bool) -> Gradients:
-        """Memory for a backward pass that writes gradients of tokens and biases, and adds up those of the others."""
+        """Makes memory for a backward pass, which writes gradients of tokens and biases and adds up the others."""
         query, key, value, *directions, key_bias, query_bias = operands
         nothing = operands.offset.new_empty(0)
         written = (torch.empty_like(tensor) for tensor in (query, key, value, key_bias))
@@ -225,7 +225,7 @@ class Sequence:
     def of(
         cls, batch: Operands, rows: Index, columns: Index, summaries: slice, directions: tuple[slice, slice]
     ) -> Sequence:
-        """The part of a batch that the indices say."""
+        """Gives the part of a batch that the indices select."""
         return cls(batch, batch.part(rows, columns, directions), rows, columns, summaries, directions)
 
     def accumulate(self, total: Tensor, update: Tensor) -> None:
@@ -235,7 +235,7 @@ class Sequence:
         own += update.sum(0, keepdim=True) if own.shape[0] == 1 else update
 
     def parts(self, number: int) -> Iterator[Sequence]:
-        """At most so many key heads at a time, counting those of all sequences of a batch."""
+        """Cuts a batch into parts of at most this many key heads, counting those of all sequences of a batch."""
         (batch, heads), groups = self.operands.key.shape[:2], self.operands.groups
         together, number = max(1, number // heads), min(number, heads)
         for first, head in product(range(0, batch, together), range(0, heads, number)):
@@ -250,7 +250,7 @@ class Sequence:
 
 
 def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
-    """The sequences of a batch; all of it at once if it is not packed."""
+    """Gives the sequences of a batch; all of it at once if it is not packed."""
     cu_q, cu_k, everything = geometry.cu_q, geometry.cu_k, slice(None)
     if cu_q is None or cu_k is None:
         every = (everything, everything, everything)
@@ -301,7 +301,7 @@ class SelectedOperands(NamedTuple):
     scale: float
 
     def raised(self) -> SelectedOperands:
-        """The operands with tokens and means in float32 at least."""
+        """Gives the operands with tokens and means in float32 at least."""
         if self.query.dtype == self.counts.dtype:
             return self
         places = (name for name in self._fields if name.endswith(("query", "key", "value")))

@@ -31,7 +31,7 @@ _BACKWARD = (
 
 
 def _bundled(arguments: tuple[Any, ...]) -> tuple[Operands, Geometry]:
-    """The arguments named by `_TENSORS` and `_OPTIONS`, in bundles."""
+    """Gives the arguments named by `_TENSORS` and `_OPTIONS`, in bundles."""
     *tensors, cu_q, cu_k, query_bias, max_q, max_k, is_causal, size, scale = arguments
     return Operands._make((*tensors, query_bias)), Geometry(cu_q, cu_k, max_q, max_k, is_causal, size, scale)
 

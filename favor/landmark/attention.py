@@ -26,7 +26,7 @@ _NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
 
 
 def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attention output `[B, H, L, dv]` through landmarks.
+    """Computes the attention output `[B, H, L, dv]` through landmarks.
 
     Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in it, and only
     their means are taken in float32.
@@ -100,7 +100,7 @@ def _windowed(
     window: int,
     selection: Selection | None,
 ) -> Tensor:
-    """Each block of tokens attends to its own keys, and to landmarks without them; some heads at a time.
+    """Attends from each block of tokens to its own keys, and to landmarks without them; some heads at a time.
 
     Queries are `[B, Hk, G, L, d]`, the output too; `asking` are those that select keys.
     """
@@ -133,7 +133,7 @@ def _blocks(
     blocks: int,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Queries `[N, G, L, d]` (twice), keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
+    """Gives queries `[N, G, L, d]` (twice), keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:
@@ -158,5 +158,5 @@ def _blocks(
 
 
 def _raises_half_precision(query: Tensor) -> bool:
-    """Whether half precision is raised to float32: on a CPU it is."""
+    """Tells whether half precision is raised to float32: on a CPU it is."""
     return query.device.type == "cpu"

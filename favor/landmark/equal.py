@@ -11,7 +11,7 @@ _LINES = 8
 
 
 def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-    """The place of the first key equal to each, `[..., S]`; its own for a key that equals no earlier one.
+    """Gives the place of the first key equal to each, `[..., S]`; its own for a key that equals no earlier one.
 
     Equal keys lie side by side once all keys are sorted along a line, and only they agree along seven more. They may
     differ by rounding, of which the mean of n equal keys has n times as much: processors round in different ways.
@@ -44,6 +44,6 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
 
 
 def _lines(width: int, like: Tensor) -> Tensor:
-    """Eight directions without a pattern, `[d, 8]`: cubes modulo a prime, the same on every device."""
+    """Gives eight directions without a pattern, `[d, 8]`: cubes modulo a prime, the same on every device."""
     number = torch.arange(1, width * _LINES + 1, device=like.device)
     return (number**3 * 7919 % 65521).view(width, _LINES).to(like.dtype) / 65521 - 0.5

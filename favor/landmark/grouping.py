@@ -78,7 +78,7 @@ class Landmarks(Family):
         scale: float = 1.0,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """The landmark of each key, `[..., S]`: 0 ... M - 1, and M for keys that do not count.
+        """Gives the landmark of each key, `[..., S]`: 0 ... M - 1, and M for keys that do not count.
 
         Args:
             query: `[..., L, d]`, or None where queries must not see each other: landmarks are then evenly spaced and
@@ -154,7 +154,7 @@ def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor 
 
 
 def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
-    """Index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
+    """Finds the index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)
     rows = key.reshape(columns.shape[0], -1, key.shape[-1])
@@ -168,14 +168,14 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """Index of the largest number of each row; numpy finds it several times as fast on a CPU."""
+    """Finds the index of the largest number of each row; numpy finds it several times as fast on a CPU."""
     if on_cpu(scores):
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.max(-1).indices
 
 
 def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
-    """Sums over the keys of each landmark, `[..., M, w]`, at least float32, of tensors `[..., S, w]`.
+    """Sums tensors `[..., S, w]` over the keys of each landmark, `[..., M, w]`, at least float32.
 
     Cells are `[..., S]`; keys with a cell of M count nowhere.
     """
@@ -195,7 +195,7 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
 def attend_counted(
     query: Tensor, key: Tensor, value: Tensor, *, counts: Tensor | None, scale: float, causal_rows: int = 0
 ) -> Tensor:
-    """Softmax attention in which key m counts `counts[..., m]` times.
+    """Computes softmax attention in which key m counts `counts[..., m]` times.
 
     Queries that see nothing that counts give zeros if the values they see are zeros.
 

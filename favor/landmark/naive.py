@@ -93,7 +93,7 @@ def naive_landmark_attention(
 def bidirectional_logits(
     query: Tensor, key: Tensor, cells: Tensor, of_rows: Tensor | None = None, of_keys: Tensor | None = None
 ) -> Tensor:
-    """Logits `[R, S]`, in which a key outside of the block of the query counts as the mean of its group.
+    """Computes logits `[R, S]`, in which a key outside of the block of the query counts as the mean of its group.
 
     Args:
         query, key: `[R, d]` and `[S, d]`, of one head; queries times the scale.
@@ -121,7 +121,7 @@ def causal_logits(
     first: int = 0,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Logits `[R, S]`, in which a key of an earlier block counts as the mean of its group; later keys are not hidden.
+    """Gives logits `[R, S]`, in which keys of earlier blocks count as the mean of their group; hides no later keys.
 
     Args:
         query, key: `[R, d]` and `[S, d]`, of one head; queries times the scale.
@@ -167,7 +167,7 @@ def chosen_keys(
     window: int = 0,
     real: Tensor | None = None,
 ) -> Tensor:
-    """The keys that each query of bidirectional attention selects, boolean `[L, S]`.
+    """Gives the keys that each query of bidirectional attention selects, boolean `[L, S]`.
 
     Every `together` queries (of the same window, if there are windows) choose the pages with the largest sum of logits.
 
@@ -195,7 +195,7 @@ def chosen_keys(
 def growing_keys(
     query: Tensor, key: Tensor, number: int, size: int, together: int, section: int, real: Tensor | None = None
 ) -> Tensor:
-    """The keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
+    """Gives the keys that each query of causal attention selects, boolean `[L, S]`, among the pages before its section.
 
     Pages end where the first section begins. In each block of `together` queries of a section, the first one chooses
     the best pages, and each later one adds the best that are not chosen yet. It looks at some pages, see
@@ -227,7 +227,7 @@ def growing_keys(
 
 
 def _pages(length: int, size: int, real: Tensor | None, shorter: int = 0) -> dict[int, list[int]]:
-    """The keys of each page that count; the first page may have fewer keys than the others."""
+    """Gives the keys of each page that count; the first page may have fewer keys than the others."""
     pages: dict[int, list[int]] = {}
     for j in range(length):
         own = pages.setdefault((j + -shorter % size) // size, [])
@@ -237,7 +237,7 @@ def _pages(length: int, size: int, real: Tensor | None, shorter: int = 0) -> dic
 
 
 def _means(rows: Tensor, cells: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean of the rows of each cell, `[n, d]`; only of those to keep."""
+    """Gives the mean of the rows of each cell, `[n, d]`; only of those to keep."""
     keep = torch.ones_like(cells, dtype=torch.bool) if keep is None else keep
     number = int(cells.max()) + 1 if len(cells) else 0
     counts = torch.bincount(cells[keep], minlength=number).clamp(min=1).to(rows.dtype)

@@ -82,14 +82,14 @@ class Selection:
         return Growth.of(self.pages, self.rows)
 
     def cells(self, cells: Tensor, pages: Tensor) -> Tensor:
-        """The groups of the keys of pages `[N, Z, n]`, `[N, Z, nP]`, given those of all keys, `[N, S]`; -1 for none."""
+        """Gives groups of the keys of pages `[N, Z, n]`, `[N, Z, nP]`, from all, `[N, S]`; -1 for none."""
         missing = -cells.shape[1] % self.size
         of_pages = (pad(cells, (0, missing), value=-1) if missing else cells).unflatten(1, (-1, self.size))
         index = pages.flatten(1).unsqueeze(-1).expand(-1, -1, self.size)
         return of_pages.gather(1, index).to(torch.int32).view(*pages.shape[:2], -1)  # half the memory
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """Rows `[..., T, w]` in blocks `[..., T/R, R, w]`, zeros at the end."""
+        """Cuts rows `[..., T, w]` into blocks `[..., T/R, R, w]`, with zeros at the end."""
         return filled(rows, self.rows).unflatten(-2, (-1, self.rows))
 
 
@@ -104,7 +104,7 @@ def bidirectional(
     number: int,
     scale: float,
 ) -> Tensor:
-    """Attention of all queries, without a window.
+    """Computes attention of all queries, without a window.
 
     Args:
         selection: how keys are selected.
@@ -163,7 +163,7 @@ def windowed(
     tokens: tuple[Tensor, Tensor, Tensor],
     scale: float,
 ) -> Tensor:
-    """Attention of blocks of tokens that see their own keys as they are.
+    """Computes attention of blocks of tokens that see their own keys exactly.
 
     Args:
         selection: how keys are selected.

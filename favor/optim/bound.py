@@ -49,7 +49,7 @@ class PartitionBound:
 
 
 def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = None) -> PartitionBound:
-    """The bound for any table of features: Algorithm 1, O(n D^2), labels in the order of the rows.
+    """Makes the bound for any table of features by Algorithm 1, O(n D^2), with labels in the order of the rows.
 
     Args:
         theta: expansion point `[D]`.
@@ -118,20 +118,20 @@ class BoundCoefficients:
 
     @cached_property
     def tail(self) -> Tensor:
-        """C_k `[..., n]`, curvature of later labels as it reaches label k: C_{k-1} = beta_k + rho_k^2 C_k, C_n = 0."""
+        """Gives C_k `[..., n]`, what curvature of later labels reaches k: C_{k-1} = beta_k + rho_k^2 C_k, C_n = 0."""
         return affine_scan(self.rho.square(), self.beta, reverse=True, exclusive=True)
 
     @cached_property
     def coupling(self) -> Tensor:
-        """G_k `[..., n]`: B_ab = kappa_a (product of rho between a and b) G_b for a before b."""
+        """Gives G_k `[..., n]`: B_ab = kappa_a (product of rho between a and b) G_b for a before b."""
         return self.kappa * self.rho * self.tail - self.beta
 
     def arrange(self, values: Tensor) -> Tensor:
-        """Values by label `[..., n]` in the order of the coefficients."""
+        """Puts values by label `[..., n]` into the order of the coefficients."""
         return values if self.order is None else values.gather(-1, self.order.expand(values.shape))
 
     def restore(self, values: Tensor) -> Tensor:
-        """Values in the order of the coefficients `[..., n]` by label."""
+        """Puts values in the order of the coefficients `[..., n]` back by label."""
         if self.order is None:
             return values
         return torch.empty_like(values).scatter_(-1, self.order.expand(values.shape), values)
@@ -203,7 +203,7 @@ def _sorted(logits: Tensor, order: str | Tensor) -> tuple[Tensor, Tensor | None]
 
 
 def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
-    """Shape `[..., n]` in which values by label meet the coefficients."""
+    """Gives the shape `[..., n]` in which values by label meet the coefficients."""
     for name, values in by_label.items():
         if values.ndim == 0 or values.shape[-1] != c.beta.shape[-1]:
             raise ValueError(f"{name} must be [..., {c.beta.shape[-1]}], a number a label; got {tuple(values.shape)}.")
@@ -215,7 +215,7 @@ def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
 
 
 def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
-    """B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions.
+    """Computes B v in O(n), `[..., n]` for v `[..., n]` by label, broadcasting over leading dimensions.
 
     Args:
         c: from `bound_coefficients`, of logits `[..., n]`.
@@ -238,7 +238,7 @@ def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:
 
 
 def bound_diagonal(c: BoundCoefficients) -> Tensor:
-    """Diagonal of B by label, `[..., n]`, in O(n).
+    """Computes the diagonal of B by label, `[..., n]`, in O(n).
 
     Args:
         c: from `bound_coefficients`, of logits `[..., n]`.
@@ -257,7 +257,7 @@ def bound_diagonal(c: BoundCoefficients) -> Tensor:
 
 
 def bound_row_sums(c: BoundCoefficients) -> Tensor:
-    """Sums of absolute values of the rows of B by label, `[..., n]`, in O(n); diag of them is above B (Gershgorin).
+    """Sums absolute values of the rows of B by label, `[..., n]`, in O(n); diag of the sums is above B (Gershgorin).
 
     Args:
         c: from `bound_coefficients`, of logits `[..., n]`.
@@ -279,7 +279,7 @@ def bound_row_sums(c: BoundCoefficients) -> Tensor:
 
 
 def bound_factor(c: BoundCoefficients) -> Tensor:
-    """F `[..., n - 1, n]`, columns by label, with B = F'F: row sqrt(beta_k) (e_k - m_{k-1}) for all but the first.
+    """Gives F `[..., n - 1, n]`, columns by label, with B = F'F: row sqrt(beta_k) (e_k - m_{k-1}) for k = 2 ... n.
 
     Args:
         c: from `bound_coefficients`, of logits `[..., n]`.
@@ -309,7 +309,7 @@ def bound_factor(c: BoundCoefficients) -> Tensor:
 
 
 def bound_dense(c: BoundCoefficients) -> Tensor:
-    """B itself, `[..., n, n]` by label: O(n^2) memory.
+    """Forms B itself, `[..., n, n]` by label: O(n^2) memory.
 
     Args:
         c: from `bound_coefficients`, of logits `[..., n]`.

@@ -70,7 +70,7 @@ class CombinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"optimizers": [one state dict each]}`."""
+        """Gives `{"optimizers": [one state dict each]}`."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

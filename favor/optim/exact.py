@@ -24,7 +24,7 @@ def exact(
     order: str = "ascending",
     reduce: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> Exact:
-    """Sigma = sum_j w_j B_j (x) x_j x_j'.
+    """Makes Sigma = sum_j w_j B_j (x) x_j x_j'.
 
     Args:
         logits: `[m, n]`.
@@ -46,12 +46,12 @@ class Exact:
     reduce: Callable[[Tensor], Tensor]
 
     def matvec(self, v: Tensor) -> Tensor:
-        """Sigma v, `[n, d]` for v `[n, d]`."""
+        """Computes Sigma v, `[n, d]` for v `[n, d]`."""
         product = bound_matvec(self.coefficients, self.x @ v.T) * self.weights.unsqueeze(-1)
         return self.reduce(product.T @ self.x)
 
     def dense(self, num_labels: int) -> Tensor:
-        """The whole matrix, `[n d, n d]`, from a few examples at a time."""
+        """Forms the whole matrix, `[n d, n d]`, from a few examples at a time."""
         n, d = num_labels, self.x.shape[-1]
         matrix = self.x.new_zeros(n * n, d * d)
         labels = bound_dense(self.coefficients).flatten(1) * self.weights.unsqueeze(-1)
@@ -61,12 +61,12 @@ class Exact:
         return self.reduce(matrix).reshape(n, n, d, d).transpose(1, 2).reshape(n * d, n * d)
 
     def mean_eigenvalue(self) -> Tensor:
-        """Trace over size, ()."""
+        """Gives the trace divided by the size, ()."""
         trace = bound_diagonal(self.coefficients).sum(-1) * self.x.square().sum(-1)
         return self.reduce((self.weights * trace).sum()) / (self.coefficients.beta.shape[-1] * self.x.shape[-1])
 
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
-        """(Sigma + damping I)^{-1} gradient, `[n, d]`.
+        """Computes (Sigma + damping I)^{-1} gradient, `[n, d]`.
 
         By a dense Cholesky factorization in float64 where that takes less than 1e9 operations, else by conjugate
         gradients to a residual of 1e-6 or 200 iterations, preconditioned by the mean diagonal of B and the second
@@ -82,7 +82,7 @@ class Exact:
         return self._conjugate_gradients(gradient, damping)
 
     def _double(self) -> Exact:
-        """In float64 from the start: what large inputs lose in float32 is more than the damping."""
+        """Converts to float64 from the start: what large inputs lose in float32 is more than the damping."""
         c = self.coefficients
         c = replace(c, beta=c.beta.double(), kappa=c.kappa.double(), rho=c.rho.double())
         return replace(self, x=self.x.double(), weights=self.weights.double(), coefficients=c)

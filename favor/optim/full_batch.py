@@ -80,7 +80,7 @@ class BBM(HeadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """One step.
+        """Takes one step.
 
         Args:
             closure: clears gradients, computes the mean loss over all data, calls `backward` and returns the loss.

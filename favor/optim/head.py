@@ -143,7 +143,7 @@ class HeadOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """One step for every head with a gradient.
+        """Takes one step for every head with a gradient.
 
         Args:
             closure: clears gradients, computes the loss, calls `backward` and returns the loss. Default: none.
@@ -199,7 +199,7 @@ class HeadOptimizer(Optimizer):
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
     ) -> Tensor:
-        """Step that `_update` subtracts from theta `[n, d]`, for the gradient of the loss without weight decay."""
+        """Gives the step that `_update` subtracts from theta `[n, d]`, for the loss gradient without weight decay."""
         raise NotImplementedError
 
     def _world_size(self) -> int:
@@ -207,7 +207,7 @@ class HeadOptimizer(Optimizer):
         return dist.get_world_size(self._process_group) if initialized else 1
 
     def _mean(self, value: Tensor) -> Tensor:
-        """The mean over processes, in place."""
+        """Averages over processes, in place."""
         if self._world_size() > 1:
             dist.all_reduce(value, group=self._process_group)
             value /= self._world_size()
@@ -221,12 +221,12 @@ def holders(parameter: Tensor) -> list[nn.Module]:
 
 
 def precision(head: nn.Linear) -> torch.dtype:
-    """Type in which the step of a head is computed: float64 for float64, else float32."""
+    """Gives the type in which the step of a head is computed: float64 for float64, else float32."""
     return torch.float64 if head.weight.dtype == torch.float64 else torch.float32
 
 
 def joined(head: nn.Linear, parts: list[Any]) -> Tensor:
-    """Weight and bias, or their gradients, as `[n, d]` in at least float32; a missing gradient is zero."""
+    """Joins weight and bias, or their gradients, to `[n, d]` in at least float32; a missing gradient is zero."""
     weight = parts[0].detach().to(precision(head))
     if len(parts) == 1:
         return weight

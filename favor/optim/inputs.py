@@ -47,7 +47,7 @@ class Capture:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        """Called by the module after its forward pass."""
+        """Keeps the inputs; the module calls this after its forward pass."""
         store = None if self._store is None else self._store()
         if store is None or not output.requires_grad:
             return

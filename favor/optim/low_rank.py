@@ -95,11 +95,11 @@ class LowRankCurvature:
         self.diagonal.add_(size, alpha=(value * size.sum()).item())
 
     def dense(self) -> Tensor:
-        """V' S V + D as a matrix `[size, size]`."""
+        """Forms V' S V + D as a matrix `[size, size]`."""
         return (self.vectors.T * self.values) @ self.vectors + self.diagonal.diag()
 
     def solve(self, r: Tensor, damping: float = 0.0) -> Tensor:
-        """(V' S V + D + damping I)^{-1} r, `[size]`, by the Woodbury identity; the diagonal must be positive."""
+        """Computes (V' S V + D + damping I)^{-1} r, `[size]`, by the Woodbury identity, for a positive diagonal."""
         diagonal = self.diagonal + damping
         thin = self.values.sqrt().unsqueeze(-1) * self.vectors
         middle = (thin / diagonal) @ thin.T
@@ -137,7 +137,7 @@ class LowRankBound:
 
 
 def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "exact") -> LowRankBound:
-    """A bound on sum_j log Z_j with curvature of rank k plus a diagonal, labels in the order of the rows.
+    """Makes a bound on sum_j log Z_j with curvature of rank k plus a diagonal, labels in the order of the rows.
 
     Args:
         theta: expansion point `[D]`.

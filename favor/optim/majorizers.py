@@ -56,7 +56,7 @@ class Kronecker:
     inputs: Tensor
 
     def inverse(self, damping: float) -> Inverse:
-        """(labels (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
+        """Computes (labels (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
         if self.labels.ndim == 0:
             return self._of_inputs(damping)
         columns, right = _eigh(self.inputs)
@@ -78,16 +78,16 @@ class Kronecker:
         return Inverse(lambda gradient: gradient @ inverse.to(gradient), degrees)
 
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
-        """(labels (x) inputs + damping I)^{-1} gradient, `[n, d]`."""
+        """Computes (labels (x) inputs + damping I)^{-1} gradient, `[n, d]`."""
         return self.inverse(damping).apply(gradient)
 
     def dense(self, num_labels: int) -> Tensor:
-        """The whole matrix, `[n d, n d]`."""
+        """Forms the whole matrix, `[n d, n d]`."""
         labels = self.labels.expand(num_labels) if self.labels.ndim == 0 else self.labels
         return torch.kron(labels.diag() if labels.ndim == 1 else labels, self.inputs)
 
     def mean_eigenvalue(self) -> Tensor:
-        """Trace over size, ()."""
+        """Gives the trace divided by the size, ()."""
         return (self.labels.diagonal() if self.labels.ndim == 2 else self.labels).mean() * self.inputs.diagonal().mean()
 
 
@@ -99,15 +99,15 @@ class RootKronecker(Kronecker):
         return Kronecker(self.labels.sqrt(), self.inputs)
 
     def inverse(self, damping: float) -> Inverse:
-        """(sqrt(labels) (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
+        """Computes (sqrt(labels) (x) inputs + damping I)^{-1}; damping >= 0 must make it invertible."""
         return self._rooted().inverse(damping)
 
     def dense(self, num_labels: int) -> Tensor:
-        """The whole matrix, `[n d, n d]`."""
+        """Forms the whole matrix, `[n d, n d]`."""
         return self._rooted().dense(num_labels)
 
     def mean_eigenvalue(self) -> Tensor:
-        """Trace over size, ()."""
+        """Gives the trace divided by the size, ()."""
         return self._rooted().mean_eigenvalue()
 
 
@@ -118,21 +118,21 @@ class Blocks:
     blocks: Tensor
 
     def inverse(self, damping: float) -> Inverse:
-        """(blocks + damping I)^{-1}."""
+        """Computes (blocks + damping I)^{-1}."""
         inverse = torch.cholesky_inverse(cholesky(self.blocks, damping))
         degrees = inverse.shape[-1] - damping * inverse.diagonal(dim1=-2, dim2=-1).sum().item() / len(inverse)
         return Inverse(lambda g: (inverse.to(g) @ g.unsqueeze(-1)).squeeze(-1), degrees)
 
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
-        """(blocks + damping I)^{-1} gradient, `[n, d]`."""
+        """Computes (blocks + damping I)^{-1} gradient, `[n, d]`."""
         return self.inverse(damping).apply(gradient)
 
     def dense(self, num_labels: int) -> Tensor:
-        """The whole matrix, `[n d, n d]`."""
+        """Forms the whole matrix, `[n d, n d]`."""
         return torch.block_diag(*self.blocks)
 
     def mean_eigenvalue(self) -> Tensor:
-        """Trace over size, ()."""
+        """Gives the trace divided by the size, ()."""
         return self.blocks.diagonal(dim1=-2, dim2=-1).mean()
 
 
@@ -143,7 +143,7 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky(matrix: Tensor, damping: float) -> Tensor:
-    """Lower factor of matrix + damping I in float64, `[..., d, d]`, for matrices without negative eigenvalues.
+    """Factors matrix + damping I in float64, lower `[..., d, d]`, for matrices without negative eigenvalues.
 
     Where rounding gave a matrix negative ones below -damping, its rounding is added to the diagonal: what is above an
     upper bound is one too.
@@ -167,17 +167,17 @@ def cholesky(matrix: Tensor, damping: float) -> Tensor:
 
 
 def row_weights(x: Tensor, weights: Tensor | None) -> Tensor:
-    """The weights `[m]`, 1/m each by default."""
+    """Gives the weights `[m]`, 1/m each by default."""
     return x.new_full((len(x),), 1 / len(x)) if weights is None else weights
 
 
 def total(weights: Tensor) -> Tensor:
-    """Sum of weights, never 0: means over no rows are 0."""
+    """Gives the sum of weights, never 0: means over no rows are 0."""
     return weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def second_moment(x: Tensor, weights: Tensor) -> Tensor:
-    """Sum of w_j x_j x_j', `[d, d]`."""
+    """Computes the sum of w_j x_j x_j', `[d, d]`."""
     return (x * weights.unsqueeze(-1)).T @ x
 
 
@@ -193,12 +193,12 @@ def _largest(matrices: Tensor) -> Tensor:
 
 
 def bohning(logits: Tensor | None, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """1/2 I (x) X'X: above the Hessian of the loss at every weight. Does not depend on the logits."""
+    """Gives 1/2 I (x) X'X: above the Hessian of the loss at every weight. Does not depend on the logits."""
     return Kronecker(x.new_tensor(0.5), second_moment(x, row_weights(x, weights)))
 
 
 def spectral(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """(I - 11'/n) (x) sum_j w_j lmax(B_j) x_j x_j', labels ascending; exact for two labels."""
+    """Gives (I - 11'/n) (x) sum_j w_j lmax(B_j) x_j x_j', labels ascending; exact for two labels."""
     _check_labels("spectral", logits)
     top = _largest(bound_dense(bound_coefficients(logits))).clamp_min(0)
     n = logits.shape[-1]
@@ -207,7 +207,7 @@ def spectral(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronec
 
 
 def gershgorin(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """diag(D) (x) sum_j w_j c_j x_j x_j' with c_j D >= row sums of |B_j| for every j, labels ascending."""
+    """Gives diag(D) (x) sum_j w_j c_j x_j x_j' with c_j D >= row sums of |B_j| for every j, labels ascending."""
     sums = bound_row_sums(bound_coefficients(logits))
     common = _common_diagonal(sums)
     factors = (sums / common).amax(-1)
@@ -215,7 +215,7 @@ def gershgorin(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kron
 
 
 def _common_diagonal(sums: Tensor) -> Tensor:
-    """D `[n]` whose multiples c_j D cover all rows of sums `[m, n]` closely, by alternating maxima."""
+    """Finds D `[n]` whose multiples c_j D cover all rows of sums `[m, n]` closely, by alternating maxima."""
     tiny = torch.finfo(sums.dtype).tiny
     common = sums.mean(0).clamp_min(tiny)
     for _ in range(ROUNDS):
@@ -225,7 +225,7 @@ def _common_diagonal(sums: Tensor) -> Tensor:
 
 
 def scaled(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """`gershgorin` with c_j the largest eigenvalue of D^{-1/2} B_j D^{-1/2}."""
+    """Gives `gershgorin` with c_j the largest eigenvalue of D^{-1/2} B_j D^{-1/2}."""
     _check_labels("scaled", logits)
     c = bound_coefficients(logits)
     common = _common_diagonal(bound_row_sums(c))
@@ -234,12 +234,12 @@ def scaled(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecke
 
 
 def _squared_norm(factor: Tensor) -> Tensor:
-    """Largest eigenvalue of F'F for F `[..., k, n]`."""
+    """Computes the largest eigenvalue of F'F for F `[..., k, n]`."""
     return _largest(factor.mT @ factor).clamp_min(0)
 
 
 def mean(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """C (x) sum_j w_j c_j x_j x_j' with C the weighted mean of B_j and c_j its largest eigenvalue relative to C."""
+    """Gives C (x) sum_j w_j c_j x_j x_j' with C the weighted mean of B_j and c_j its largest eigenvalue over C."""
     _check_labels("mean", logits)
     w = row_weights(x, weights)
     factor = bound_factor(bound_coefficients(logits))
@@ -253,7 +253,7 @@ def mean(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
 
 
 def block(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Blocks:
-    """sum_j w_j R_j[y] x_j x_j' for label y, with R_j the row sums of |B_j|, labels ascending."""
+    """Gives sum_j w_j R_j[y] x_j x_j' for label y, with R_j the row sums of |B_j|, labels ascending."""
     _check_labels("block", logits)
     sums = bound_row_sums(bound_coefficients(logits)).to(x) * row_weights(x, weights).unsqueeze(-1)
     return Blocks(torch.stack([second_moment(x, column) for column in sums.unbind(-1)]))
@@ -262,7 +262,7 @@ def block(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Blocks:
 def diagonal(
     logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str = "ascending", gamma: float = 2.0
 ) -> Kronecker:
-    """Gamma diag(mean_j B_j) (x) X'X, labels ascending; gamma = 2 (1.9 on digits; up to 2.8 was needed on clusters)."""
+    """Gives gamma diag(mean_j B_j) (x) X'X, labels ascending; gamma = 2 (1.9 on digits; clusters needed up to 2.8)."""
     w = row_weights(x, weights)
     rows = max(1, CHUNK // logits.shape[-1])
     parts = zip(logits.split(rows), w.split(rows), strict=True)
@@ -271,7 +271,7 @@ def diagonal(
 
 
 def kfac(logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str = "descending") -> Kronecker:
-    """mean_j B_j (x) X'X, labels descending: no bound; fast on full batches, but it can diverge."""
+    """Gives mean_j B_j (x) X'X, labels descending: no bound; fast on full batches, but it can diverge."""
     _check_labels("kfac", logits)
     w = row_weights(x, weights)
     rows = max(1, CHUNK // logits.shape[-1] ** 2)
@@ -283,7 +283,7 @@ def kfac(logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str
 
 
 def geometric(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> RootKronecker:
-    """diag(sqrt(v)) (x) X'X, v = mean_j p_j (1 - p_j) with the softmax p_j: a heuristic, not a bound.
+    """Gives diag(sqrt(v)) (x) X'X, v = mean_j p_j (1 - p_j) with the softmax p_j: a heuristic, not a bound.
 
     For every label sqrt(v) is the geometric mean of two: 2 v, the mean over rows of Gershgorin's bound on the Hessian
     of log Z where the logits are now, and Bohning's 1/2, which holds for all logits. For a rare label the first is far
@@ -311,13 +311,13 @@ HEURISTICS: dict[str, Callable[..., Kronecker]] = {"geometric": geometric}
 
 
 def majorize(name: str, theta: Tensor, x: Tensor, weights: Tensor, order: str | None = None) -> Kronecker | Blocks:
-    """A majorizer or heuristic by name at theta `[n, d]`; an order is for diag and kfac."""
+    """Makes a majorizer or heuristic by name at theta `[n, d]`; an order is for diag and kfac."""
     options = {} if order is None else {"order": order}
     return (MAJORIZERS | HEURISTICS)[name](None if name == "bohning" else x @ theta.T, x, weights, **options)
 
 
 def averaged(curvature: Kronecker | Blocks, total: Tensor, reduce: Callable[[Tensor], Tensor]) -> Kronecker | Blocks:
-    """The curvature over all processes.
+    """Averages the curvature over all processes.
 
     Args:
         curvature: of this process.

@@ -11,7 +11,7 @@ Elements = tuple[Tensor, ...]
 
 
 def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Elements) -> Elements:
-    """All prefixes of an associative product along the last dimension.
+    """Computes all prefixes of an associative product along the last dimension.
 
     Neighbours are combined in pairs, the pairs scanned by recursion, and the even places filled in from the odd ones.
 
@@ -42,7 +42,7 @@ def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Ele
 
 
 def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
-    """The recurrence h_k = factor_k h_{k-1} + term_k with h before the first place 0.
+    """Runs the recurrence h_k = factor_k h_{k-1} + term_k with h before the first place 0.
 
     Args:
         factor: `[..., n]`.

@@ -22,7 +22,7 @@ def single_direction(
     damping: float,
     order: str | Tensor = "none",
 ) -> Tensor:
-    """V `[n]` of the exact step on one example: (s B + damping I) v = r + (lambda / s) a.
+    """Gives v `[n]` of the exact step on one example: (s B + damping I) v = r + (lambda / s) a.
 
     With a = W x, r the gradient by a and s = |x|^2 > 0, the step on the (n d) x (n d) system
 
@@ -45,7 +45,7 @@ def single_direction(
 
 
 def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: str) -> Tensor:
-    """`bound_solve` for one row with few calls: exponentials between e^-60 and 1 are summed as they are, in float64."""
+    """Runs `bound_solve` for one row with few calls: exponentials between e^-60 and 1 are summed as float64."""
     import numpy as np
 
     a, r = logits.double().numpy(), right.double().numpy()
@@ -135,7 +135,7 @@ def rank_one_step(
     damping: float,
     order: str | Tensor,
 ) -> tuple[Tensor, float]:
-    """The step on a weight as W <- keep W + push x': push `[n]` and keep."""
+    """Gives the step on a weight as W <- keep W + push x': push `[n]` and keep."""
     shrink = lr * weight_decay / damping
     if norm2 == 0:
         return torch.zeros_like(logits), 1 - shrink
@@ -210,7 +210,7 @@ class ProxBoundSGD(HeadOptimizer):
 
 
 def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
-    """The one input `[d]` of a batch; raises ValueError if there are more."""
+    """Gives the one input `[d]` of a batch; raises ValueError if there are more."""
     if len(batch.x) != 1 or optimizer._world_size() > 1:
         raise ValueError(
             f"{type(optimizer).__name__} takes one example a step on one process, got {len(batch.x)} on each: use SPFB "

@@ -136,14 +136,14 @@ class SoftmaxBound(HeadOptimizer):
         return inverse.apply(gradient).mul_(group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)))
 
     def _effective_rows(self, batch: Batch) -> float:
-        """Rows of a batch of equal weights with as much noise, over all processes."""
+        """Gives the number of equally weighted rows that have as much noise as the batch, over all processes."""
         total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
         return self._world_size() * total**2 / squares
 
     def _curvature(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch
     ) -> Kronecker | Blocks | Exact:
-        """The majorizer, its factors averaged over processes and, but for "exact", over steps."""
+        """Gives the majorizer, its factors averaged over processes and, except for "exact", over steps."""
         if group["curvature"] == "exact":
             order = group["order"] or "ascending"
             return exact(batch.x @ theta.T, batch.x, batch.weights, order=order, reduce=self._mean)
@@ -169,7 +169,7 @@ class SoftmaxBound(HeadOptimizer):
 
 
 def thinned(x: Tensor, weights: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
-    """At most so many of the rows, evenly spread, with the same total weight."""
+    """Takes at most this many of the rows, evenly spread, with the same total weight."""
     if len(x) <= max_rows:
         return x, weights
     kept = torch.linspace(0, len(x) - 1, max_rows, device=x.device).long()

@@ -185,7 +185,7 @@ class SBM(HeadOptimizer):
 
 
 def add_curvature_(inverse: Tensor, x: Tensor, logits: Tensor, order: str) -> Tensor:
-    """M <- (M^{-1} + sum_j B_j (x) x_j x_j')^{-1} in place, by the Woodbury identity.
+    """Computes M <- (M^{-1} + sum_j B_j (x) x_j x_j')^{-1} in place, by the Woodbury identity.
 
     Args:
         inverse: M `[n d, n d]`, changed.

@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def subsampled_frames(frames: Count, width: int = 5, stride: int = 2) -> Count:
-    """Encoder frames of so many feature frames, after two unpadded convolutions of that kernel and stride."""
+    """Counts encoder frames of feature frames, after two unpadded convolutions with this kernel and stride."""
     for _ in range(2):
         frames = (frames - width) // stride + 1
     return frames.clamp_min(0) if isinstance(frames, Tensor) else max(0, frames)
@@ -156,7 +156,7 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> ConformerConfig:
-        """A configuration by the name of its size, "tiny", "small" or "paper", with some fields changed.
+        """Makes a configuration by the name of its size, "tiny", "small" or "paper", with some fields changed.
 
         Raises:
             ValueError: for another name.

@@ -44,7 +44,7 @@ class Prefixes:
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, node: int, token: int) -> int:
-        """The node of a sequence with one token more."""
+        """Gives the node of a sequence with one token more."""
         found = self._children.setdefault((node, token), len(self.parents))
         if found == len(self.parents):
             self.parents.append(node)
@@ -52,11 +52,11 @@ class Prefixes:
         return found
 
     def find(self, node: int, token: int) -> int | None:
-        """`child` if it was made before."""
+        """Gives `child` if it was made before."""
         return self._children.get((node, token))
 
     def tokens(self, node: int) -> list[int]:
-        """The sequence of a node."""
+        """Gives the sequence of a node."""
         reverse = []
         while node:
             reverse.append(self.last[node])
@@ -65,7 +65,7 @@ class Prefixes:
 
 
 def checked_lengths(name: str, frames: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
-    """Lengths as a list, once they are known to fit.
+    """Gives the lengths as a list, after a check that they fit.
 
     Args:
         name: of `frames` in messages.
@@ -106,7 +106,7 @@ def _check_blank(blank: int, labels: int) -> None:
 
 @torch.no_grad()
 def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) -> list[list[int]]:
-    """The labeling of the most probable path: repeats are merged, then blanks dropped.
+    """Finds the labeling of the most probable path: repeats are merged, then blanks dropped.
 
     Best path decoding of Graves et al., "Connectionist Temporal Classification", ICML 2006, section 3.2.
 
@@ -144,7 +144,7 @@ def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) 
 def ctc_prefix_beam(
     logits: Tensor, lengths: Tensor | Sequence[int], beam_size: int = 8, blank: int = 0
 ) -> list[list[Hypothesis]]:
-    """Prefix beam search: the probability of a labeling is summed over the alignments that lead to it.
+    """Runs a prefix beam search: the probability of a labeling is summed over the alignments that lead to it.
 
     Each frame extends the `beam_size` most probable prefixes by every label. A prefix keeps two probabilities, of the
     alignments that end in a blank and in its last token, since a repeated token is a new one only after a blank.
@@ -246,7 +246,7 @@ def _stay(
 
 
 def _add(a: float, b: float) -> float:
-    """Log(e^a + e^b)."""
+    """Computes log(e^a + e^b)."""
     if a < b:
         a, b = b, a
     return a if b == NEVER else a + math.log1p(math.exp(b - a))

@@ -107,13 +107,13 @@ class ConformerAttention(LasrEncoderAttention):
         self.is_causal = config.causal
 
     def empty_state(self) -> StreamState | KeyValues:
-        """State before the first frame: of constant size for the FAVOR backends, else all keys and values."""
+        """Makes the state before the first frame: of constant size for the FAVOR backends, else all keys and values."""
         return StreamState() if self.config._attn_implementation in favor.BACKENDS else KeyValues()
 
     def stream(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], state: StreamState | KeyValues
     ) -> Tensor:
-        """Attention of the next frames `[B, T, C]` to themselves and all before them; changes the state."""
+        """Computes attention of the next frames `[B, T, C]` to themselves and all before them; changes the state."""
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
@@ -166,7 +166,7 @@ class ConformerBlock(LasrEncoderBlock):
         state: BlockState | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """One layer.
+        """Runs one layer.
 
         Args:
             hidden_states: `[B, T, C]`.
@@ -189,11 +189,11 @@ class ConformerBlock(LasrEncoderBlock):
         return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
 
     def empty_state(self, batch_size: int) -> BlockState:
-        """State before the first frame."""
+        """Makes the state before the first frame."""
         weight: Tensor = self.conv.depthwise_conv.weight
         return BlockState(weight.new_zeros(batch_size, weight.shape[0], self.conv.left), self.self_attn.empty_state())
 
     def half_step(self, hidden_states: Tensor, norm: nn.Module, feed_forward: nn.Module) -> Tensor:
-        """The residual feed-forward layer."""
+        """Runs the residual feed-forward layer."""
         kept, new = self.feed_forward_residual_weights
         return kept * hidden_states + new * self.dropout(feed_forward(norm(hidden_states)))

@@ -97,7 +97,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
     @classmethod
     def measured(cls, waveforms: Iterable[Any], **settings: Any) -> ConformerFeatureExtractor:
-        """An extractor with fixed constants: mean and standard deviation of each bin over all frames of waveforms.
+        """Makes an extractor with fixed constants: mean and standard deviation of each bin over all frames.
 
         Deviations are at least 0.1: audio whose band ends early (MP3, telephones) leaves bins constant.
 
@@ -111,11 +111,11 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         return cls(normalize="none", mean=frames.mean(0).tolist(), std=std.tolist(), **settings)
 
     def num_frames(self, samples: int) -> int:
-        """Frames of a waveform of so many samples: windows that lie inside it."""
+        """Counts the frames of a waveform of so many samples: windows that lie inside it."""
         return max(0, (samples - self.win_length) // self.hop_length + 1)
 
     def log_mel(self, waveform: Tensor, device: str | torch.device = "cpu") -> Tensor:
-        """Logarithms of the mel energies, not normalised: log max(1e-5, energy).
+        """Computes logarithms of the mel energies, not normalised: log max(1e-5, energy).
 
         A stream gives the same frames: pass each piece with what the piece before left over in front of it, its
         samples from `num_frames(n) * hop_length` on (win_length - hop_length of them and what filled no hop).
@@ -166,7 +166,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         dither: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> BatchFeature:
-        """Features of one waveform or of several.
+        """Computes features of one waveform or of several.
 
         Args:
             raw_speech: float samples in [-1, 1] of one mono waveform, `[n]`, or several, `[B, n]` or a list of `[n]`:
@@ -227,7 +227,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
 
 def waveforms(raw: Any, least: int) -> list[Tensor]:
-    """One or several waveforms of at least so many samples, as float32 tensors `[n]`."""
+    """Gives one or several waveforms of at least so many samples, as float32 tensors `[n]`."""
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]
     else:
@@ -252,7 +252,7 @@ def waveforms(raw: Any, least: int) -> list[Tensor]:
 
 
 def _tensor(values: Any) -> Tensor:
-    """An array, tensor or list of floats as float32 on the CPU."""
+    """Turns an array, tensor or list of floats into float32 on the CPU."""
     if isinstance(values, (list, tuple)):
         values = np.asarray(values, dtype=np.float64)
     tensor = torch.as_tensor(values)

@@ -50,11 +50,11 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
             init.kaiming_uniform_(module.weight, a=5**0.5)
 
     def subsampled_lengths(self, lengths: Count) -> Count:
-        """Encoder frames of so many feature frames: of an utterance, or `[B]`."""
+        """Counts the encoder frames of so many feature frames: of an utterance, or `[B]`."""
         return subsampled_frames(lengths, self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride)
 
     def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
-        """A recording that comes in pieces; see `favor.models.conformer.streaming.ConformerStream`."""
+        """Starts a recording that comes in pieces; see `favor.models.conformer.streaming.ConformerStream`."""
         return ConformerStream(cast(Any, self), feature_extractor, batch_size)
 
 
@@ -127,7 +127,7 @@ class ConformerModel(ConformerPreTrainedModel):
         return ConformerModelOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
 
     def subsample(self, input_features: Tensor) -> Tensor:
-        """Features `[B, T, num_mel_bins]` to frames `[B, L, C]`; raises ValueError if L would be 0."""
+        """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]`; raises ValueError if L would be 0."""
         bins = self.config.num_mel_bins
         if input_features.ndim != 3 or input_features.shape[-1] != bins:
             raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
@@ -197,7 +197,7 @@ class ConformerForCTC(ConformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """Logits of every frame, and the CTC loss if there are labels.
+        """Computes logits of every frame, and the CTC loss if there are labels.
 
         Args:
             input_features: `[B, T, num_mel_bins]`.
@@ -217,7 +217,7 @@ class ConformerForCTC(ConformerPreTrainedModel):
 
 
 def frame_counts(encoded: ConformerModelOutput) -> Tensor:
-    """Real frames `[B]` of an encoder's output."""
+    """Counts the real frames `[B]` of an encoder's output."""
     hidden: Any = encoded.last_hidden_state
     if encoded.attention_mask is None:
         return torch.full((hidden.shape[0],), hidden.shape[1], device=hidden.device)
@@ -225,7 +225,7 @@ def frame_counts(encoded: ConformerModelOutput) -> Tensor:
 
 
 def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: ConformerConfig) -> Tensor:
-    """CTC loss of logits `[B, L, V]` with lengths `[B]` and labels `[B, U]` padded with -100, in float32."""
+    """Computes the CTC loss of logits `[B, L, V]` with lengths `[B]` and labels `[B, U]` padded with -100; float32."""
     counts = (labels != IGNORED).sum(-1)
     # cuDNN and half precision have limits of their own; the plain form takes all lengths.
     with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):

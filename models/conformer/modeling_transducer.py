@@ -80,7 +80,7 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> TransducerOutput:
-        """The encoder's frames, and the loss if there are labels.
+        """Computes the encoder's frames, and the loss if there are labels.
 
         Args:
             input_features: `[B, T, num_mel_bins]`.
@@ -115,12 +115,12 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         )
 
     def encode(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Encoder frames `[B, L, C]` and how many of them are real, `[B]`."""
+        """Computes encoder frames `[B, L, C]` and how many of them are real, `[B]`."""
         encoded = self.encoder(input_features, attention_mask)
         return encoded.last_hidden_state, frame_counts(encoded)
 
     def predict(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Prediction network: outputs `[B, U, P]` after each of the tokens `[B, U]`, and the state to go on from.
+        """Predicts: outputs `[B, U, P]` after each of the tokens `[B, U]`, and the state to go on from.
 
         Args:
             tokens: tokens so far, or the next ones if there is a state; the first of all is the blank.
@@ -129,12 +129,12 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         return self.prediction(tokens, state)
 
     def join(self, hidden: Tensor, prediction: Tensor) -> Tensor:
-        """Logits `[..., V]` of frames `[..., C]` and predictions `[..., P]`; leading dimensions broadcast."""
+        """Computes logits `[..., V]` of frames `[..., C]` and predictions `[..., P]`; leading dimensions broadcast."""
         return self.joint(hidden, prediction)
 
     @classmethod
     def can_generate(cls) -> bool:
-        """True: there is a `generate`, which the pipeline calls."""
+        """Gives True: there is a `generate`, which the pipeline calls."""
         return True
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         max_symbols: int = 10,
         generation_config: Any = None,
     ) -> Tensor:
-        """Greedy transcription: tokens `[B, U]` padded with `config.pad_token_id`.
+        """Transcribes greedily: tokens `[B, U]` padded with `config.pad_token_id`.
 
         A blank stands between equal neighbours: `decode` of a tokenizer for CTC, which takes equal neighbours for one
         token and leaves blanks out, gives the text, as it does with `group_tokens=False`.

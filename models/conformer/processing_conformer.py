@@ -35,7 +35,7 @@ class ConformerProcessor(LasrProcessor):
         sampling_rate: int | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Model inputs of audio, of transcripts, or of both.
+        """Makes model inputs of audio, of transcripts, or of both.
 
         Args:
             audio: one waveform or several, see `ConformerFeatureExtractor`. Default None.
@@ -65,6 +65,6 @@ class ConformerProcessor(LasrProcessor):
         return outputs
 
     def labels(self, text: str | list[str]) -> Tensor:
-        """Token ids of transcripts `[B, U]`, padded with -100."""
+        """Gives the token ids of transcripts `[B, U]`, padded with -100."""
         ids = self.tokenizer([text] if isinstance(text, str) else list(text))["input_ids"]
         return pad_sequence([torch.tensor(row, dtype=torch.long) for row in ids], True, IGNORED)

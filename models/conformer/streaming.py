@@ -129,7 +129,7 @@ class ConformerStream:
         return self._decode(encoder.out_norm(hidden_states))
 
     def _decode(self, hidden_states: Tensor) -> Tensor:
-        """Output of the new frames; what greedy search finds in them goes to `tokens`."""
+        """Gives the output of the new frames; what greedy search finds in them goes to `tokens`."""
         if self._is_transducer:
             lengths = [hidden_states.shape[1]] * self.batch_size
             found = transducer_greedy(self.model, hidden_states, lengths, context=self._context)

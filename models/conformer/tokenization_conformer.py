@@ -28,7 +28,7 @@ _APOSTROPHES = str.maketrans(dict.fromkeys("\u2018\u2019\u02bc`", "'"))
 
 
 def normalize_transcript(text: str) -> str:
-    """A transcript as LibriSpeech writes it: capitals A to Z, apostrophes, single spaces.
+    """Writes a transcript as LibriSpeech does: capitals A to Z, apostrophes, single spaces.
 
     Letters lose their accents ("é" is E, "ß" SS), typographic apostrophes become plain, and everything else, digits and
     hyphens included, becomes a space. Numbers are not spelled out: do that first where they matter.
@@ -73,7 +73,7 @@ class ConformerTokenizer(TokenizersBackend):
         group_tokens: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Text of ids: first equal neighbours become one, with `group_tokens`, then blanks go."""
+        """Turns ids into text: with `group_tokens`, equal neighbours first become one, then blanks go."""
         if kwargs.pop("output_char_offsets", False):
             raise ValueError("return_timestamps is not implemented by ConformerTokenizer: leave it out.")
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
@@ -145,7 +145,7 @@ def train_tokenizer(
 
 
 def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
-    """The serialized sentencepiece model."""
+    """Trains the sentencepiece model and gives it serialized."""
     import sentencepiece
 
     out = io.BytesIO()
@@ -179,7 +179,7 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
 
 
 def _too_large(vocab_size: int, limit: int, lines: list[str], model_type: str) -> ValueError:
-    """The error for more pieces than the texts have."""
+    """Gives the error for more pieces than the texts have."""
     return ValueError(
         f"vocab_size must be at most {limit} for {len(lines)} texts and model_type {model_type!r}, got {vocab_size}: "
         "lower it or give more text."
@@ -187,7 +187,7 @@ def _too_large(vocab_size: int, limit: int, lines: list[str], model_type: str) -
 
 
 def _from_pieces(pieces: sentencepiece.SentencePieceProcessor, model_type: str) -> ConformerTokenizer:
-    """The same segmentation in the tokenizers library."""
+    """Builds the same segmentation in the tokenizers library."""
     scores = {pieces.id_to_piece(i): pieces.get_score(i) for i in range(pieces.get_piece_size())}
     unknown = SPECIAL.index("<unk>")
     if model_type == "bpe":

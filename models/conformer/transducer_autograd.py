@@ -48,7 +48,7 @@ class Task:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: float32, or float64."""
+    """Gives the type to compute in: float32, or float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -97,7 +97,7 @@ class Slope:
         self.limits = None if task.clamp is None else task.clamp * weights.abs()
 
     def of(self, piece: Cells, logits: Tensor) -> Tensor:
-        """Gradient `[t, u, V]` with respect to the logits of a piece, in float32 or float64."""
+        """Computes the gradient `[t, u, V]` with respect to the logits of a piece, in float32 or float64."""
         row, _, u = piece
         blank, label = self.blank[piece], self.label[piece]
         slope = torch.softmax(logits, -1, dtype=blank.dtype)
@@ -130,7 +130,7 @@ class FromLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
-        """Gradient with respect to the logits."""
+        """Computes the gradient with respect to the logits."""
         refuse_second_derivatives()
         logits, *occupancies = ctx.saved_tensors
         task, slope = ctx.task, Slope(ctx.task, weights, *occupancies)
@@ -154,7 +154,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Autocast and random numbers as they were; afterwards the random numbers go on as if nothing had been."""
+        """Restores autocast and random numbers of before; afterwards random numbers go on undisturbed."""
         kind = "cuda" if self.kind == "cpu" else self.kind
         autocast = torch.autocast(self.kind, self.dtype, self.enabled)
         with torch.random.fork_rng(self.devices, device_type=kind), autocast:
@@ -164,7 +164,7 @@ class Surroundings:
 
 
 def join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
-    """Logits `[t, u, V]` of frames `[t, H]` and predictions `[u, P]`.
+    """Computes logits `[t, u, V]` of frames `[t, H]` and predictions `[u, P]`.
 
     Raises:
         ValueError: if the joint network returns another shape.
@@ -180,7 +180,7 @@ def join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
 
 
 def probe(joint: Joint, hidden: Tensor, prediction: Tensor) -> tuple[int, list[Tensor]]:
-    """Size of the vocabulary, and the parameters that the joint network uses, found in the graph of one node."""
+    """Finds the size of the vocabulary, and the parameters that the joint network uses, in the graph of one node."""
     with Surroundings(hidden).again():
         logits = join(joint, hidden[0, :1].detach(), prediction[0, :1].detach())
     found: list[Tensor] = []
@@ -241,7 +241,7 @@ class FromNetworks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
-        """Gradients with respect to all tensors, summed over pieces."""
+        """Computes gradients with respect to all tensors, summed over pieces."""
         refuse_second_derivatives()
         blank, label, *tensors = ctx.saved_tensors
         task, network, needed = ctx.task, ctx.network, ctx.needs_input_grad[2:]

@@ -21,10 +21,10 @@ class Transducer(Protocol):
     def predict(
         self, tokens: Tensor, state: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Prediction `[B, 1, P]` after one more token `[B, 1]`, and the state, tensors with the batch in front."""
+        """Gives prediction `[B, 1, P]` after one more token `[B, 1]`, and the state, batch first."""
 
     def join(self, hidden: Tensor, prediction: Tensor) -> Tensor:
-        """Logits `[..., V]` of encoder frames `[..., H]` and predictions `[..., P]`, leading dimensions broadcast."""
+        """Gives logits `[..., V]` of encoder frames `[..., H]` and predictions `[..., P]`; they broadcast."""
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def transducer_greedy(
     max_symbols: int = 10,
     context: list[Tensor] | None = None,
 ) -> list[list[int]]:
-    """The most probable label at every step: a token is appended, a blank moves on to the next frame.
+    """Finds the most probable label at every step: a token is appended, a blank moves on to the next frame.
 
     All rows are searched at once, each at its own frame. Graves, "Sequence Transduction with Recurrent Neural
     Networks", arXiv:1211.3711, with the best label in place of a beam.
@@ -97,7 +97,7 @@ def transducer_greedy(
 def transducer_beam(
     model: Transducer, hidden: Tensor, lengths: Tensor | Sequence[int], beam_size: int = 4
 ) -> list[list[Hypothesis]]:
-    """Beam search where a frame gives one token or none; all rows and hypotheses go through the model together.
+    """Runs a beam search where a frame gives one token or none; all rows and hypotheses go through the model together.
 
     A step at frame t takes either the blank or a token, and both lead to frame t + 1: every alignment has as many
     steps as frames, so the hypotheses stay in step and need no inner loop. A sequence reached in two ways, by a blank
@@ -165,7 +165,7 @@ def transducer_beam(
 
 
 def _start(model: Transducer, hidden: Tensor) -> list[Tensor]:
-    """Prediction `[B, P]` and state before the first token."""
+    """Gives the prediction `[B, P]` and state before the first token."""
     prediction, state = model.predict(torch.full((len(hidden), 1), BLANK, device=hidden.device), None)
     # Rows are overwritten later, and the model may have given views of its parameters.
     return [prediction[:, 0].clone(), *(part.clone() for part in state or ())]

@@ -62,7 +62,7 @@ class Lattice:
             self.label[number, stop, last:] = 0
 
     def log_likelihood(self, kernel: str) -> tuple[Tensor, Tensor]:
-        """Log probability of each target `[B]`, and the sums over the ways to each node.
+        """Computes the log probability of each target `[B]`, and the sums over the ways to each node.
 
         Args:
             kernel: as `pick` returns it.
@@ -104,7 +104,7 @@ class Lattice:
 
 
 def ways_to(blank: Tensor, label: Tensor) -> Tensor:
-    """Sums over all ways from the first node to each, alpha of eq. 16: `[N + 1, B, W + 1]` for two times `[N, B, W]`.
+    """Sums all ways from the first node to each, alpha of eq. 16: `[N + 1, B, W + 1]` for two times `[N, B, W]`.
 
     Column u + 1 is for u labels; column 0 is -inf.
     """
@@ -131,7 +131,7 @@ def add_ways_from(blank: Tensor, label: Tensor) -> None:
 
 
 def pick(kernel: str, device: torch.device, width: int) -> str:
-    """The kernel for sums over a lattice, "torch" or "triton".
+    """Chooses the kernel for sums over a lattice, "torch" or "triton".
 
     Args:
         kernel: "auto" (Triton on CUDA if it is installed and fits, else torch), "torch" or "triton".

@@ -40,7 +40,7 @@ def transducer_loss(
     clamp: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Negative log-likelihood of targets under a Transducer, in nats (Graves 2012, eq. 17).
+    """Computes the negative log-likelihood of targets under a Transducer, in nats (Graves 2012, eq. 17).
 
     It can be differentiated once. The backward pass allocates the gradient and little else; what is kept for it is the
     logits, by reference, and O(B T U) numbers. Padding is not read, and its gradient is exactly 0. A sequence of
@@ -99,7 +99,7 @@ def joint_transducer_loss(
     kernel: str = "auto",
     max_cells: int = 1 << 14,
 ) -> Tensor:
-    """`transducer_loss` of logits that a joint network makes, which never exist all at once.
+    """Computes `transducer_loss` of logits that a joint network makes, which never exist all at once.
 
     The joint network is called on pieces of at most `max_cells` nodes of a sequence's lattice, without its padding:
     once without autograd, for the loss, and once more in the backward pass. So peak memory grows with `max_cells` V,
@@ -179,7 +179,7 @@ def _check_options(reduction: str, clamp: float | None, kernel: str, kernels: Se
 def _checked(
     targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, shape: Sequence[int], blank: int
 ) -> tuple[list[int], list[int], Tensor]:
-    """Frames and labels of each sequence, and targets `[B, U + 1]`, 0 for padding; `shape` is `[B, T, U + 1, V]`."""
+    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape`: `[B, T, U + 1, V]`."""
     batch, frames, width, vocabulary = shape
     layouts = {"targets": (targets, [batch, width - 1]), "logit_lengths": (logit_lengths, [batch])}
     for name, (tensor, expected) in (layouts | {"target_lengths": (target_lengths, [batch])}).items():
@@ -208,7 +208,7 @@ def _checked(
 
 
 def _choose(kernel: str, logits: Tensor) -> str:
-    """The kernel that runs: "torch", "triton" or "library"; raises ValueError if it cannot."""
+    """Chooses the kernel that runs: "torch", "triton" or "library"; raises ValueError if it cannot."""
     if kernel != "library":
         return pick(kernel, logits.device, logits.shape[2])
     problem = f"it takes float32, got {logits.dtype}" if logits.dtype != torch.float32 else ""
@@ -221,7 +221,7 @@ def _choose(kernel: str, logits: Tensor) -> str:
 
 @functools.cache
 def _library() -> Callable[..., Tensor] | str:
-    """The function of torchaudio, or why there is none."""
+    """Gives the function of torchaudio, or the reason why there is none."""
     try:
         return importlib.import_module("torchaudio.functional").rnnt_loss
     except Exception as error:  # A build for another torch or without a CUDA library fails in many ways.

@@ -60,11 +60,11 @@ class Statistics:
         self.layers[number] = (pooled, total)
 
     def parameters(self) -> dict[int, Parameters]:
-        """Closed-form parameters of every layer, `[Hk, d, d]`."""
+        """Fits the parameters of every layer in closed form, `[Hk, d, d]`."""
         return {number: self.features.fit_moments(moments) for number, (moments, _) in sorted(self.layers.items())}
 
     def rho(self) -> dict[int, Tensor]:
-        """Expected log(1 + Var / K^2) of every layer and head `[Hk]`: usable with M features where below log M."""
+        """Gives the mean log(1 + Var / K^2) of every layer and head `[Hk]`; below log M, M features suffice."""
         parameters = self.parameters()
         return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
 
@@ -117,7 +117,7 @@ def gather(
 
 
 def _inputs(batch: Any, device: torch.device) -> dict[str, Tensor]:
-    """Arguments of the model, without labels, from a dictionary, a tensor of input_ids or a tuple of that alone."""
+    """Takes the model's arguments, without labels, from a dictionary, a tensor of input_ids or a 1-tuple of it."""
     if isinstance(batch, list | tuple) and len(batch) == 1:
         (batch,) = batch
     if isinstance(batch, Tensor):
@@ -208,7 +208,7 @@ def calibrate(
 def _weighted_family(
     name: str, arguments: Mapping[str, Any], config: FavorConfig, refine_steps: int | None
 ) -> PositiveFeatures:
-    """The family whose features get weights, once everything that forbids them is ruled out."""
+    """Makes the family whose features get weights, after all that forbids them is ruled out."""
     family = _family(name, arguments)
     if not family.takes_parameters:
         raise ValueError(

@@ -109,16 +109,16 @@ class Costs:
     head_dim: Mapping[int, int]
 
     def exact(self, layer: int) -> float:
-        """4 L^2 d."""
+        """Counts 4 L^2 d operations."""
         return 4.0 * self.length**2 * self.head_dim[layer]
 
     def linear(self, layer: int, window: int) -> float:
-        """8 L M d for the features and 4 L window d inside the blocks."""
+        """Counts 8 L M d operations for the features and 4 L window d inside the blocks."""
         return 4.0 * self.length * self.head_dim[layer] * (2 * self.num_features + min(window, self.length))
 
 
 def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
-    """Heads that stay exact, and wider windows, for `config.favor_layers`.
+    """Chooses the heads that stay exact, and wider windows, for `config.favor_layers`.
 
     Args:
         rho: diagnostic of every layer and key head, `[Hk]`.

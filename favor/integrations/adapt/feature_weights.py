@@ -44,7 +44,7 @@ class _Estimate:
     near: Tensor | None
 
     def matrix(self, weights: Tensor | None = None, near: Tensor | None = None) -> Tensor:
-        """Unnormalised attention `[Hk, G, R, S]`, with weights `[Hk, M]` and a factor `[Hk]` of the exact part."""
+        """Gives unnormalised attention `[Hk, G, R, S]`, with weights `[Hk, M]` and a factor `[Hk]` of exact ones."""
         query = self.query if weights is None else self.query * weights[:, None, None]
         product = query @ self.key.transpose(-1, -2)
         product = product if self.far is None else product * self.far
@@ -64,7 +64,7 @@ def fit_weights(
     exact_heads: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> Parameters:
-    """Parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
+    """Fits the parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
 
     Args:
         features: the family.
@@ -131,7 +131,7 @@ class LayerFit:
 
     @torch.no_grad()
     def fit(self, steps: int) -> Parameters:
-        """Learned parameters, of each head the best that were met.
+        """Learns parameters and gives, for each head, the best that were met.
 
         Args:
             steps: gradient steps on G, L and b; 0 learns the weights alone.
@@ -144,7 +144,7 @@ class LayerFit:
         return _better(found, self.divergence(found), self.parameters, self.divergence(self.parameters))[0]
 
     def divergence(self, parameters: Parameters) -> Tensor:
-        """Mean over queries of KL(softmax row || estimated row), `[Hk]`."""
+        """Computes the mean over queries of KL(softmax row || estimated row), `[Hk]`."""
         rows = sum(target[0, :, :, 0].numel() for target in self.targets)
         pairs = zip(self.samples, self.targets, strict=True)
         return sum((self._divergence(s, t, parameters) for s, t in pairs), torch.zeros(())) / rows  # type: ignore[return-value]
@@ -192,7 +192,7 @@ class LayerFit:
         return replace(parameters, log_weights=parameters.log_weights + change)
 
     def _refined(self, base: Parameters, steps: int) -> Parameters:
-        """Gradient steps on corrections of G, L and b, with short fits of the weights between."""
+        """Takes gradient steps on corrections of G, L and b, with short fits of the weights between them."""
         if base.shift is None:
             base = replace(base, shift=torch.zeros_like(base.factor[..., 0]))
         start = (self.parameters, self.divergence(self.parameters))
@@ -224,7 +224,7 @@ class LayerFit:
         return best
 
     def _top(self, parameters: Parameters) -> Tensor:
-        """Largest log-feature of the keys of all sequences, `[Hk, 1, M]`."""
+        """Gives the largest log-feature of the keys of all sequences, `[Hk, 1, M]`."""
         keys = [self.features.log_phi(s.y, self.omega, parameters, "key").amax(-2, keepdim=True) for s in self.samples]
         return torch.stack(keys).amax(0)
 
@@ -249,7 +249,7 @@ class LayerFit:
         return self.features.log_phi(x.flatten(1, 2), self.omega, parameters, "query").unflatten(1, x.shape[1:3])
 
     def _divergence(self, sample: Sample, target: Tensor, parameters: Parameters) -> Tensor:
-        """Sum over queries of KL(softmax row || estimated row), `[Hk]`."""
+        """Computes the sum over queries of KL(softmax row || estimated row), `[Hk]`."""
         matrix = self._estimate(sample, parameters).matrix()
         least = torch.finfo(matrix.dtype).tiny
         rows = matrix / matrix.sum(-1, keepdim=True).clamp(min=least)
@@ -258,7 +258,7 @@ class LayerFit:
 
     @staticmethod
     def _mass(own: _Estimate, ratios: Tensor | None = None) -> Tensor:
-        """Sum of every component over all pairs, times ratios `[Hk, G, R, S]`: `[Hk, M]`, and the exact part's last."""
+        """Sums every component over all pairs, times ratios `[Hk, G, R, S]`: `[Hk, M]`, and the exact part's last."""
         if ratios is None:
             seen = own.key.sum(-2, keepdim=True) if own.far is None else own.far @ own.key
         else:
@@ -271,7 +271,7 @@ class LayerFit:
 
 
 def _better(found: Parameters, reached: Tensor, other: Parameters, least: Tensor) -> tuple[Parameters, Tensor]:
-    """Of each head the parameters with the smaller divergence `[Hk]`, and this; what is not finite never wins."""
+    """Gives the better parameters of each head and their divergence `[Hk]`; what is not finite never wins."""
     better = (reached < least) | (reached.isfinite() & ~least.isfinite())
 
     def choose(name: str) -> Tensor:

@@ -36,7 +36,7 @@ class Sample:
 
     @classmethod
     def of(cls, seen: Observation, number: int, window: int) -> Sample | None:
-        """Sequence of that number in a call of a layer, on the CPU; None without tokens."""
+        """Takes one sequence, by its number, from a call of a layer to the CPU; gives None if it has no tokens."""
         x, y = (rows[number] for rows in (seen.query, seen.key))
         if seen.padding is not None:
             y = y[:, seen.padding[number]]
@@ -74,7 +74,7 @@ class Sample:
         return same if self.visible is None else same & self.visible
 
     def logits(self) -> Tensor:
-        """X . y, `[Hk, G, R, S]`, -inf where hidden."""
+        """Computes x . y, `[Hk, G, R, S]`, -inf where hidden."""
         logits = self.x @ self.y.unsqueeze(1).transpose(-1, -2)
         return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
 

@@ -84,7 +84,7 @@ def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result
 
 
 def _prepared(sequence: Sequence) -> Iterator[Sequence]:
-    """A sequence as the fused kernel can read it, hidden keys and their values zeros, all in the precision of the sums.
+    """Prepares a sequence for the fused kernel: hidden keys and values are zeros, all in the precision of the sums.
 
     All heads at once if nothing has to be copied for that, else some at a time. In bfloat16 the kernel would be twice
     as fast on some CPUs, but to round the directions changes logits as much as to round queries and keys does.
@@ -106,14 +106,14 @@ def _prepared(sequence: Sequence) -> Iterator[Sequence]:
 
 
 def _fused_summaries(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Log weight `[B, Hk, M]` and summary `[B, Hk, M, d]` of each feature."""
+    """Computes the log weight `[B, Hk, M]` and summary `[B, Hk, M, d]` of each feature."""
     directions = operands.key_directions.expand(operands.key.shape[0], -1, -1, -1)
     summary, log_weight = fused_attention(directions, operands.key, operands.value, operands.key_bias.unsqueeze(2))
     return log_weight + operands.offset, summary
 
 
 def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tensor:
-    """Output `[B, H, L, d]`."""
+    """Computes the output `[B, H, L, d]`."""
     query, directions, groups = operands.query, operands.query_directions, operands.groups
     if groups > 1:
         per_key_head = (directions, summary, log_weight)
@@ -122,7 +122,7 @@ def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tens
 
 
 def _summaries(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Log weight `[N, 1, M]` and summary `[N, M, dv]` of each feature."""
+    """Computes the log weight `[N, 1, M]` and summary `[N, M, dv]` of each feature."""
     top, total, state = summarise(inputs, inputs.key.shape[2])
     # Without a visible key everything is zero: a finite weight and a summary of zeros.
     total.masked_fill_(total == 0, 1.0)

@@ -66,14 +66,14 @@ class _State:
 
     @classmethod
     def before(cls, inputs: Inputs) -> _State:
-        """State of the keys that all queries see."""
+        """Gives the state of the keys that all queries see."""
         top, total, values = summarise(inputs, inputs.prefix)
         top, total = top.transpose(1, 2), total.transpose(1, 2)
         anchor = (top + inputs.offset).masked_fill(total == 0, -torch.inf)
         return cls(anchor, total, values, anchor)
 
     def move(self, anchor: Tensor) -> None:
-        """Same sums for a new, finite anchor, which is no lower unless there is nothing so far."""
+        """Moves the sums to a new, finite anchor, which is no lower unless there is nothing so far."""
         decay = exp2(self.anchor - anchor)
         self.total.mul_(decay)
         self.values.mul_(decay.transpose(1, 2))
@@ -96,7 +96,7 @@ class _Rows:
     lse: Tensor
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients `[N, G C, dv]`, their products with the output, and the logarithm in base 2, `[N, G C, 1]`."""
+        """Gives gradients `[N, G C, dv]`, their products with the output, and the log in base 2, `[N, G C, 1]`."""
         grad = self.inputs.queries(self.grad, start, stop)
         delta = (grad * self.inputs.queries(self.out, start, stop)).sum(2, keepdim=True)
         return grad, delta, self.inputs.queries(self.lse.unsqueeze(3), start, stop) * LOG2E
@@ -228,7 +228,7 @@ def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, T
 
 
 def _key_weights(inputs: Inputs, buffer: Buffer, anchor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
+    """Gives the rows of the keys, and 2^(key logits + offset - anchor) `[N, C, M]`."""
     rows = inputs.keys(inputs.key, start, stop)
     logits = buffer.product(rows, inputs.key_directions.transpose(1, 2), LOG2E)
     logits.add_(inputs.key_bias[:, start:stop]).add_(inputs.offset).sub_(anchor)
@@ -248,6 +248,6 @@ def _store_keys(
 
 
 def _lower(scores: Tensor) -> Tensor:
-    """Scores `[N, G C, C]` of each query on the keys of its chunk, zero for later keys."""
+    """Gives the scores `[N, G C, C]` of each query on the keys of its chunk, zero for later keys."""
     scores.unflatten(1, (-1, scores.shape[2])).tril_()
     return scores

@@ -24,7 +24,7 @@ class Buffer:
         self._memory = like.new_empty(0)
 
     def empty(self, *shape: int) -> Tensor:
-        """Memory of a shape, not set; valid until the next call of any method."""
+        """Gives uninitialised memory of a shape; valid until the next call of any method."""
         size = math.prod(shape)
         if self._memory.numel() < size:
             self._memory = self._memory.new_empty(0)  # given back before there is more
@@ -32,17 +32,17 @@ class Buffer:
         return self._memory[:size].view(shape)
 
     def product(self, rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
-        """Rows `[N, R, w]` x columns `[N, w, C]` x a factor."""
+        """Multiplies rows `[N, R, w]`, columns `[N, w, C]` and a factor."""
         out = self.empty(rows.shape[0], rows.shape[1], columns.shape[2])
         return torch.baddbmm(out, rows, columns, beta=0.0, alpha=factor, out=out)
 
     def rows(self, table: Tensor, places: Tensor) -> Tensor:
-        """Rows of a table `[n, w]`, `[places, w]`."""
+        """Gives the rows of a table `[n, w]`, `[places, w]`."""
         return torch.index_select(table, 0, places, out=self.empty(len(places), table.shape[1]))
 
 
 def exp2(logits: Tensor, most: float = 0.0) -> Tensor:
-    """2^logits, in place, for `logits` relative to a term of the same sum.
+    """Computes 2^logits in place, for `logits` relative to a term of the same sum.
 
     On a CPU, natural exponents below the normal numbers take up to 200 times as long (exp of MKL), and products with
     subnormal numbers 100 times. So this is base 2, and what is too small to count is 0.
@@ -123,12 +123,12 @@ class Inputs:
         return self.key.shape[2] - self.query.shape[2]
 
     def queries(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Rows of a tensor `[B, H, L, w]` as `[N, G (stop - start), w]`, in the type of the directions."""
+        """Gives the rows of a tensor `[B, H, L, w]` as `[N, G (stop - start), w]`, in the type of the directions."""
         rows = tensor[:, :, start:stop].to(self.offset.dtype)
         return rows.reshape(self.heads, -1, tensor.shape[-1])
 
     def keys(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Rows of a tensor `[B, Hk, S, w]` as `[N, stop - start, w]`; hidden ones are zeros, whatever they hold."""
+        """Gives rows of a tensor `[B, Hk, S, w]` as `[N, stop - start, w]`; hidden ones become zeros."""
         rows = tensor[:, :, start:stop].to(self.offset.dtype).reshape(self.heads, -1, tensor.shape[-1])
         return rows if self.hidden is None else rows.masked_fill(self.hidden[:, start:stop], 0.0)
 
@@ -173,7 +173,7 @@ def write(target: Tensor, start: int, stop: int, rows: Tensor) -> None:
 
 
 def fused_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether `fused_attention` takes such tensors: on a CPU, values as wide as keys."""
+    """Tells whether `fused_attention` takes such tensors: on a CPU, values as wide as keys."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
@@ -186,7 +186,7 @@ def fused_attention(
     scale: float = 1.0,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention `[B, H, L, d]` and the logarithm of its normaliser `[B, H, L]`; there must be a key.
+    """Computes softmax attention `[B, H, L, d]` and the logarithm of its normaliser `[B, H, L]`; there must be a key.
 
     This is PyTorch's kernel for CPUs, that of `scaled_dot_product_attention`. Where it can run, it replaces the loops
     over blocks in forward passes: its blocks stay in cache, and tiny exponentials cost nothing.

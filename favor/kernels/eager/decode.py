@@ -12,7 +12,7 @@ from favor.kernels.operands import Geometry, Operands, sequences
 def summarise(
     directions: Tensor, key: Tensor, bias: Tensor, value: Tensor, cumulative: None, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Summary `[B, Hk, M, dv]` and log weight `[B, Hk, M]` of the keys, 0 and -inf without a visible key.
+    """Gives the summary `[B, Hk, M, dv]` and log weight `[B, Hk, M]` of the keys, 0 and -inf without a visible key.
 
     Args:
         directions: `[n, Hk, M, d]`, n = 1 or B.
@@ -30,7 +30,7 @@ def summarise(
 
 
 def decode(*tensors: Tensor) -> Tensor:
-    """One step of causal attention: the tensors of `favor.kernels.decode` and of its state, which is changed."""
+    """Takes one step of causal attention: the tensors of `favor.kernels.decode` and of its state, which is changed."""
     query, key, value, query_directions, key_directions, offset, key_bias, log_weight, summary = tensors
     key_heads, dtype = key.shape[1], log_weight.dtype
     hidden = (key_bias == -torch.inf).unsqueeze(-1)

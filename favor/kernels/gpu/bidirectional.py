@@ -57,7 +57,7 @@ _BACKWARD_BLOCKS = {
 
 @triton.jit
 def _locate_tile(cumulative, length, max_length, heads, TOKENS: tl.constexpr):
-    """Head, sequence, batch row and first row of the tile of this program, and which of its rows there are `[TOKENS]`.
+    """Locates the tile of this program: head, sequence, batch row, first row, and which of its rows exist `[TOKENS]`.
 
     There are none if the sequence ends before the tile.
     """
@@ -223,7 +223,7 @@ def _key_gradients(
 
 
 def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -> Result:
-    """Attention output and what the backward pass needs.
+    """Computes the attention output and what the backward pass needs.
 
     Args:
         operands: the last stride of query, key and value is 1; the other tensors are float32.
@@ -258,7 +258,7 @@ def backward(
     for_directions: bool = False,
     splits: int | None = None,
 ) -> Gradients:
-    """Gradients of query, key, value and key_bias, from that of the output and from what `forward` returned.
+    """Computes the gradients of query, key, value and key_bias from that of the output and what `forward` returned.
 
     Those of the directions are for the torch kernel: `for_directions` must be False.
 
@@ -279,7 +279,7 @@ def backward(
 
 
 def _query_gradients_of(problem: Problem, grad: Tensor, saved: Result) -> tuple[Tensor, Tensor]:
-    """Gradient of the queries, and delta `[B, H, L]`, the product of output and gradient."""
+    """Computes the gradient of the queries, and delta `[B, H, L]`, the product of output and gradient."""
     query, directions = problem.operands.query, problem.operands.query_directions.to(problem.operands.query.dtype)
     out, lse, log_weight, summary = saved
     dq, delta = torch.empty_like(query), torch.empty_like(lse)
@@ -291,7 +291,7 @@ def _query_gradients_of(problem: Problem, grad: Tensor, saved: Result) -> tuple[
 
 
 def _key_gradients_of(problem: Problem, gathered: Summaries) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and bias; `gathered` holds offset + rho, r (compact) and e (extra)."""
+    """Computes gradients of keys, values and bias; `gathered` holds offset + rho, r (compact) and e (extra)."""
     _, key, value, _, directions, _, bias, _ = problem.operands
     dk, dv, dbias = torch.empty_like(key), torch.empty_like(value), torch.empty_like(bias)
     summaries = (gathered.log_weight, gathered.compact, gathered.extra)

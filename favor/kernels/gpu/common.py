@@ -25,7 +25,7 @@ _CPU_PROGRAMS = 4
 
 @triton.jit
 def mix(weights, values, acc):
-    """`acc` + weights `[R, M]` x values `[M, D]`, in the type of the values; weights are float32, at most about 1."""
+    """Adds weights `[R, M]` x values `[M, D]`, in the type of the values, to `acc`; weights: float32, up to about 1."""
     if values.dtype == tl.float32:
         return tl.dot(weights, values, acc=acc, input_precision="tf32x3")
     return tl.dot(weights.to(values.dtype), values, acc=acc)
@@ -33,7 +33,7 @@ def mix(weights, values, acc):
 
 @triton.jit
 def contract(left, right):
-    """Products left `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
+    """Multiplies left `[R, D]` x right `[M, D]` -> `[R, M]`, float32 sums of products in the type of both."""
     if left.dtype == tl.float32:
         return tl.dot(left, tl.trans(right), input_precision="tf32x3")
     return tl.dot(left, tl.trans(right))
@@ -41,14 +41,14 @@ def contract(left, right):
 
 @triton.jit
 def narrow(factor, like):
-    """A factor of `wide` in the type in which it is multiplied for inputs of the type of `like`."""
+    """Gives a factor of `wide` in the type in which it is multiplied for inputs of the type of `like`."""
     half: tl.constexpr = like.dtype == tl.bfloat16
     return factor.to(tl.bfloat16 if half else tl.float32)
 
 
 @triton.jit
 def wide(left, right, acc, like):
-    """`acc` + left x right for factors that float16 cannot hold: far above 1, or far below and still of weight."""
+    """Adds left x right to `acc`, for factors that float16 cannot hold: far above 1, or far below but relevant."""
     if like.dtype == tl.bfloat16:
         return tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc=acc)
     elif like.dtype == tl.float16:  # not a second `if`: Triton compiles what follows a return
@@ -59,13 +59,13 @@ def wide(left, right, acc, like):
 
 @triton.jit
 def finite(top):
-    """A maximum to subtract: 0 where nothing was seen, so that -inf minus it is -inf."""
+    """Gives a maximum to subtract: 0 where nothing was seen, so that -inf minus it is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def absorb(logits, top, total):
-    """One step of a softmax over columns that come in blocks; all logarithms are in base 2.
+    """Takes one step of a softmax over columns that come in blocks; all logarithms are in base 2.
 
     Args:
         logits: `[R, C]`, those of the next columns.
@@ -84,14 +84,14 @@ def absorb(logits, top, total):
 
 @triton.jit
 def empty_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a softmax starts: maximum `[ROWS]`, sum of the weights, of shares, and of values `[ROWS, WIDTH]`."""
+    """Starts a softmax: maximum `[ROWS]`, sum of the weights, of shares, and of values `[ROWS, WIDTH]`."""
     zeros = tl.zeros([ROWS], tl.float32)
     return tl.full([ROWS], float("-inf"), tl.float32), zeros, zeros, tl.zeros([ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
 def settled(top, total):
-    """Logarithm of a sum from its maximum and the rest, and the reciprocal of the rest; -inf and 0 for an empty sum."""
+    """Gives the logarithm of a sum from its maximum and the rest, and 1 / rest; -inf and 0 for an empty sum."""
     empty = total == 0.0
     rest = tl.where(empty, 1.0, total)
     return tl.where(empty, float("-inf"), top + tl.log2(rest)), tl.where(empty, 0.0, 1.0 / rest)
@@ -99,7 +99,7 @@ def settled(top, total):
 
 @triton.jit
 def bounds(cumulative, sequence, length):
-    """Batch row, first token (both int64) and number of tokens of a sequence; packed if there is `cumulative`."""
+    """Gives batch row, first token (both int64) and number of tokens of a sequence; packed if there is `cumulative`."""
     if cumulative is None:
         return sequence, sequence * 0, length
     else:
@@ -110,7 +110,7 @@ def bounds(cumulative, sequence, length):
 
 @triton.jit
 def load_rows(base, stride, seen, width: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`[ROWS, WIDTH]` rows from `base` on, `stride` apart; zeros in rows not `seen` and in columns past `width`."""
+    """Loads `[ROWS, WIDTH]` rows from `base` on, `stride` apart; zeros in rows not `seen` and past `width`."""
     columns = tl.arange(0, WIDTH)
     pointers = base + tl.arange(0, ROWS)[:, None] * stride + columns[None, :]
     mask = seen[:, None] if width == WIDTH else seen[:, None] & (columns < width)[None, :]
@@ -135,7 +135,7 @@ def corner(base, batch, head, row, stride_batch, stride_head, stride_row):
 def load_tile(
     base, batch, head, row, stride_batch, stride_head, stride_row, seen, width: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """`[R, WIDTH]` rows of one head from `row` on; zeros, and nothing read, where not `seen` `[R]`."""
+    """Loads `[R, WIDTH]` rows of one head from `row` on; zeros, and nothing read, where not `seen` `[R]`."""
     there = corner(base, batch, head, row, stride_batch, stride_head, stride_row)
     return load_rows(there, stride_row, seen, width, seen.shape[0], WIDTH)
 
@@ -156,17 +156,17 @@ def ceil_divide(length: int, size: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`, which is positive."""
+    """Gives the smallest power of two that is at least `number`, which is positive."""
     return 1 << (number - 1).bit_length()
 
 
 def padded_width(width: int) -> int:
-    """Width of a block that holds `width` columns: a power of two, at least the 16 that `tl.dot` needs."""
+    """Gives the width of a block that holds `width` columns: a power of two, at least the 16 that `tl.dot` needs."""
     return max(16, power_of_two(width))
 
 
 def width_constants(width: int, value_width: int) -> dict[str, int]:
-    """The constants of a kernel that say how wide its rows are, in memory and in registers."""
+    """Gives the constants of a kernel that say how wide its rows are, in memory and in registers."""
     padded = {"WIDTH": padded_width(width), "VALUE_WIDTH": padded_width(value_width)}
     return {"width": width, "value_width": value_width, **padded}
 
@@ -177,7 +177,7 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def shared_stride(directions: Tensor) -> int:
-    """Step from the directions of one sequence to those of the next; 0 if all sequences share them."""
+    """Gives the step from the directions of one sequence to those of the next; 0 if all sequences share them."""
     return 0 if directions.shape[0] == 1 else directions.stride(0)
 
 
@@ -201,7 +201,7 @@ FEW_ROWS = 2**16
 
 
 def worth_timing(choices: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, ...]:
-    """The choices to time; for little work the first one alone, which is then taken as it is.
+    """Gives the choices to time; for little work the first one alone, which is then taken as it is.
 
     What is chosen once is kept for all lengths, and on the disk.
     """
@@ -218,7 +218,7 @@ def within_memory(choices: tuple[Any, ...], tf32: bool, *widths: int) -> tuple[A
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where there is no device to time a configuration on."""
+    """Tells whether kernels run in Triton's interpreter, where there is no device to time a configuration on."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -269,7 +269,7 @@ def tuned(
     key: tuple[str, ...] = ("WIDTH", "VALUE_WIDTH"),
     longest: int | None = None,
 ) -> Any:
-    """`kernel`, choosing its blocks at the first launch for each type and each value of the arguments in `key`.
+    """Gives `kernel` with blocks chosen at the first launch for each type and each value of the arguments in `key`.
 
     Args:
         choices: lists them by the bytes of the widest row, padded: wide rows leave room for few of them.
@@ -352,7 +352,7 @@ class Problem:
         }
 
     def tuned(self, kernel: Any, choices: dict[int, tuple[Blocks, ...]]) -> Any:
-        """`kernel`, choosing its blocks at the first launch; `choices` are those for half precision, see `tuned`."""
+        """Gives `kernel` with blocks chosen at the first launch; `choices` are for half precision, see `tuned`."""
         query, key, value = self.operands[:3]
         return tuned(
             kernel,
@@ -375,7 +375,7 @@ def processors(device: torch.device) -> int:
 
 
 def split_count(programs: int, length: int, device: torch.device, shortest: int = 256) -> int:
-    """Into how many pieces of at least `shortest` tokens `programs` sequences of work should be cut.
+    """Tells into how many pieces of at least `shortest` tokens `programs` sequences of work should be cut.
 
     Enough of them that the device is full, two programs at a time on each processor, and the last round is not much
     emptier than the others; few, because the pieces must be put together again.

@@ -32,7 +32,7 @@ from favor.kernels.gpu.summary import Summaries, join
 
 @triton.jit
 def _take_up(log_weight, summary, logits, value):
-    """Weights `[M]` and means `[M, dv]` with one more value `[dv]`, whose logits are `[M]`."""
+    """Adds one more value `[dv]`, whose logits are `[M]`, to weights `[M]` and means `[M, dv]`."""
     first = log_weight == float("-inf")
     top = tl.maximum(log_weight, logits)
     base = finite(top)
@@ -120,7 +120,7 @@ def decode(
     summary: Tensor,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention of one new query to all keys so far and the new one, with log_weight and summary updated in place.
+    """Attends from one new query to all keys so far and the new one; updates log_weight and summary in place.
 
     Args:
         query, key, value: `[B, H, 1, d]`, `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`, one type; the last stride is 1.

@@ -62,7 +62,7 @@ _SIZES = ("blocks", "sections", "rows", "groups", "nears", "keys", "number", "pe
 
 @triton.jit
 def _locate(blocks, sections, rows, per_head, first, nears, TOKENS: tl.constexpr):
-    """Where a program works.
+    """Tells where a program works.
 
     Returns:
         its head, section and block, each counted over all before it (int64); its rows in the block `[TOKENS]`, and
@@ -80,7 +80,7 @@ def _locate(blocks, sections, rows, per_head, first, nears, TOKENS: tl.constexpr
 
 @triton.jit
 def _gather(base, places, seen, width: tl.constexpr, WIDTH: tl.constexpr):
-    """`[C, WIDTH]` rows at `places` `[C]` (int64); zeros, and nothing read, where not `seen`."""
+    """Loads `[C, WIDTH]` rows at `places` `[C]` (int64); zeros, and nothing read, where not `seen`."""
     columns = tl.arange(0, WIDTH)
     pointers = base + places[:, None] * width + columns[None, :]
     return tl.load(pointers, mask=seen[:, None] & (columns < width)[None, :], other=0.0)
@@ -96,7 +96,7 @@ def _add(base, places, seen, rows, width: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_groups(q, counts, far_key, begin, groups, factor, width: tl.constexpr, FEATURES: tl.constexpr):
-    """Which groups of a tile have keys `[C]`, their means `[C, WIDTH]`, and logits `[R, C]` in base 2, with counts."""
+    """Loads a tile of groups: which have keys `[C]`, means `[C, WIDTH]`, and logits `[R, C]` in base 2, with counts."""
     place = begin + tl.arange(0, FEATURES)
     count = tl.load(counts + place, mask=place < groups, other=0.0)
     seen = count > 0
@@ -107,7 +107,7 @@ def _load_groups(q, counts, far_key, begin, groups, factor, width: tl.constexpr,
 
 @triton.jit
 def _load_near(q, near_counts, near_key, begin, nears, last, factor, width: tl.constexpr, FEATURES: tl.constexpr):
-    """Which near keys of a tile count `[C]`, the keys `[C, WIDTH]`, and logits `[R, C]` in base 2."""
+    """Loads a tile of near keys: which count `[C]`, the keys `[C, WIDTH]`, and logits `[R, C]` in base 2."""
     place = begin + tl.arange(0, FEATURES)
     seen = tl.load(near_counts + place, mask=place < nears, other=0.0) > 0
     k = load_rows(near_key + begin * width, width, seen, width, FEATURES, q.shape[1])
@@ -120,7 +120,7 @@ def _load_chosen(
     q, row, key, far_key, counts, pages, cell, since, begin, number, factor,
     page_size: tl.constexpr, width: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of chosen keys.
+    """Loads a tile of chosen keys.
 
     Returns:
         which of them count `[C]`, and which have a group that counts; the places of key and group (int64); keys and
@@ -148,7 +148,7 @@ def _read(
     page_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a block. Those that see nothing get zeros, and infinity as logarithm of the normaliser."""
+    """Reads for some rows of a block. Rows that see nothing get zeros, and infinity as logarithm of the normaliser."""
     head, section, block, row, inside, last = _locate(blocks, sections, rows, per_head, first, nears, TOKENS)
     factor = scale * LOG2E
     q = _gather(query, block * rows + row, inside, width, WIDTH)
@@ -200,7 +200,7 @@ def _read(
 
 @triton.jit
 def _pull_back(weights, q, k, v, g, delta, dq):
-    """Gradients of keys `[C, WIDTH]` and values `[C, VALUE_WIDTH]`, without the scale, and the new sum of queries'."""
+    """Computes gradients of keys `[C, WIDTH]` and values `[C, VALUE_WIDTH]`, unscaled, and the new sum of queries'."""
     slopes = weights * (contract(g, v) - delta[:, None])
     zeros = tl.zeros(k.shape, tl.float32)
     dk = wide(tl.trans(slopes), q, zeros, q)
@@ -216,7 +216,7 @@ def _gradients(
     page_size: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a block."""
+    """Computes the gradients for some rows of a block."""
     head, section, block, row, inside, last = _locate(blocks, sections, rows, per_head, first, nears, TOKENS)
     factor = scale * LOG2E
     asked = block * rows + row
@@ -302,7 +302,7 @@ def _launch(kernel: Any, choices: dict[int, Any], given: SelectedOperands, *othe
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
-    """Output `[N, F, Z, R, dv]` and the logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing.
+    """Computes output `[N, F, Z, R, dv]` and logarithms of normalisers, `[N, F, Z, R]`, inf for rows that see nothing.
 
     Args:
         given: the operands, float32 or half precision; counts are float32.
@@ -315,7 +315,7 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
 
 
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, far key and value, near key and value, key and value."""
+    """Computes the gradients of query, far key and value, near key and value, key and value."""
     of_query = given.query.new_empty(given.query.shape)
     _, _, far_key, far_value, _, near_key, near_value, key, value, *_ = given
     read = (far_key, far_value, near_key, near_value, key, value)

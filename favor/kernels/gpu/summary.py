@@ -222,7 +222,7 @@ def collect(
     extra: Tensor | None = None,
     splits: int | None = None,
 ) -> Summaries:
-    """The parts that `join` puts together.
+    """Collects the parts that `join` puts together.
 
     Args:
         directions: `[n, Hk, M, d]` float32, contiguous; n is the number of sequences N, or 1.
@@ -283,7 +283,7 @@ def summarise(
 
 
 def empty_summaries(parts: Summaries) -> Summaries:
-    """Where to write what `parts` add up to."""
+    """Makes memory for what `parts` add up to."""
     sequences, heads, _, features, width = parts.mean.shape
     mean = parts.mean.new_empty(sequences, heads, features, width)
     log_weight = mean.new_empty(sequences, heads, features)

@@ -23,7 +23,7 @@ _TOKENS = 64
 
 @triton.jit
 def _load_head(base, batch, head, stride_batch, stride_head, columns, width: tl.constexpr):
-    """Vector `[WIDTH]` of a head, zeros past `width`."""
+    """Loads a vector `[WIDTH]` of a head, zeros past `width`."""
     return tl.load(base + batch * stride_batch + head * stride_head + columns, mask=columns < width, other=0.0)
 
 
@@ -35,7 +35,7 @@ def _form(
     hidden_batch, out_batch, out_head, out_row,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The form of a block of tokens of one head; its gradient times `grad` if that is given."""
+    """Computes the form of a block of tokens of one head, or its gradient times `grad` if that is given."""
     blocks = tl.cdiv(length, TOKENS)
     program = tl.program_id(0)
     first = (program % blocks).to(tl.int64) * TOKENS
@@ -86,7 +86,7 @@ def form(
     hidden: Tensor | None,
     grad: Tensor | None = None,
 ) -> Tensor:
-    """Quadratic form of every token, the part of log-features that belongs to a token alone, or its gradient.
+    """Computes a quadratic form of every token (the part of log-features of the token alone), or its gradient.
 
     form(r) = -|A'(r - c)|^2 / 2 + r.b + w |r|^2,   its gradient -A A'(r - c) + b + 2 w r
 
@@ -146,7 +146,7 @@ def _sums(
     rows_batch, rows_head, rows_row,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of w (r - p) and w (r - p)(r - p)' over a piece of the tokens of one head."""
+    """Sums w (r - p) and w (r - p)(r - p)' over a piece of the tokens of one head."""
     program = tl.program_id(0).to(tl.int64)
     head, batch = program // splits % heads, program // splits // heads
     columns = tl.arange(0, WIDTH)
@@ -177,7 +177,7 @@ def _sums(
 
 
 def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weighted mean and covariance of the tokens of each head, in one pass over them.
+    """Computes the weighted mean and covariance of the tokens of each head, in one pass over them.
 
     Sums are those of differences from a pivot, a token that counts: as differences of plain second moments they
     would lose their digits where the mean is large.
@@ -211,7 +211,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH: tl.constexpr):
-    """One matrix. Columns past `width` are zeros in the root, and stay apart from the others in its inverse."""
+    """Takes one matrix. Columns past `width` are zeros in the root, and stay apart from the others in its inverse."""
     place = tl.program_id(0).to(tl.int64) * width * width
     row = tl.arange(0, WIDTH)
     real = row < width
@@ -229,7 +229,7 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
 
 
 def newton_schulz(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Root and inverse root of small symmetric matrices in one launch, see `favor.features.linalg.newton_schulz`.
+    """Gives root and inverse root of small symmetric matrices in one launch, see `favor.features.linalg.newton_schulz`.
 
     Args:
         matrix: `[..., d, d]`, float32, d at most 64.

@@ -172,7 +172,7 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
 
 
 def _piece(state: StreamState, operands: Operands, window: int, scale: float) -> Tensor:
-    """Output `[B, H, l, dv]` of tokens that end in the same block, or span; takes them into the state."""
+    """Computes output `[B, H, l, dv]` of tokens that end in the same block, or span; takes them into the state."""
     query, key, value, query_directions, key_directions, offset, key_bias, query_bias = operands
     dtype, heads = offset.dtype, key.shape[1]
     queries = query.to(dtype).unflatten(1, (heads, -1))
@@ -198,7 +198,7 @@ def _piece(state: StreamState, operands: Operands, window: int, scale: float) ->
 
 
 def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Key, value and bias in memory of their own; hidden keys are zeros, whatever they hold."""
+    """Copies key, value and bias into memory of their own; hidden keys become zeros, whatever they hold."""
     hidden = (bias == -torch.inf).unsqueeze(-1)
     return (*(t.to(dtype).masked_fill(hidden, 0.0) for t in (key, value)), bias.to(dtype, copy=True))
 
@@ -215,7 +215,7 @@ def _split(block: tuple[Tensor, ...], window: int, dtype: torch.dtype) -> tuple[
 
 
 def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:
-    """One softmax over the features and the keys at hand, of queries that are the last rows of the block."""
+    """Computes one softmax over the features and the keys at hand, for queries that are the last rows of the block."""
     length, size = near.shape[-2:]
     later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
     near = near.masked_fill(later, -torch.inf)

@@ -60,7 +60,7 @@ class Blocks:
 
     @classmethod
     def parts(cls, operands: Operands, geometry: Geometry, budget: int) -> Iterator[Blocks]:
-        """The sequences of a batch, some heads at a time: few enough for one span, whose tokens then lie together.
+        """Cuts a batch into sequences, some heads at a time: few enough for one span, whose tokens then lie together.
 
         On a GPU all heads at once.
         """
@@ -107,11 +107,11 @@ class Blocks:
         return found
 
     def keys(self, tensor: Tensor, span: Span) -> Tensor:
-        """Rows of a tensor `[B, Hk, S, w]` as `[N, tokens, w]`; hidden ones are zeros."""
+        """Gives the rows of a tensor `[B, Hk, S, w]` as `[N, tokens, w]`; hidden ones are zeros."""
         return self.inputs.keys(tensor, *span.keys)
 
     def queries(self, tensor: Tensor, span: Span) -> Tensor:
-        """Rows of a tensor `[B, H, L, w]` as `[N, tokens, w]`, those of one block together."""
+        """Gives the rows of a tensor `[B, H, L, w]` as `[N, tokens, w]`, those of one block together."""
         if self.inputs.groups == 1:
             return self.inputs.queries(tensor, *span.queries)
         rows = self._grouped(tensor[:, :, slice(*span.queries)], span)
@@ -125,20 +125,20 @@ class Blocks:
         block.copy_(rows.reshape(block.shape))
 
     def _grouped(self, rows: Tensor, span: Span) -> Tensor:
-        """`[B, Hk, s, G, tokens, ...]`, a view."""
+        """Gives a view `[B, Hk, s, G, tokens, ...]`."""
         return rows.unflatten(2, (span.number, -1)).unflatten(1, (-1, self.inputs.groups)).transpose(2, 3)
 
     def apart(self, rows: Tensor, span: Span) -> Tensor:
-        """Rows of a span `[N, ..., w]` as `[N s, ..., w]`, block by block."""
+        """Gives the rows of a span `[N, ..., w]` as `[N s, ..., w]`, block by block."""
         return rows.reshape(rows.shape[0] * span.number, -1, rows.shape[-1])
 
     def keys_and_values(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Keys and values of a span, block by block, `[N s, tokens, w]`; hidden ones are zeros."""
+        """Gives the keys and values of a span, block by block, `[N s, tokens, w]`; hidden ones are zeros."""
         keys, values = (self.apart(self.keys(t, span), span) for t in (self.inputs.key, self.inputs.value))
         return keys, values
 
     def unseen(self, span: Span) -> Tensor | None:
-        """True for keys of its own block that a query does not see, `[1 or N s, rows, tokens]`; None if it sees all."""
+        """Marks keys of the own block that a query does not see, `[1 or N s, rows, tokens]`; None if it sees all."""
         hidden, tokens = self.inputs.hidden, (span.keys[1] - span.keys[0]) // span.number
         mask = None if hidden is None else self.apart(hidden[:, slice(*span.keys)], span).transpose(1, 2)
         if self.geometry.is_causal:

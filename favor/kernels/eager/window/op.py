@@ -75,7 +75,7 @@ def _own(result: Result, blocks: Blocks) -> Result:
 
 
 def _states(blocks: Blocks, buffer: Buffer) -> States:
-    """Sums over the keys of every block."""
+    """Computes sums over the keys of every block."""
     inputs = blocks.inputs
     states, project = States.uninitialised(inputs, blocks.number), inputs.key_directions.transpose(1, 2)
     for span in blocks.spans():
@@ -98,7 +98,7 @@ def _summarise(blocks: Blocks, states: States, weight: Tensor, summary: Tensor) 
 def _read(
     blocks: Blocks, buffers: tuple[Buffer, ...], weight: Tensor, summary: Tensor, span: Span
 ) -> tuple[Tensor, Tensor]:
-    """Output `[N s, rows, dv]` of a span and logarithm of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
+    """Gives output `[N s, rows, dv]` of a span and log of its normaliser `[N s, rows, 1]`, -inf where that is 0."""
     rows, (keys, values) = blocks.queries(blocks.inputs.query, span), blocks.keys_and_values(span)
     far, near = _logits(blocks, buffers, rows, keys, weight, span)
     top = torch.maximum(far.amax(2, keepdim=True), near.amax(2, keepdim=True))
@@ -110,7 +110,7 @@ def _read(
 
 
 def _fused_states(blocks: Blocks) -> States:
-    """Sums over the keys of every block, by the fused kernel."""
+    """Computes sums over the keys of every block, by the fused kernel."""
     inputs, found = blocks.inputs, []
     for span in blocks.spans():
         keys, values = (_side_by_side(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
@@ -128,7 +128,7 @@ def _fused_states(blocks: Blocks) -> States:
 
 
 def _fused_read(blocks: Blocks, weight: Tensor, summary: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-    """Output of a span and logarithm of its normaliser, as `_read` gives them, by the fused kernel."""
+    """Reads a span by the fused kernel: its output and the logarithm of its normaliser, as `_read` gives them."""
     inputs = blocks.inputs
     rows, bias = (_side_by_side(t, span) for t in (blocks.queries(inputs.query, span), _query_bias(blocks, span)))
     keys, values = (_side_by_side(blocks.keys(tensor, span), span) for tensor in (inputs.key, inputs.value))
@@ -144,7 +144,7 @@ def _fused_read(blocks: Blocks, weight: Tensor, summary: Tensor, span: Span) -> 
 
 
 def _near(blocks: Blocks, span: Span, rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of queries to the keys of their block."""
+    """Computes attention of queries to the keys of their block."""
     scale, is_causal = blocks.geometry.scale, blocks.geometry.is_causal
     if is_causal and blocks.inputs.hidden is None and blocks.inputs.groups == 1 and not span.skipped:
         return fused_attention(rows, keys, values, scale=scale, is_causal=True)
@@ -158,7 +158,7 @@ def _near(blocks: Blocks, span: Span, rows: Tensor, keys: Tensor, values: Tensor
 
 
 def _side_by_side(rows: Tensor, span: Span) -> Tensor:
-    """Rows of a span `[N, ..., w]` as `[N, s, ..., w]`."""
+    """Gives the rows of a span `[N, ..., w]` as `[N, s, ..., w]`."""
     return rows.unflatten(1, (span.number, -1))
 
 
@@ -174,7 +174,7 @@ def _of_span(summaries: Tensor, span: Span) -> Tensor:
 def _logits(
     blocks: Blocks, buffers: tuple[Buffer, ...], rows: Tensor, keys: Tensor, weight: Tensor, span: Span
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the summaries and, less the query bias, of the own block; in base 2.
+    """Computes the logits of the summaries and, less the query bias, those of the own block; in base 2.
 
     Rows are the queries of the span, `[N, rows, d]`, and keys its keys, `[N s, tokens, d]`.
     """

@@ -27,7 +27,7 @@ class States(NamedTuple):
 
     @classmethod
     def uninitialised(cls, inputs: Inputs, blocks: int) -> States:
-        """Memory for the states of so many blocks."""
+        """Makes uninitialised memory for the states of a number of blocks."""
         top = inputs.offset.new_empty(inputs.heads, blocks, inputs.offset.shape[-1])
         return cls(top, torch.empty_like(top), top.new_empty(*top.shape, inputs.value.shape[-1]))
 
@@ -47,7 +47,7 @@ class States(NamedTuple):
             own.copy_((weights @ values).view(own.shape))
 
     def outside(self, *, before: bool, after: bool, values: Tensor | None = None) -> States:
-        """For each block the sum over the blocks before it, after it, or both; overwrites these states.
+        """Sums, for each block, over the blocks before it, after it, or both; overwrites these states.
 
         Args:
             before, after: which blocks.
@@ -112,7 +112,7 @@ class States(NamedTuple):
 
 
 def _others(rows: Tensor, out: Tensor) -> None:
-    """For each block of `[N, b, n]` the sum of all others, without subtraction: products with zeros and ones."""
+    """Sums, for each block of `[N, b, n]`, all other blocks, without subtraction: products with zeros and ones."""
     blocks = rows.shape[1]
     ones = rows.new_ones(min(blocks, _TOGETHER), min(blocks, _TOGETHER))
     others = ones.clone().fill_diagonal_(0.0)

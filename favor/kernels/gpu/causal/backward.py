@@ -38,7 +38,7 @@ def _chunk_queries(
     M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Delta of one chunk of one query head, and the gradient of its queries unless the chunk is steep."""
+    """Computes delta of one chunk of one query head, and the gradient of its queries unless the chunk is steep."""
     head, sequence, batch, slot, token, number, query_count, place, left = locate_chunk(
         tl.program_id(0), HK * GROUP, cu_q, cu_k, queries, keys, chunks, CHUNK
     )
@@ -130,7 +130,7 @@ def _chunk_keys(
     M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the keys, values and biases of one chunk of one key head, unless the chunk is steep."""
+    """Computes the gradient of the keys, values and biases of one chunk of one key head, unless the chunk is steep."""
     source, sequence, batch, slot, token, number, query_count, place, left = locate_chunk(
         tl.program_id(0), HK, cu_q, cu_k, queries, keys, chunks, CHUNK
     )

@@ -27,7 +27,7 @@ def _chunk_output(
     M: tl.constexpr, HK: tl.constexpr, GROUP: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Output and l of one chunk of one query head, unless the chunk is steep.
+    """Computes output and l of one chunk of one query head, unless the chunk is steep.
 
     The weights of the keys of the chunk are products P_im A_jm = exp(lq_im + anchor_m - r_i) exp(lk_jm - anchor_m): the
     first factor is at most 1 with the running maximum r_i, the second one not too far above it.

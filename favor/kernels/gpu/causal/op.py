@@ -27,7 +27,7 @@ from favor.kernels.operands import Geometry, Gradients, Operands, Result
 def forward(
     operands: Operands, geometry: Geometry, *, chunk_size: int | None = None, segments: int | None = None
 ) -> Result:
-    """Causal attention; queries stand beside the last keys.
+    """Computes causal attention; the queries belong to the last keys.
 
     Args:
         operands: the last stride of query, key and value is 1; the other tensors are float32.
@@ -64,7 +64,7 @@ def backward(
     chunk_size: int | None = None,
     segments: int | None = None,
 ) -> Gradients:
-    """Gradients of query, key, value and key_bias, from that of the output and from what `forward` returned.
+    """Computes the gradients of query, key, value and key_bias from that of the output and what `forward` returned.
 
     Those of the directions are for the torch kernel: `for_directions` must be False.
     """

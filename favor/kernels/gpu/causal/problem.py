@@ -52,7 +52,7 @@ class Problem(common.Problem):
     def of(
         cls, operands: Operands, geometry: Geometry, chunk_size: int | None = None, segments: int | None = None
     ) -> Problem:
-        """A call with chunks of this size; None to choose."""
+        """Describes a call with chunks of this size; None chooses the size."""
         if chunk_size is None:
             # Wide rows leave room for short chunks only, in registers and shared memory; float16 is multiplied as tf32.
             query, value = operands.query, operands.value
@@ -73,7 +73,7 @@ class Problem(common.Problem):
         return self.operands.key.shape[2] // self.chunk + self.sequences
 
     def programs(self, heads: int) -> int:
-        """One for each chunk of each sequence and head."""
+        """Counts the programs: one for each chunk of each sequence and head."""
         return self.sequences * heads * self.chunks
 
     @property
@@ -96,7 +96,7 @@ class Problem(common.Problem):
 
 @triton.jit
 def locate(sequence, cu_q, cu_k, queries, keys, chunks, CHUNK: tl.constexpr):
-    """Batch row, first query, number of queries, first key, number of keys and first slot of a sequence."""
+    """Gives the batch row, first query, number of queries, first key, number of keys and first slot of a sequence."""
     slot = sequence * chunks
     if cu_k is not None:
         slot = tl.load(cu_k + sequence).to(tl.int64) // CHUNK + sequence
@@ -107,7 +107,7 @@ def locate(sequence, cu_q, cu_k, queries, keys, chunks, CHUNK: tl.constexpr):
 
 @triton.jit
 def locate_chunk(program, heads, cu_q, cu_k, queries, keys, chunks, CHUNK: tl.constexpr):
-    """Where the chunk of a program lies.
+    """Locates the chunk of a program.
 
     Returns:
         head, sequence, batch row, slot; row of the tensor of queries of the first position, number of the query there
@@ -141,13 +141,13 @@ def load_logit(base, there, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_features(base, features, count):
-    """One number for each feature, -inf for those past the last one."""
+    """Loads one number for each feature, -inf for those past the last one."""
     return tl.load(base + features, mask=features < count, other=float("-inf"))
 
 
 @triton.jit
 def after_first(shown, CHUNK: tl.constexpr):
-    """Rows from the first visible key of a chunk on.
+    """Marks the rows from the first visible key of a chunk on.
 
     Those before see the past only, whose weights may be far below the anchor.
     """

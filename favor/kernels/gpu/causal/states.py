@@ -62,7 +62,7 @@ _BLOCKS = {
 
 @triton.jit
 def _first_visible(logits, logit, CHUNK: tl.constexpr):
-    """Column of `[M, CHUNK]` logits with the first visible key; -inf if there is none."""
+    """Gives the column of `[M, CHUNK]` logits with the first visible key; -inf if there is none."""
     index = tl.arange(0, CHUNK)
     first = tl.min(tl.where(logit == float("-inf"), CHUNK, index), axis=0)
     return tl.sum(tl.where(index[None, :] == first, logits, 0.0), axis=1) + tl.where(first < CHUNK, 0.0, float("-inf"))

@@ -22,7 +22,7 @@ _FEATURES = 32
 
 @triton.jit
 def _logit_of_feature(tokens, directions, width: tl.constexpr, WIDTH: tl.constexpr):
-    """Logits `[R]` (base 2) of float32 tokens `[R, WIDTH]` for one feature, and its directions `[WIDTH]`."""
+    """Computes logits `[R]` (base 2) of float32 tokens `[R, WIDTH]` for one feature, and its directions `[WIDTH]`."""
     columns = tl.arange(0, WIDTH)
     direction = tl.load(directions + columns, mask=columns < width, other=0.0)
     return tl.sum(tokens * direction[None, :], axis=1) * LOG2E, direction
@@ -38,7 +38,7 @@ def _steep_output(
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Output and l of some rows of a steep chunk."""
+    """Computes output and l of some rows of a steep chunk."""
     blocks: tl.constexpr = CHUNK // ROWS
     block = tl.program_id(0) % blocks * ROWS
     head, sequence, batch, slot, token, number, query_count, place, left = locate_chunk(
@@ -116,7 +116,7 @@ def _steep_queries(
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of some queries of a steep chunk."""
+    """Computes the gradient of some queries of a steep chunk."""
     blocks: tl.constexpr = CHUNK // ROWS
     block = tl.program_id(0) % blocks * ROWS
     head, sequence, batch, slot, token, number, query_count, place, left = locate_chunk(
@@ -181,7 +181,7 @@ def _steep_keys(
     OWN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of some keys, values and biases of a steep chunk."""
+    """Computes the gradient of some keys, values and biases of a steep chunk."""
     blocks: tl.constexpr = CHUNK // ROWS
     block = tl.program_id(0) % blocks * ROWS
     source, sequence, batch, slot, token, number, query_count, place, left = locate_chunk(

@@ -41,7 +41,7 @@ def _query_gradients(
     OWN: tl.constexpr, IS_CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of a block, one head; also writes delta."""
+    """Computes the gradients of one tile of the queries of a block, one head; also writes delta."""
     head, source, sequence, batch, slot, query_zero, key_zero, position, first, start, stop, outside = locate_tile(
         cu_q, cu_k, queries, keys, window, blocks, longest, HK, GROUP, IS_CAUSAL, True, TOKENS
     )
@@ -92,7 +92,7 @@ def _query_gradients(
 
 @triton.jit
 def _pull(values, gathered):
-    """Products `[R, W]` x `[M, W]` -> `[R, M]`; what is gathered for float16 is float32."""
+    """Multiplies `[R, W]` x `[M, W]` -> `[R, M]`; what is gathered for float16 is float32."""
     if values.dtype == gathered.dtype:
         return contract(values, gathered)
     else:
@@ -110,7 +110,7 @@ def _key_gradients(
     OWN: tl.constexpr, IS_CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the keys of a block, one key head."""
+    """Computes the gradients of one tile of the keys of a block, one key head."""
     _, source, sequence, batch, slot, query_zero, key_zero, position, _, start, stop, outside = locate_tile(
         cu_q, cu_k, queries, keys, window, blocks, longest, HK, 1, IS_CAUSAL, False, TOKENS
     )
@@ -175,7 +175,7 @@ def _key_gradients(
 
 
 def query_gradients(problem: Problem, grad: Tensor, saved: Result) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries and of their bias, and delta `[B, H, L]`, the product of output and gradient."""
+    """Computes gradients of queries and of their bias, and delta `[B, H, L]`, the product of output and gradient."""
     query, key, value, directions, _, _, key_bias, query_bias = problem.operands
     out, lse, weight, summary = saved
     dq, dquery_bias, delta = torch.empty_like(query), torch.empty_like(lse), torch.empty_like(lse)
@@ -189,7 +189,7 @@ def query_gradients(problem: Problem, grad: Tensor, saved: Result) -> tuple[Tens
 def key_gradients(
     problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, sent: States
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and bias; `sent` is what the queries outside of each block send to it."""
+    """Computes gradients of keys, values and bias; `sent` is what the queries outside of each block send to it."""
     query, key, value, _, directions, _, key_bias, query_bias = problem.operands
     dk, dv, dbias = torch.empty_like(key), torch.empty_like(value), torch.empty_like(key_bias)
     inputs = (grad, query, key, value, directions.to(key.dtype), key_bias, query_bias)

@@ -34,7 +34,7 @@ def _read(
     OWN: tl.constexpr, IS_CAUSAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of a block, one head. Rows that see nothing get zeros, and infinity as l."""
+    """Reads for one tile of the queries of a block, one head. Rows that see nothing get zeros, and infinity as l."""
     head, source, sequence, batch, slot, query_zero, key_zero, position, first, start, stop, outside = locate_tile(
         cu_q, cu_k, queries, keys, window, blocks, longest, HK, GROUP, IS_CAUSAL, True, TOKENS
     )
@@ -83,7 +83,7 @@ def _read(
 
 
 def read(problem: Problem, states: States) -> tuple[Tensor, Tensor]:
-    """Output `[B, H, L, dv]`, laid out `[B, L, H, dv]`, and l `[B, H, L]`."""
+    """Computes output `[B, H, L, dv]`, laid out `[B, L, H, dv]`, and l `[B, H, L]`."""
     query, key, value, directions, _, offset, key_bias, query_bias = problem.operands
     batch, heads, length = query.shape[:3]
     out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)

@@ -19,7 +19,7 @@ from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 
 def forward(operands: Operands, geometry: Geometry) -> Result:
-    """Attention output and what the backward pass needs.
+    """Computes the attention output and what the backward pass needs.
 
     Args:
         operands: the last stride of query, key and value is 1; the other tensors are float32.
@@ -38,7 +38,7 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
 def backward(
     grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool = False
 ) -> Gradients:
-    """Gradients of query, key, value, key_bias and query_bias; from that of the output and what `forward` returned.
+    """Computes gradients of query, key, value, key_bias and query_bias from that of the output and what `forward` gave.
 
     Those of the directions are for the torch kernel: `for_directions` must be False.
     """

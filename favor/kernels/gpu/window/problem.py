@@ -91,7 +91,7 @@ class Problem(common.Problem):
 
 @triton.jit
 def locate(sequence, cu_q, cu_k, queries, keys, window, IS_CAUSAL: tl.constexpr):
-    """Where a sequence lies.
+    """Tells where a sequence lies.
 
     Returns:
         batch row, first query, number of queries, first key, number of keys, position of the first query, first slot.
@@ -120,7 +120,7 @@ def locate_tile(
     OF_QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Where the tile of queries, or of keys, of this program lies; tiles that share summaries come one after another.
+    """Locates the tile of queries, or of keys, of this program; tiles that share summaries come one after another.
 
     Returns:
         head, key head, sequence, batch row and slot; rows of the tensors of queries and of keys at position 0; position
@@ -170,7 +170,7 @@ def load_keys(
     width: tl.constexpr, value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some keys of a block, as a tile of queries sees them.
+    """Loads some keys of a block, as a tile of queries sees them.
 
     Args:
         q, own, place: queries `[R, WIDTH]`, what to subtract from their logits in base 2, and their positions `[R]`.

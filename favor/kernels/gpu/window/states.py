@@ -66,7 +66,7 @@ def _block_states(
     OWN: tl.constexpr, IS_CAUSAL: tl.constexpr, OF_QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens, one key head, one block of features."""
+    """Sums up one block of tokens for one key head and one block of features."""
     program = tl.program_id(0)
     feature_blocks: tl.constexpr = (M + FEATURES - 1) // FEATURES
     first_feature, program = program % feature_blocks * FEATURES, program // feature_blocks
@@ -129,7 +129,7 @@ def _block_states(
 def _load_state(
     log_weight, summary, share, place, real, value_width: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr
 ):
-    """Log weight `[ROWS]`, mean `[ROWS, W]` float32 and mean share `[ROWS]`, or 0, from row `place` on."""
+    """Loads log weight `[ROWS]`, mean `[ROWS, W]` float32 and mean share `[ROWS]`, or 0, from row `place` on."""
     row = tl.arange(0, ROWS)
     weight = tl.load(log_weight + place + row, mask=real, other=float("-inf"))
     mean = load_rows(summary + place * value_width, value_width, real, value_width, ROWS, W).to(tl.float32)
@@ -141,7 +141,7 @@ def _load_state(
 
 @triton.jit
 def _add(top, total, acc, part, weight, mean, mean_share):
-    """Sums times exp2(-top), with one more mean and its weight."""
+    """Adds one more mean, with its weight, to sums times exp2(-top)."""
     risen = tl.maximum(top, weight)
     decay, factor = tl.exp2(top - finite(risen)), tl.exp2(weight - finite(risen))
     acc = acc * decay[:, None] + mean * factor[:, None]
@@ -155,7 +155,7 @@ def _outside(
     M: tl.constexpr, HK: tl.constexpr, value_width: tl.constexpr, OWN: tl.constexpr, BEFORE: tl.constexpr,
     AFTER: tl.constexpr, VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one key head, one block of features; log weights come out in base e, with the offset.
+    """Sums for one sequence, one key head and one block of features; log weights come out in base e, with the offset.
 
     The first sweep leaves in the output what lies before each block, which the second one reads again.
     """
@@ -274,7 +274,7 @@ def _join_outside(problem: Problem, parts: States, before: bool, after: bool) ->
 
 
 def _empty(problem: Problem, dtype: torch.dtype, shares: bool) -> States:
-    """Uninitialised states, with summaries of this type."""
+    """Makes uninitialised states, with summaries of this type."""
     key, value, offset = problem.operands.key, problem.operands.value, problem.operands.offset
     heads, features = offset.shape[1:]
     log_weight = offset.new_empty(problem.slots, key.shape[0], heads, features)
