@@ -13,14 +13,15 @@ def check_root(part: str, file: str) -> None:
     """Raises ImportError if a part comes from another checkout than `favor` itself.
 
     In a checkout the folders `favor`, `models`, `train` and `eval` stand side by side; in an installed wheel the last
-    three are inside `favor`. With two checkouts on one path Python takes each part from where it finds it first.
+    three are inside `favor`. With two checkouts on one path Python takes each part from the first place where it finds
+    it.
 
     Args:
         part: the module name of the part, such as "favor.train".
         file: its `__file__`.
 
     Raises:
-        ImportError: with both folders.
+        ImportError: naming both folders.
     """
     home, folder = Path(__file__).resolve().parent, Path(file).resolve().parent
     if folder.parent not in (home, home.parent):

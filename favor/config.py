@@ -1,4 +1,4 @@
-"""`FavorConfig`: every option a user turns, validated."""
+"""`FavorConfig`: every option that a user can set, checked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from favor import registry
 from favor.kernels import KERNELS
 
 STATISTICS = ("batch", "calibrated", "corrected")
-MOST_FEATURES = 2**18  # 64 MiB of directions per head of 64: more is a slip of the pen
-BACKEND = "attn_implementation"  # entry of `config.favor` that names the backend of a saved model; no option
+MOST_FEATURES = 2**18  # 64 MiB of directions per head of 64: more is a typing mistake
+BACKEND = "attn_implementation"  # entry of `config.favor` that names the backend of a saved model; not an option
 
 
 @dataclass(frozen=True)
@@ -24,33 +24,34 @@ class FavorConfig:
             features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
-            "landmark", the older spelling of the backend `landmark`, which is nothing random: M groups of keys stand
+            "landmark", the older spelling of the backend `landmark`, which uses nothing random: M groups of keys stand
             for all keys (see `favor.landmark.Landmarks`), without parameters, in decoders too. Backends with one family
             do not read it.
         factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
-            "sderf" and "aderf" (the same by matrix products alone); "cholesky" for "wderf", "cderf" and "sderf" (no
-            eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is "eigh" on
-            a CPU and, since GPUs decompose the matrices of a batch one by one, the first of the others elsewhere.
+            "sderf" and "aderf" (the same optimum, by matrix products alone); "cholesky" for "wderf", "cderf" and
+            "sderf" (no eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is
+            "eigh" on a CPU, and elsewhere the first of the others, since GPUs decompose the matrices of a batch one by
+            one.
         window: tokens are cut into blocks of this many, and attention inside a block is exact, under one normaliser
             with the estimate of the rest. 0 (default) is the papers' method; 64 to 256 is far closer to softmax. Cross
-            attention has no such blocks and does without.
+            attention has no such blocks and runs without a window.
         orthogonal: orthogonal directions (default) or independent ones.
         seed: seed of the directions, default 0. Each layer has its own.
-        redraw_interval: in training, draw new directions every so many forward passes of a layer; 0 (default) never.
-            Evaluation always uses the same ones.
+        redraw_interval: in training, the number of forward passes of a layer after which it draws new directions; 0
+            (default) never. Evaluation always uses the same directions.
         statistics: where data-dependent parameters come from. "batch" (default) takes them from each sequence; causal
-            layers and the cross attention of decoders then fall back to those of FAVOR+, since statistics of a sequence
-            show its tokens the future (see `favor.favor_attention`). "calibrated" takes those that `favor.calibrate`
-            stored in the model, for causal layers too. "corrected" takes those of each sequence and changes them by
-            what `favor.train.distill` learned for each head; not for causal layers.
+            layers and the cross attention of decoders then fall back to those of FAVOR+, since statistics of a whole
+            sequence would show its tokens the future (see `favor.favor_attention`). "calibrated" takes the parameters
+            that `favor.calibrate` stored in the model, for causal layers too. "corrected" takes those of each sequence
+            and changes them by what `favor.train.distill` learned for each head; not for causal layers.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
             error. "auto" (default) is the length where the two take equally long, measured by `favor.eval.speed` for
             each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported program
-            (`torch.export`, ONNX) cannot choose by length, so one for lengths on both sides needs 0.
+            (`torch.export`, ONNX) cannot choose by length: for lengths below and above the threshold it needs 0.
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
             for none. Default None: 256 for the backend `landmark`, see docs/selected_keys.md.
-        page_size, query_block: keys that are chosen together, and queries that choose together; 0 (default) takes the
-            measured ones, see `favor.favor_attention`.
+        page_size, query_block: number of keys that are chosen together, and of queries that choose together; 0
+            (default) takes the numbers that measured best, see `favor.favor_attention`.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 
@@ -117,8 +118,8 @@ class FavorConfig:
         Args:
             family: the class.
             backend: its name in the message; by default that of the family.
-            given: options that were asked for now. A model keeps options of other backends too, which it may come back
-                to. None is all of them.
+            given: options that were asked for now. A model keeps options of other backends too, in case it returns to
+                them. None means all options.
         """
         called, forms = backend or family.name, ("auto", *(family.factorizations or ("eigh",)))
         if (given is None or family.factorizations) and self.factorization not in forms:
@@ -174,7 +175,7 @@ class FavorConfig:
         Args:
             device_type: "cpu", "cuda", ... as in `torch.device.type`.
             is_causal: causal attention is exact up to greater lengths, since softmax computes half of the pairs; a
-                window, which costs much in bidirectional layers, makes no difference there.
+                window costs much in bidirectional layers and makes no difference in causal ones.
             family: name of the family, whose class knows its crossover; None is a random feature.
         """
         if self.exact_below != "auto":
@@ -219,7 +220,7 @@ class FavorConfig:
         """Checks options from a dictionary; absent ones take their defaults, and the name of a backend is left out.
 
         Raises:
-            ValueError: for an unknown option; the message lists the known ones. TypeError: if it is no dictionary.
+            ValueError: for an unknown option; the message lists the known ones. TypeError: if it is not a dictionary.
         """
         if not isinstance(options, Mapping | None):
             raise TypeError(f"config.favor must be a dictionary of options, got {options!r}.")

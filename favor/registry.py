@@ -1,7 +1,7 @@
 """The table of families: ways to compute attention in linear time, by name, and what each is able to do.
 
-A family is a class. It joins the table by `@register` in its own file, and whatever else needs to know of it (options,
-backends, calibration, programs) asks the class.
+A family is a class. It joins the table by `@register` in its own file, and all code that needs a fact about it
+(options, backends, calibration, programs) asks the class.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Family:
         has_kernel: whether Triton kernels compute it.
         selects_keys: whether queries can attend exactly to keys that matter to them.
         default_selected: how many keys a backend selects by default, (bidirectional, causal).
-        pooled_options: keyword arguments of the class where statistics of some texts have to serve for others.
+        pooled_options: keyword arguments of the class when statistics of some texts are used for other texts.
         crossover: keys per feature from which on both passes take less time than the fastest exact attention,
             (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
             (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
-        crossover_selecting: the same with as many selected keys as groups; empty for families that select none.
-        windowed: how many times as many keys that takes with a window in bidirectional layers (the same files).
+        crossover_selecting: the crossover with as many selected keys as groups; empty for families that select none.
+        windowed: factor of the crossover with a window in bidirectional layers (from the files named above).
     """
 
     name: str
@@ -72,7 +72,7 @@ def register(family: AnyFamily) -> AnyFamily:
         The class.
 
     Raises:
-        TypeError: if it is no such class. ValueError: if another family has the name.
+        TypeError: if it is not such a class. ValueError: if another family has the name.
     """
     if not (isinstance(family, type) and issubclass(family, Family) and isinstance(getattr(family, "name", None), str)):
         raise TypeError(f"a family must be a class with a name, derived from favor.registry.Family, got {family!r}.")
@@ -148,4 +148,4 @@ def selectable() -> tuple[str, ...]:
 
 
 def _is_no_default(family: type[Family]) -> bool:
-    return not vars(family).get("is_default", False)  # a subclass is not meant
+    return not vars(family).get("is_default", False)  # not inherited by subclasses

@@ -33,17 +33,18 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     `transform(X) @ transform(Y).T` is an unbiased estimate of exp(scale x.y) (kernel "softmax") or of
     exp(-scale |x - y|^2/2) (kernel "gaussian") for all pairs of rows, so that a linear model on the features
-    approximates a model with that kernel. Parameters of the features are the closed-form optimum for the data given to
-    `fit`.
+    approximates a model with that kernel. The parameters of the features are the closed-form optimum for the data given
+    to `fit`.
 
-    One set of data plays both roles of the kernel, and there is one map. Where the kernel is taken between two sets of
-    different kind, give the other one to `fit` too: parameters are then those of the pair, and
-    `transform(X) @ transform_keys(Y).T` estimates the kernel. For "trig", "pos", "gerf" and "sderf" the two methods are
-    the same map in any case. "saderf" and "aderf" gain from two sets alone; with one they equal "gerf".
+    By default one set of data plays both roles of the kernel, and one map serves both. For a kernel between two sets of
+    different kinds, give the second set to `fit` too: the parameters are then fitted to the pair, and `transform(X) @
+    transform_keys(Y).T` estimates the kernel. For "trig", "pos", "gerf" and "sderf" the two methods are always the same
+    map. "saderf" and "aderf" gain only from two sets; with one set they equal "gerf".
 
     Args:
-        features: "trig" (of any sign: sin/cos pairs, or cosines with random phases if n_components is odd), "pos",
-            "gerf", "saderf", "aderf", "sderf" (default) or "cderf", which is centred and the optimum of all but "trig".
+        features: "trig" (values of any sign: sin/cos pairs, or cosines with random phases if n_components is odd),
+            "pos", "gerf", "saderf", "aderf", "sderf" (default) or "cderf", which is centred and the optimum of all
+            except "trig".
         n_components: number of features, default 100.
         scale: positive factor of x.y or of |x - y|^2/2, default 1. With kernel="gaussian", scale = 2 gamma of
             scikit-learn's RBFSampler.
@@ -63,8 +64,8 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     Warns:
         RuntimeWarning: features whose logarithm exceeds 350 are cut there, so that products of features stay finite;
-            the estimate is then wrong for those rows. That takes rows for which exp(scale x.y) comes near the largest
-            float64, or sets that are as far apart. Lower `scale`, or standardise the data.
+            the estimate is then wrong for those rows. This happens only to rows for which exp(scale x.y) comes near the
+            largest float64, or to sets that are that far apart. Lower `scale`, or standardise the data.
 
     See Also:
         sklearn.kernel_approximation.RBFSampler: independent directions with a random phase, Gaussian kernel only.
@@ -73,7 +74,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         The variance of positive features grows with exp(scale |x + y|^2): where scale |x|^2 is far above 1 features
         underflow to 0 and no number of them suffices. Where features may be negative, "trig" often has the smaller
         error for the Gaussian kernel. Sources: FAVOR# (Likhosherstov et al.), equations (11) to (20) and Theorems 4.2
-        and 4.3; "cderf" is this package's.
+        and 4.3; "cderf" is an addition of this package.
 
     Example:
         >>> import numpy as np
@@ -108,8 +109,8 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
         Args:
             X: rows `[n, n_features]`.
-            y: ignored; here for pipelines.
-            keys: rows `[m, n_features]` of the other set, if `transform_keys` will be used on data of another kind.
+            y: ignored; pipelines pass it.
+            keys: rows `[m, n_features]` of the second set, if `transform_keys` will be used on data of another kind.
 
         Returns:
             The sampler itself.
@@ -135,11 +136,11 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             others = rows if keys is None else self._scaled(keys)
             params = family.fit(rows, others)
             if params.shift is not None:
-                # To subtract each set's own mean from it is the same estimator, and of even size on both sides.
+                # Subtracting each set's own mean gives the same estimator, with features of even size on both sides.
                 self.center_, self.key_center_ = rows.mean(0).numpy(), others.mean(0).numpy()
                 params = replace(params, shift=None)
             if keys is None:
-                # Then G is a rotation, which may as well be applied to the directions: one map.
+                # Then G is a rotation, which can be applied to the directions instead: one map serves both sides.
                 eye = torch.eye(rows.shape[1], dtype=rows.dtype, device="cpu")
                 params = Parameters(eye, eye, params.transform.T @ params.factor, maps=False)
             self.parameters_ = params
@@ -183,10 +184,10 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return (logs.clamp(max=LARGEST_LOG).exp() * values).numpy()
 
     def _log_phi(self, rows: Tensor, omega: Tensor, side: Side) -> Tensor:
-        """Computes logarithms of positive features: those of centred rows and what centring took from x.y.
+        """Computes logarithms of positive features: those of centred rows, plus what centring took from x.y.
 
-        x.y = (x - a).(y - b) + (x.b - a.b/2) + (y.a - a.b/2). The Gaussian kernel does not change with the origin,
-        which is put between a and b.
+        x.y = (x - a).(y - b) + (x.b - a.b/2) + (y.a - a.b/2). The Gaussian kernel does not depend on the origin, so the
+        origin is put between a and b.
         """
         own, other = (torch.tensor(center, device="cpu") for center in (self.center_, self.key_center_))
         if side == "key":

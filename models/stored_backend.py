@@ -1,4 +1,4 @@
-"""Configurations that keep their attention backend, which transformers itself does not save; who in the zoo has one."""
+"""Configurations that keep their attention backend, which transformers itself does not save; which models have one."""
 
 from __future__ import annotations
 

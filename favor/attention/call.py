@@ -16,7 +16,7 @@ from favor.registry import Family
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of `favor.favor_attention` beyond the common ones, which documents them."""
+    """Keyword arguments of `favor.favor_attention` beyond the common ones; its docstring explains them."""
 
     query_padding_mask: Tensor | None
     layer: int
@@ -43,7 +43,7 @@ _COMMON = {"num_features", "is_causal", "seed"}  # explicit in the signature of 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention, as every method takes it; see `favor.favor_attention` for what is not said here.
+    """One call of attention in the form that every method takes; `favor.favor_attention` explains the rest.
 
     Attributes:
         num_features: M, of features or landmarks.
@@ -53,14 +53,14 @@ class AttentionCall:
         use_statistics: whether parameters may come from the tokens at hand.
         parameters, correction: given parameters, and a change of the parameters.
         window: tokens of a block that is exact, 0 for none.
-        state: what earlier tokens left, None without.
+        state: what earlier tokens left behind; None if there is no state.
         kernel: "auto", "torch" or "triton".
         key_mask: boolean `[B, S]`, True for real keys; None if all are.
         query_mask: boolean `[B, L]`, True for the queries that count in statistics; None if all do.
         packing: lengths of packed sequences, None if nothing is packed.
-        key_heads: number of the first key head and how many the model has, where a process has some of them.
-        selected_keys, page_size, query_block: which keys a block of queries attends to exactly; 0 for none, and for
-            the defaults of size and block.
+        key_heads: for a process that has only some key heads: the number of its first one, and how many the model has.
+        selected_keys, page_size, query_block: how many keys a block of queries attends to exactly (0 for none), and the
+            sizes of pages and blocks (0 for the defaults).
     """
 
     num_features: int
@@ -168,7 +168,7 @@ class AttentionCall:
     def finite_padding(self, query: Tensor, key_length: int) -> Tensor:
         """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
 
-        Nobody reads their outputs, but a product of NaN with their gradient, which is 0, would reach every key.
+        Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key.
         """
         mask = self.query_padding(query.shape[2], key_length)
         return query if mask is None else torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
@@ -176,8 +176,8 @@ class AttentionCall:
     def query_padding(self, length: int, key_length: int) -> Tensor | None:
         """Gives the mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
 
-        Without a mask of their own they are the tokens of the keys: the last ones in causal attention, all of them
-        where there are as many queries as keys.
+        Queries without a mask of their own are the tokens of the keys: the last ones in causal attention, all of them
+        if there are as many queries as keys.
 
         Args:
             length, key_length: L and S.
@@ -221,7 +221,7 @@ class AttentionCall:
     def _check_state(self, family: Family, length: int, key_length: int) -> None:
         if not family.supports_state:
             raise ValueError(
-                f"a state is for positive features, got {family!r}; use pos, gerf, a dense one or landmark."
+                f"a state needs positive features or landmarks, got {family!r}; use pos, gerf, wderf or landmark."
             )
         if not self.is_causal or self.packing is not None or length != key_length:
             raise ValueError(
@@ -253,13 +253,13 @@ class AttentionCall:
 
 
 def _check_whole(query: Tensor) -> None:
-    """Raises a ValueError if this process may have a part of each sequence only, which nothing here could see."""
+    """Raises a ValueError if this process may have only a part of each sequence, which no later check could notice."""
     if type(query).__name__ == "DTensor":
         raise ValueError(
             "attention needs ordinary tensors with whole sequences, got a DTensor. Give each process all tokens of its "
             "heads (Shard(1) or Replicate()) and pass tensor.to_local()."
         )
-    # What torch's context_parallel puts there, for as long as it is active.
+    # torch's context_parallel replaces this function for as long as it is active.
     fused = torch.nn.functional.scaled_dot_product_attention
     if str(getattr(fused, "__module__", "")).startswith("torch.distributed."):
         raise ValueError(

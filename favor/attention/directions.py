@@ -20,7 +20,8 @@ class Draw(NamedTuple):
     """All that random directions depend on.
 
     Attributes:
-        source: the family, its name, or a name of `favor.features.omega.DRAWS`; a compiler can hold names constant.
+        source: the family, its name, or a name of `favor.features.omega.DRAWS`; a compiler can treat names as
+            constants.
         num_features, head_dim, num_heads: M, d and Hk.
         orthogonal: whether directions are orthogonal in blocks of d.
         seed, layer, redraw: choose the directions.
@@ -56,7 +57,7 @@ def directions(draw: Draw) -> Tensor:
     digest = hashlib.sha256(f"{draw.seed},{draw.layer},{draw.redraw}".encode()).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # A tensor made in inference mode could not be used in training later.
-    # A transform of torch.func, which would refuse or change the draw, is not to see it.
+    # A transform of torch.func would refuse or change the draw, so it must not see it.
     with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
         omega = _omega(draw, generator)
         return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
@@ -74,7 +75,7 @@ def _clone(*numbers: Any) -> Tensor:
     return directions(Draw(*numbers)).clone()
 
 
-# The same for a compiler, which can hold a name constant and looks at operators only.
+# `directions` for a compiler, which can treat a name as a constant and sees operators only.
 compiled_directions = torch.library.custom_op(
     "favor::directions",
     _clone,

@@ -43,20 +43,20 @@ def favor_attention(
 
     Approximates softmax(scale query key') value. Works on x = sqrt(scale) query and y = sqrt(scale) key; features and
     maxima are float32 (float64 for float64 inputs) whatever the inputs are. No epsilon is added anywhere. A query
-    that sees no key gives zeros, with zero gradient. Positive features exist one block of tokens at a time, forward and
-    backward, so memory is linear in the length and does not grow with the number of features, except with a window:
-    each of its blocks keeps M means of values, so memory grows like 1 + M / window.
+    that sees no key gives zeros, with zero gradient. Positive features are computed for one block of tokens at a time,
+    forward and backward, so memory is linear in the length and does not grow with the number of features. With a window
+    each block keeps M means of values, so memory grows like 1 + M / window.
 
-    All positive families but PosRF take their parameters, per sequence and key head and without gradient, from the
+    All positive families except PosRF take their parameters, per sequence and key head and without gradient, from the
     moments of the tokens that are not padding, unless `parameters` are given. Moments of a whole sequence would show a
     causal query its future (a change of the second half of a sequence moves the first half's output by about a
     quarter), so with `is_causal` or `use_statistics=False` these families fall back to the parameters that need no
     data, A = 0 and B = I: they then equal PosRF, that is FAVOR+. A warning says so once.
 
-    Landmarks (`features="landmark"`, `favor.landmark.Landmarks`) are nothing random: M groups of keys stand for all
-    keys, by their mean. They need no parameters, and causal layers group the keys of earlier blocks only. In causal
-    attention the tokens of a block, 256 or `window`, are exact; where there are more keys than queries, blocks are
-    those of the queries and the earlier keys are exact until the end of the first one.
+    Landmarks (`features="landmark"`, `favor.landmark.Landmarks`) use nothing random: M groups of keys stand for all
+    keys, by their means. They need no parameters, and causal layers group the keys of earlier blocks only. In causal
+    attention the tokens of a block, 256 or `window`, are exact; with more keys than queries, blocks are blocks of
+    queries, and the earlier keys are exact until the end of the first block.
 
     Args:
         query: `[B, H, L, d]`.
@@ -67,41 +67,44 @@ def favor_attention(
         key_padding_mask: boolean `[B, S]`, True for real keys; None if there is no padding.
         query_padding_mask: boolean `[B, L]`, True for the queries that count in statistics. Defaults to
             `key_padding_mask` where L equals S (self-attention). Causal attention takes no statistics. Other queries
-            are padding: NaN and infinity there count as 0, so that gradients of real tokens are finite.
+            are padding: NaN and infinity in them count as 0, so that gradients of real tokens are finite.
         is_causal: query i sees keys 0 ... S - L + i (queries are the last ones, as with a cache).
         scale: positive factor of the logits, default 1/sqrt(d).
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
         orthogonal: orthogonal (default) or independent directions.
         use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other;
-            landmarks are then evenly spaced, but in causal attention, where queries only choose for later ones.
+            landmarks are then evenly spaced, except in causal attention, where queries choose groups only for later
+            queries.
         parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
             (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
             them a causal query sees nothing of later tokens.
-        correction: learned change of the parameters, given or fitted, see `favor.features.Parameters.corrected`.
+        correction: learned change of the parameters, whether given or fitted, see
+            `favor.features.Parameters.corrected`.
         window: tokens are cut into blocks of this many, and inside a block attention is exact, under one normaliser
             with the estimate of the rest; 0 (default) estimates everything. Queries and keys must be those of the same
             tokens. Blocks are counted from the first real token, wherever padding is; padding that is not at the end
-            costs a copy of the inputs, and a cached step then the work of all tokens. Costs 4 window d operations a
-            token and head, where the features cost 8 M d. A window that covers the sequence gives softmax attention.
+            costs a copy of the inputs, and then a step with a cache costs the work of all tokens. A window costs 4
+            window d operations per token and head, the features 8 M d. A window that covers the sequence gives softmax
+            attention.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]` of N sequences packed one after another along L and S,
             starting with 0 (the same tensor twice for self-attention). B is then 1, there are no masks, and no
             sequence sees another, nor its statistics.
-        max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which stalls a GPU.
+        max_seqlen_q, max_seqlen_k: the longest sequence; counted if absent, which makes a GPU wait.
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
-            first), changed in place. The inputs are then the tokens that come next, of which padding is left out; there
-            is no packing, and no gradient but for the first piece. The state keeps its size, whatever the length, but
-            with `selected_keys`, which needs all keys and values.
+            first), changed in place. The inputs are then the next tokens, without their padding. Packing is not
+            possible, and only the first piece gets gradients. The size of the state does not depend on the length,
+            except with `selected_keys`, which needs all keys and values.
         kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
-            "triton"; see `favor.kernels`. Other features have one plain form, which "triton" refuses.
-        key_heads: where this process has some of the heads of a layer, the number of its first key head and how many
-            the layer has; its directions are then those of these heads. None (default) if it has all.
+            "triton"; see `favor.kernels`. Other features have one form, in plain torch, and refuse "triton".
+        key_heads: for a process that has only some heads of a layer: the number of its first key head, and how many the
+            layer has. Its directions are then those of its own heads. None (default) if it has all.
         selected_keys: K, for landmarks: each block of queries attends exactly to about K keys that matter to it, and
             through landmarks to the others (`favor.landmark.selected`). 0 (default) for none. With at least as many as
             there are keys this is softmax attention.
         page_size: neighbouring keys that are found and chosen together; 0 (default) for 4 in causal attention, else 16.
             Smaller pages find more and take longer to search.
         query_block: queries that choose together; 0 (default) for 16 in causal attention, else 32. In causal attention
-            the choice grows from query to query inside a block, so that nothing of a later one shows. Queries that
+            the choice grows from query to query inside a block, so that no query depends on a later one. Queries that
             must not see each other (`use_statistics=False`) choose one by one.
 
     Returns:
@@ -110,8 +113,8 @@ def favor_attention(
     Raises:
         TypeError: if an input is not a floating-point tensor, or a mask not boolean.
         ValueError: if shapes do not fit together, `scale` is not positive, L > S with `is_causal`, `kernel` cannot run
-            here, a window is asked for where there is none (cross attention, features that do not estimate exp(x.y)),
-            or a state without causal attention by positive features or landmarks.
+            here, a window is set where none is possible (cross attention, features that do not estimate exp(x.y)), or a
+            state is given without causal attention by positive features or landmarks.
 
     Example:
         >>> import torch, favor
@@ -167,7 +170,7 @@ def favor_attention(
         out = attend(family, query, key, value, call)
     if compaction is not None:
         if is_causal:
-            # Moved behind them, padding would see the tokens that come after it.
+            # Padding was moved behind tokens that came after it, and would see them.
             out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
         out = compaction.back(out, length)
     return out.to(given)

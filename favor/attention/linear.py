@@ -1,6 +1,6 @@
 """Attention by positive random features: from queries, keys and a family to the operands of the kernels.
 
-Directions and offsets come from the family. What belongs to a key or a query alone are the biases: quadratic terms,
+Directions and offsets come from the family. The biases hold what belongs to a key or a query alone: quadratic terms,
 shift, padding.
 """
 
@@ -87,7 +87,7 @@ def _moments(
     key_mask: Tensor | None,
     scale: float,
 ) -> Moments:
-    """Computes statistics of x and y for each sequence and key head; the queries of a key head count together."""
+    """Computes statistics of x and y for each sequence and key head; the query heads of a key head are pooled."""
     groups = query.shape[1] // key.shape[1]
     if query_mask is not None:
         query_mask = query_mask[:, None].repeat(1, 1, groups)
@@ -126,10 +126,10 @@ def key_bias(
 def query_bias(
     query: Tensor, params: Parameters, key_heads: int, num_features: int, scale: float, packing: Packing | None
 ) -> Tensor:
-    """Gives what makes the sum over features an estimate of exp(x . y) itself, `[B, H, L]`.
+    """Gives the bias that makes the sum over features an estimate of exp(x . y) itself, `[B, H, L]`.
 
     It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
-    which normalised attention drops as long as every weight is an estimate.
+    which normalised attention can drop as long as every weight is an estimate.
 
     Args:
         query: `[B, H, L, d]`.
@@ -230,7 +230,7 @@ class _Apply(torch.autograd.Function):
         if dtype == torch.float32 and fuses(rows):
             return triton_module("tokens").form(rows, matrix, shift, linear, weight, hidden)
         form = _Form(matrix, shift, linear, weight)
-        # On a CPU in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
+        # A CPU works in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_parts:

@@ -1,4 +1,4 @@
-"""Local attention: each query sees the keys at most so many tokens away, exactly, in linear time and memory."""
+"""Local attention: each query sees the keys at most `reach` tokens away, exactly, in linear time and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-_SMALLEST_BLOCK = 64  # shorter blocks of queries keep the processor busy with copies of keys
+_SMALLEST_BLOCK = 64  # with shorter blocks of queries most time goes into copies of keys
 
 
 def local_attention(
@@ -38,12 +38,15 @@ def local_attention(
         `[B, H, L, dv]`; zeros for queries that see no key.
 
     Raises:
-        ValueError: if there are more queries than keys, or another number of them without causality.
+        ValueError: if there are more queries than keys or, without causality, if their numbers differ.
     """
     batch, heads, length, _ = query.shape
     key_heads, key_length = key.shape[1:3]
     if length > key_length or (not is_causal and length != key_length):
-        raise ValueError(f"local attention aligns queries with the last keys, got {length} queries, {key_length} keys.")
+        raise ValueError(
+            "local attention aligns queries with the last keys: it takes at most as many queries as keys, and equally "
+            f"many if it is not causal; got {length} queries and {key_length} keys."
+        )
     if length == 0:
         return value.new_zeros(batch, heads, 0, value.shape[-1])
     reach = min(reach, key_length - 1)

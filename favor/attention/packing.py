@@ -105,7 +105,7 @@ class Packing:
         """Gives the keys (or values) of each sequence, `[1, Hk, length, d]`."""
         return key.split(self._key_lengths, dim=2)
 
-    # Every reading stalls a GPU: one is enough.
+    # Each read makes a GPU wait, so the lengths are read once.
     @cached_property
     def _query_lengths(self) -> list[int]:
         return self.queries.diff().tolist()
@@ -127,6 +127,6 @@ def _check(name: str, lengths: Tensor, total: int, device: torch.device) -> None
         )
     if lengths.device != device:
         raise ValueError(f"{name} must be on {device} like query, got {lengths.device}.")
-    # Reading the values would stall a GPU.
+    # Reading the values would make a GPU wait.
     if device.type == "cpu" and not (lengths[0] == 0 and lengths[-1] == total and bool((lengths.diff() >= 0).all())):
         raise ValueError(f"{name} must rise from 0 to {total}, got {lengths.tolist()}.")

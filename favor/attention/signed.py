@@ -103,7 +103,7 @@ def _normalise(sums: Tensor) -> Tensor:
 def _finite_max(values: Tensor, dim: int) -> Tensor:
     """Gives the maximum, its dimension kept, without gradient; 0 where everything is -inf, so that -inf - max is -inf.
 
-    Subtracting it is an identity of the normalised result, so it is a constant for the gradient.
+    Subtracting it does not change the normalised result, so it is a constant for the gradient.
     """
     if values.shape[dim] == 0:
         shape = list(values.shape)

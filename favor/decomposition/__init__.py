@@ -21,7 +21,7 @@ _HOMES = {
     "scale_invariant_power": "power",
 }
 
-# These do without scikit-learn and SciPy.
+# These need neither scikit-learn nor SciPy.
 _PLAIN = ("mixture", "power")
 
 __all__ = sorted(_HOMES)

@@ -14,12 +14,12 @@ from torch import Tensor
 from favor.decomposition.power_rules import PowerParameters
 from favor.decomposition.rows import RowSource
 
-# Values that differ by so many units of rounding are not told apart.
+# Values that differ by fewer units of rounding than this count as equal.
 ROUNDING = 64
 
 
 class Objective(ABC):
-    """f, the mean over rows of functions f_i that are scale invariant of one degree.
+    """f, the mean over rows of functions f_i that are scale invariant of the same degree.
 
     Attributes:
         degree: p of f(c x) = |c|^p f(x); 0 for f(c x) = f(x) + log|c| times a constant.
@@ -57,7 +57,7 @@ class Quadratic(Objective):
 
 
 class Point(NamedTuple):
-    """A unit vector and what one pass over the data tells of it.
+    """A unit vector and what one pass over the data tells about it.
 
     Attributes:
         x: `[d]`.
@@ -84,7 +84,7 @@ class Epoch(NamedTuple):
     """A line of the history: the point that an epoch starts from.
 
     Attributes:
-        component: which one is sought, from 0.
+        component: number of the component that is sought, from 0.
         passes: data passes so far, this point's included.
         value: see `Point`.
         residual: see `Point`.
@@ -150,15 +150,15 @@ def run_epoch(
     """Runs an epoch and gives its last point, a unit vector `[d]`.
 
     x_1 = (1 - eta) x_0 + eta grad f(x_0), then x_{t+1} = (1 - eta) x_t + eta g_t, or with momentum
-    2 ((1 - eta) x_t + eta g_t) - beta x_{t-1}. Every step is divided by its norm, and with momentum the point before by
-    the same, which leaves directions as they are.
+    2 ((1 - eta) x_t + eta g_t) - beta x_{t-1}. Every step is divided by its norm, and with momentum the point before is
+    divided by the same norm, which does not change directions.
 
     Args:
         estimate: g of a unit vector `[d]` and a batch.
         anchor: x_0, unit.
         anchor_gradient: grad f(x_0).
         batches: row numbers for each of the steps after the first.
-        parameters: eta and beta; the number of steps is that of `batches`, and one.
+        parameters: eta and beta; the number of steps is that of `batches` plus one.
         scale: gradients are divided by it, so that eta does not depend on the scale of the data.
         admitted: changes steps that leave the domain of f.
 
@@ -183,7 +183,7 @@ def _normed(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Landscape:
-    """f on the complement of components found before, by what it costs: a pass over all rows, or a batch.
+    """f on the complement of components found before, with its two costs: a pass over all rows, or a batch.
 
     Args:
         objective: f.
@@ -245,7 +245,7 @@ def climb(
     warm_up: int = 0,
     floor: float = 0.0,
 ) -> Climb:
-    """Epochs from a start until the residual is small.
+    """Runs epochs from a start until the residual is small.
 
     An epoch after which the value is lower is undone, and eta is halved from there on.
 
@@ -256,7 +256,7 @@ def climb(
             first) and the factor of eta.
         batch: rows of a batch; all rows if there are no more, which makes steps exact.
         tol: of `Point.residual`; no less than the rounding of the data allows.
-        max_epochs: at most so many epochs.
+        max_epochs: largest number of epochs.
         generator: of batches, on the CPU.
         warm_up: exact power steps before the first epoch.
         floor: a gradient no longer than this is 0: what is left of the data is rounding.

@@ -21,7 +21,7 @@ class Target:
         values: V `[n, m]`; of a sparse one the entries that are not zero, `[nnz]`.
         column_sums: `[m]`.
         row_sums: `[n]`.
-        least: what WH is clipped at.
+        least: lower bound at which WH is clipped.
         pattern: None, or for sparse V a SciPy CSR or CSC array with the entries in the order of `values`.
         places: rows and columns of the entries of sparse V, both `[nnz]`.
     """
@@ -38,7 +38,7 @@ class Target:
         """Takes a nonnegative matrix: a dense tensor, or a SciPy sparse matrix, which costs its nonzero entries."""
         pattern, places, values = None, tuple[Tensor, ...](), matrix
         if sparse.issparse(matrix):
-            # Multiplying with SciPy, as CSR tensors of torch warn that they are in beta, and COO tensors take longer.
+            # SciPy multiplies: CSR tensors of torch warn that they are in beta, and COO tensors take longer.
             pattern = sparse.csr_array(matrix, copy=True)
             pattern.sum_duplicates()
             pattern.eliminate_zeros()
@@ -49,7 +49,7 @@ class Target:
         return cls(values, *_sums(values, places, rows, columns), pattern, places)
 
     def reached(self, W: Tensor, H: Tensor) -> Target:
-        """Gives V without what WH cannot reach for zeros of W and H; that part does not count in steps."""
+        """Gives V without what WH cannot reach because of zeros in W and H; that part does not count in steps."""
         zero = torch.zeros_like(self.values)
         product = replace(self, values=zero, least=0.0).product((W > 0).to(W), (H > 0).to(H))
         if bool(((product > 0) | (self.values == 0)).all()):

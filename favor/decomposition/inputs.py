@@ -1,4 +1,4 @@
-"""Tensors or arrays in, the same kind out; parameters checked, and warnings: what this whole package shares."""
+"""Tensors or arrays in, the same kind out; checks of parameters, and warnings, for this whole package."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def same_kind(result: Tensor, given: Any) -> Any:
 
 
 def generator_of(random_state: Any) -> torch.Generator:
-    """Makes A CPU generator seeded as scikit-learn's estimators are: int, RandomState or None."""
+    """Makes a CPU generator seeded as scikit-learn's estimators are: int, RandomState or None."""
     from sklearn.utils import check_random_state
 
     return torch.Generator().manual_seed(int(check_random_state(random_state).randint(np.iinfo(np.int32).max)))
@@ -91,7 +91,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def _check(name: str, value: Any, expected: str, fits: bool, others: tuple[str | None, ...]) -> None:
-    # By kind first: arrays have no one answer to ==.
+    # The kind is tested first, since == on arrays has no single answer.
     if not fits and not ((value is None or isinstance(value, str)) and value in others):
         raise ValueError(f"{name} must be {' or '.join([expected, *map(repr, others)])}, got {value!r}.")
 

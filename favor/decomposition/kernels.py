@@ -1,4 +1,4 @@
-"""What the decompositions of this package in feature space share: kernels, centring, projection of new rows."""
+"""Base of the decompositions of this package in feature space: kernels, centring, projection of new rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = ("linear", "rbf", "precomputed")
 class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Directions in the feature space of a kernel, centred on the training rows.
 
-    The linear kernel is a matter of input space: its rows are centred before the kernel is taken, which keeps their
+    The linear kernel works in input space: its rows are centred before the kernel is taken, which keeps their
     digits, and its components are vectors there. Other kernels are centred as scikit-learn's `KernelCenterer` does.
 
     A subclass stores `kernel`, `gamma`, `center`; its `fit` calls `_training_rows`, `_training_kernel` and `_keep`.
@@ -73,7 +73,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
             mean = rows.mean(0) if self.center else torch.zeros_like(rows[0])
             self.mean_ = same_kind(mean, X)
             centred = rows - mean
-            # Of constant columns rounding alone is left.
+            # Only rounding is left of constant columns.
             constant = centred.abs().amax(0) <= 8 * torch.finfo(rows.dtype).eps * mean.abs()
             return centred.masked_fill(constant, 0)
         if self.kernel != "precomputed":
@@ -94,7 +94,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         means = kernel.mean(0)
         self.kernel_means_, self.kernel_mean_ = same_kind(means, X), float(means.mean())
         centred = kernel - means - kernel.mean(1, keepdim=True) + means.mean()
-        # Of rows that are all the same rounding alone is left.
+        # Only rounding is left of rows that are all equal.
         rounding = 16 * torch.finfo(rows.dtype).eps * kernel.abs().max()
         if centred.abs().max() <= rounding:
             return torch.zeros_like(centred)
@@ -102,7 +102,7 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         return centred
 
     def _keep(self, X: Any, scores: Tensor, alphas: Tensor | None, components: Tensor | None) -> None:
-        """Stores the components; refuses none."""
+        """Stores the components; raises ValueError if there are none."""
         if not scores.shape[1]:
             raise ValueError(
                 "X must have rows that differ (for center=False, that are not zero): its kernel matrix is zero, and "

@@ -17,7 +17,7 @@ from favor.decomposition.inputs import check_integer, generator_of, rows_of, sam
 from favor.decomposition.mixture import check_options
 
 State = tuple[Tensor, Tensor, Tensor]  # W, H and their product
-# Sweeps between two looks at the objective; an odd number shows what swings from sweep to sweep.
+# Sweeps between two checks of the objective; an odd number shows what swings from sweep to sweep.
 CHECK_EVERY = 9
 
 
@@ -31,15 +31,15 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     Args:
         n_components: number K of components; None (default) takes the number of features.
-        shift: of the power iteration, relative to its multiplier, default 0.05. 0 is the thesis' method in effect;
-            larger ones are safer and slower, and 1 is as slow as MU.
-        guard: look at the objective every 9 sweeps and repeat those that raised it as sweeps of MU, which cannot
-            (default); the plain iteration is not monotone.
+        shift: of the power iteration, relative to its multiplier, default 0.05. 0 is in effect the method of the
+            thesis; larger shifts are safer and slower, and 1 is as slow as MU.
+        guard: whether to check the objective every 9 sweeps and to repeat sweeps that raised it as sweeps of MU, which
+            cannot raise it (default True); the plain iteration is not monotone.
         init: "random" (default), uniform and then one sweep of MU, or "custom": `fit_transform(X, W=W, H=H)`.
         tol: stop when sqrt(2 D), D the divergence, falls in 9 sweeps by no more than this share of its value at the
-            start, default 1e-4; scikit-learn looks every 10. W is then iterated alone in the same way, so that it is
-            that of `transform`. 0 makes `max_iter` sweeps and nothing else.
-        max_iter: sweeps at most, default 200.
+            start, default 1e-4; scikit-learn checks every 10. W is then iterated alone in this way, so that it equals
+            that of `transform`. 0 makes exactly `max_iter` sweeps.
+        max_iter: largest number of sweeps, default 200.
         random_state: int, RandomState or None, for the start.
 
     Attributes:
@@ -57,13 +57,13 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         ConvergenceWarning: from `fit` and `transform`, if max_iter ends the iteration and tol is above 0.
 
     See Also:
-        sklearn.decomposition.NMF: beta_loss="kullback-leibler", solver="mu" minimises the same by MU.
+        sklearn.decomposition.NMF: beta_loss="kullback-leibler", solver="mu" minimises this divergence by MU.
 
     Notes:
-        X may be a dense array, a SciPy sparse matrix, of which only what is not zero costs, or a dense tensor, which
-        stays on its device. Different starts end in different local optima, whatever the method. Source: C. Kim,
-        "Optimization Methods for Scale Invariant Problems in Machine Learning" (Northwestern, 2020), section 3.5.1; the
-        shift there is added to a gradient of the size of the data, so that it is 0 in effect.
+        X may be a dense array, a SciPy sparse matrix, whose cost depends on its nonzero entries only, or a dense
+        tensor, which stays on its device. Different starts end in different local optima, whatever the method. Source:
+        C. Kim, "Optimization Methods for Scale Invariant Problems in Machine Learning" (Northwestern, 2020), section
+        3.5.1; the shift there is added to a gradient of the size of the data, so that it is 0 in effect.
 
     Example:
         >>> import numpy as np
@@ -96,7 +96,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None, W: Any = None, H: Any = None) -> KLNMF:
-        """Finds both factors and keeps H; arguments as in `fit_transform`."""
+        """Finds both factors and keeps H; the arguments are those of `fit_transform`."""
         self.fit_transform(X, W=W, H=H)
         return self
 
@@ -106,9 +106,9 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Args:
             X: nonnegative `[n, n_features]`, dense or sparse.
-            y: ignored; here for pipelines.
-            W, H: the start with init="custom", `[n, K]` and `[K, n_features]`; what is zero stays zero, and a factor
-                common to all of WH changes nothing.
+            y: ignored; pipelines pass it.
+            W, H: the start with init="custom", `[n, K]` and `[K, n_features]`; zeros stay zero, and a factor common to
+                all of WH changes nothing.
 
         Returns:
             W `[n, K]`, a tensor if X is one, else a dense array.
@@ -148,7 +148,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         target = whole.reached(W, H)
         step = _steps_of_rows(target)
         W = W * _scale(target, W, H)
-        # A step of MU first: it clears what components do not share, where the plain iteration swings.
+        # A step of MU first: it settles what components do not share, where the plain iteration swings.
         state, _, stood_still = self._iterate(target, step((W, H, target.product(W, H)), None), step)
         self._warn(stood_still)
         return same_kind(state[0], X)
@@ -159,7 +159,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         check_is_fitted(self)
         W = X if isinstance(X, Tensor) else tensor_of(check_array(X, dtype=float))
         if W.ndim != 2 or W.shape[1] != self.n_components_:
-            raise ValueError(f"X must be [n, {self.n_components_}], one column for a component, got {list(W.shape)}.")
+            raise ValueError(f"X must be [n, {self.n_components_}], one column per component, got {list(W.shape)}.")
         W = W if W.is_floating_point() else W.double()
         return same_kind(W @ tensor_of(self.components_, W), X)
 
@@ -183,7 +183,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if W is not None or H is not None:
             raise ValueError('W and H are a start for init="custom"; got them with init="random".')
         generator = generator_of(self.random_state)
-        # Numbers above 0, as what is zero would stay so; the same on all devices.
+        # Numbers above 0, as zeros would stay zero; equal on all devices.
         first, second = (1 - torch.rand(shape, dtype=like.dtype, generator=generator) for shape in (left, right))
         return first.to(like.device), second.to(like.device)
 
@@ -250,7 +250,7 @@ def _scale(target: Target, W: Tensor, H: Tensor) -> Tensor:
 
 
 def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
-    """Steps of W alone."""
+    """Makes the function that takes steps of W alone."""
     across = target.t()
 
     def step(state: State, shift: float | None) -> State:
@@ -262,7 +262,7 @@ def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
 
 
 def _given(name: str, given: Any, shape: tuple[int, int], like: Tensor) -> Tensor:
-    """Gives a factor to start from."""
+    """Checks a factor to start from."""
     if given is None:
         raise ValueError(f'init="custom" needs {name}, of shape {list(shape)}: fit_transform(X, W=W, H=H).')
     factor = tensor_of(given, like)

@@ -45,10 +45,10 @@ def l1_kernel_pca(
     Args:
         K: kernel matrix `[n, n]`, symmetric and positive semidefinite; centre it (K - 1K/n - K1/n + 1K1/n^2) for
             dispersion about the mean. Positive semidefiniteness is not checked; without it c'Kc may fall.
-        n_components: p, or all (None, default). Fewer are given where the rank of K is lower.
-        max_iter: largest number of sign updates a component. Default 1000; they seldom exceed 25.
+        n_components: p, or all (None, default). Fewer are given if the rank of K is lower.
+        max_iter: largest number of sign updates per component. Default 1000; they seldom exceed 25.
         bit_flips: whether to flip single signs that raise c'Kc after the updates ended, the best first, and to repeat
-            both until neither moves. O(n) a flip; finds better maxima. Default False.
+            both until neither moves. O(n) per flip; finds better maxima. Default False.
 
     Returns:
         `L1Components(scores, signs, alphas, n_iter)`.
@@ -62,9 +62,9 @@ def l1_kernel_pca(
 
     References:
         C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), Algorithm 1
-        and chapter 2. There sgn(0) is left open, and 0 would drop an observation for good: here a tie keeps its sign,
-        at the start it is +1. Observations that deflation has used up are no starts, and all tolerances are relative
-        to K. Dual coefficients and flips are not in the thesis.
+        and chapter 2. The thesis leaves sgn(0) open, and 0 would drop an observation for ever: here a tie keeps its
+        sign, which is +1 at the start. Observations that deflation has used up are not taken as starts, and all
+        tolerances are relative to K. Dual coefficients and flips are not in the thesis.
 
     Example:
         >>> import numpy as np
@@ -101,7 +101,7 @@ def l1_kernel_pca(
 
 
 def _component(K: Tensor, max_iter: int, bit_flips: bool, tolerance: float) -> tuple[Tensor, Tensor, int, bool]:
-    """Signs c, K c, the number of updates, and whether they came to rest."""
+    """Finds signs c; gives c, K c, the number of updates, and whether they came to rest."""
     c = _start(K)
     image, count = K @ c, 0
     while count < max_iter:
@@ -115,7 +115,7 @@ def _component(K: Tensor, max_iter: int, bit_flips: bool, tolerance: float) -> t
 
 
 def _start(K: Tensor) -> Tensor:
-    """Signs of the observation whose direction has the largest dispersion."""
+    """Gives the signs of the observation whose direction has the largest dispersion."""
     squares = K.diagonal()
     dispersion = K.abs().sum(0) / squares.clamp(min=torch.finfo(K.dtype).tiny).sqrt()
     dispersion[squares <= 1e-12 * squares.max()] = -torch.inf
@@ -127,7 +127,7 @@ def _signs(values: Tensor, ties: Tensor) -> Tensor:
 
 
 def _flip(K: Tensor, c: Tensor, image: Tensor, tolerance: float) -> bool:
-    """Flips single signs in place while c'Kc gains, with K c kept up to date; whether any was flipped."""
+    """Flips single signs in place while c'Kc gains, with K c kept up to date; tells whether any was flipped."""
     squares, flipped = K.diagonal(), False
     while True:
         # c'Kc gains 4 times this.
@@ -143,17 +143,17 @@ class L1KernelPCA(KernelDecomposition):
     """Kernel PCA that maximises the mean absolute score instead of the mean square, so that outliers count less.
 
     Components are found one after another, each in what the earlier ones leave of feature space; each is a signed sum
-    of the training rows, found by sign updates on the kernel matrix without eigenvectors. All is deterministic.
+    of the training rows, found by sign updates on the kernel matrix without eigenvectors. The result is deterministic.
 
     Args:
-        n_components: number of components, or all (None, default); fewer are found where the kernel has a lower rank.
+        n_components: number of components, or all (None, default); fewer are found if the kernel has a lower rank.
         kernel: "linear" (default), "rbf" exp(-gamma |x - y|^2), "precomputed", or a function of two tensors `[m, d]`
             and `[n, d]` that gives `[m, n]`, positive semidefinite.
         gamma: of "rbf". Default None, 1 / n_features; a width sigma is gamma = 1 / (2 sigma^2), and the thesis has
             sigma = n_features on standardised columns.
         center: whether to centre in feature space, default True.
         bit_flips: whether to improve each component by flips of single signs, default False.
-        max_iter: largest number of sign updates a component, default 1000.
+        max_iter: largest number of sign updates per component, default 1000.
 
     Attributes:
         scores_: of the training rows, `[n, n_components_]`.
@@ -165,7 +165,7 @@ class L1KernelPCA(KernelDecomposition):
         kernel_means_, kernel_mean_: means of the columns of the training kernel, and their mean, for kernels other than
             the linear one, if center is True.
         outlier_components_: indices of the components behind `outlier_score`, those of largest variance which together
-            hold 80 % of it; none where nothing varies, as rows that are all the same with center=False.
+            hold 80 % of it; none if nothing varies, as with equal rows and center=False.
         outlier_means_, outlier_variances_: of the training scores on these components.
         n_iter_: largest number of sign updates of a component.
         n_components_: number of components found.
@@ -173,20 +173,20 @@ class L1KernelPCA(KernelDecomposition):
         feature_names_in_: their names, if the data had names.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range, or rows that are all the same.
+        ValueError: from `fit`, for parameters out of range, or rows that are all equal.
 
     Warns:
         ConvergenceWarning: if a component still moved after max_iter updates.
 
     See Also:
-        favor.decomposition.l1_kernel_pca: the same on a kernel matrix.
+        favor.decomposition.l1_kernel_pca: these components from a kernel matrix.
         sklearn.decomposition.KernelPCA: the L2 norm.
 
     Notes:
         Time and memory are O(n^2), for the linear kernel too; each sign update is a product with the kernel matrix.
         The components are local maxima; `bit_flips` finds better ones. Source: C. Kim, Optimization Methods for Scale
-        Invariant Problems in Machine Learning (Northwestern, 2020), chapter 2. It centres its data but does not say
-        whether it does so in feature space, nor how new rows are projected: the latter is by dual coefficients here.
+        Invariant Problems in Machine Learning (Northwestern, 2020), chapter 2. The thesis centres its data but does not
+        say whether in feature space, nor how new rows are projected: here by dual coefficients.
 
     Example:
         >>> import numpy as np
@@ -221,7 +221,7 @@ class L1KernelPCA(KernelDecomposition):
 
         Args:
             X: rows `[n, n_features]`, or for kernel="precomputed" their kernel matrix `[n, n]`.
-            y: ignored; here for pipelines.
+            y: ignored; pipelines pass it.
 
         Returns:
             The estimator itself.
@@ -237,7 +237,7 @@ class L1KernelPCA(KernelDecomposition):
         self.signs_ = same_kind(found.signs, X)
         self.n_iter_ = max(found.n_iter)
         means, variances = found.scores.mean(0), found.scores.var(0, correction=0)
-        # Of scores that are all the same rounding alone is left.
+        # Only rounding is left of scores that are all equal.
         rounding = 64 * torch.finfo(variances.dtype).eps
         variances[variances <= rounding**2 * found.scores.square().mean(0)] = 0
         largest = variances.sort(descending=True).values
@@ -251,10 +251,10 @@ class L1KernelPCA(KernelDecomposition):
 
     @torch.no_grad()
     def outlier_score(self, X: Any) -> Any:
-        """Gives squared distances from the training mean along the main components, each in units of its variance.
+        """Gives squared distances of rows from the training mean along main components, in units of their variances.
 
-        Fit with all components (n_components=None) for the model of the thesis, section 2.5: 80 % is of the variance
-        of those found.
+        Fit with all components (n_components=None) for the model of the thesis, section 2.5: the 80 % are of the
+        variance of the components found.
 
         Args:
             X: rows as for `transform`, `[m, ...]`.

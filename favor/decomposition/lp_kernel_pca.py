@@ -25,7 +25,7 @@ class LpKernelPCA(KernelDecomposition):
     maximum, for p = 2 in general the global one.
 
     Args:
-        n_components: number of components, default 1; fewer are found where the kernel has a lower rank.
+        n_components: number of components, default 1; fewer are found if the kernel has a lower rank.
         p: of the norm, at least 1. Default 3. 2 is PCA; for 1, `L1KernelPCA` finds better maxima by bit_flips and
             needs no eigenvectors.
         kernel: "linear" (default), "rbf" exp(-gamma |x - y|^2), "precomputed", or a function of two tensors `[m, d]`
@@ -34,7 +34,7 @@ class LpKernelPCA(KernelDecomposition):
         center: whether to centre in feature space, default True.
         shift: added to every step in units of the multiplier, see `scale_invariant_power`. Default 0.
         tol: a component is found when a step turns it by less than 1 - cos = tol. Default 1e-10.
-        max_iter: largest number of steps a component, default 1000.
+        max_iter: largest number of steps per component, default 1000.
         random_state: int, RandomState or None, for the rows to start from.
 
     Attributes:
@@ -51,7 +51,7 @@ class LpKernelPCA(KernelDecomposition):
         feature_names_in_: their names, if the data had names.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range, or rows that are all the same.
+        ValueError: from `fit`, for parameters out of range, or rows that are all equal.
 
     Warns:
         ConvergenceWarning: if a component still moved after max_iter steps.
@@ -64,7 +64,7 @@ class LpKernelPCA(KernelDecomposition):
         With the linear kernel a step costs O(n d). Other kernels are factored once by eigenvectors, O(n^3).
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
         section 3.1 for the problem and Algorithm 2 for the steps. Several components, by projecting out those found,
-        are this package's.
+        are an addition of this package.
 
     Example:
         >>> import numpy as np
@@ -105,7 +105,7 @@ class LpKernelPCA(KernelDecomposition):
 
         Args:
             X: rows `[n, n_features]`, or for kernel="precomputed" their kernel matrix `[n, n]`.
-            y: ignored; here for pipelines.
+            y: ignored; pipelines pass it.
 
         Returns:
             The estimator itself.
@@ -159,8 +159,8 @@ def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:
 
     def gradient(x: Tensor) -> Tensor:
         scores = factor @ x
-        # In units of the largest score powers do not overflow. With p = 1 a score of 0 counts as positive: were it
-        # left out, its row would be lost for good.
+        # In units of the largest score powers do not overflow. With p = 1 a score of 0 counts as positive: otherwise
+        # its row would be lost for ever.
         scores = scores / scores.abs().max()
         return factor.T @ torch.where(scores < 0, -1.0, 1.0).to(scores).mul(scores.abs() ** (p - 1))
 

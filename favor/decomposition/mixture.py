@@ -12,8 +12,8 @@ from torch import Tensor
 from favor.decomposition.inputs import check_flag, check_integer, check_number
 
 Product = Callable[[Tensor], Tensor]
-# In place of likelihoods of zero, where a component has left a row or that does not count: logarithms stay finite, and
-# so do ratios of float32.
+# Replaces likelihoods of zero, in rows that components have left or that do not count: logarithms and ratios of float32
+# stay finite.
 LEAST = 1e-30
 
 
@@ -51,7 +51,7 @@ def mixture_proportions(
 
     With g_k = sum_j v_j L_jk / (L pi)_j / sum v, one iteration is pi <- pi (shift + g)^2, normalised: the power
     iteration x <- grad f(x) + shift x of the scale-invariant f, pi = x^2, with the shift relative to the multiplier,
-    which is 1. EM is pi <- pi g. Locally the error shrinks by max |1 - 2 w / (1 + shift)| an iteration and that of EM
+    which is 1. EM is pi <- pi g. Locally the error shrinks by max |1 - 2 w / (1 + shift)| per iteration and that of EM
     by max |1 - w|, w the eigenvalues of diag(sqrt pi) L' diag(v / (L pi)^2) L diag(sqrt pi) / sum v on the support:
     shift 1 is as fast as EM, small shifts need half the iterations where these are slow, and shift 0 comes to a stop
     where components hardly overlap (w near 1), which is why it is not the default.
@@ -61,13 +61,13 @@ def mixture_proportions(
             sparse matrix `[n, K]`. Leading dimensions are separate problems.
         counts: v `[..., n]`, or `[n]` for all problems, nonnegative; None (default) counts every row once.
         shift: not negative, default 0.05; 0.05 to 0.25 serves all problems.
-        guard: repeat a step by which the objective falls as a step of EM, by which it cannot (default). The plain
-            iteration is not monotone for any shift.
-        tol: stop when the gap of every problem is not above this, default 1e-8. What is above 0 but finer than
+        guard: whether to repeat a step that lowers the objective as a step of EM, which cannot lower it (default True).
+            The plain iteration is not monotone for any shift.
+        tol: stop when the gap of every problem is not above this, default 1e-8. A tolerance above 0 but finer than
             rounding counts as 32 epsilons, which is 4e-6 for float32.
-        max_iter: iterations at most, default 10,000.
-        start: pi to begin with `[..., K]`, default 1/K. What is zero at the start stays zero and is not part of the
-            problem.
+        max_iter: largest number of iterations, default 10,000.
+        start: pi to begin with `[..., K]`, default 1/K. Components that are zero at the start stay zero and are not
+            part of the problem.
 
     Returns:
         `Proportions`, of tensors if `likelihoods` is a tensor, else of arrays.
@@ -77,8 +77,8 @@ def mixture_proportions(
             of range.
 
     Source: C. Kim, "Optimization Methods for Scale Invariant Problems in Machine Learning" (Northwestern, 2020),
-    section 3.5. There the shift is added to a gradient that is not normalised and so stands for a different one in
-    every data set, practically for 0; the rates above and the guard are this package's.
+    section 3.5. There the shift is added to a gradient that is not normalised, so that it means something else for
+    every data set, and in practice 0; the rates above and the guard are additions of this package.
 
     Example:
         >>> import torch
@@ -218,7 +218,7 @@ def _checked(likelihoods: Any, counts: Any, start: Any) -> tuple[Tensor, Tensor,
 
 
 def _vector(name: str, given: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Gives nonnegative numbers, one or a set for all problems; 1 if not given."""
+    """Checks nonnegative numbers, one set per problem or one for all problems; gives ones if None."""
     if given is None:
         return like.new_ones(shape)
     tensor = _real(given, name)

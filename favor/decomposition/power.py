@@ -4,12 +4,12 @@ A function is scale invariant if f(c x) = |c|^p f(x), or f(c x) = f(x) + log_a |
 then keeps its direction when x is scaled, so x <- grad f(x) / |grad f(x)| is an iteration on directions whose fixed
 points are the stationary points on the sphere. For f = x'Cx/2 it is power iteration.
 
-Independent components are a use of it, not a function of this package: maximise e (E[(w'x)^4] - 3 |x|^4) over unit x,
-w whitened data and e the sign of the bracket. That is of degree 4, and its iteration is FastICA with cubes. The thesis
-maximises the sum of ((w'x)^4 - 3)^2 instead. This is not the square of the kurtosis but an eighth moment less a
-multiple of the fourth, and its maximisers need not be components: for sources with light tails, uniform or binary
-ones, mixtures of sources have more of it than any source alone, and what is found is no closer to a source than a
-direction with equal shares of all. Hence it is not offered here.
+Independent components are an application, not a function of this package: maximise e (E[(w'x)^4] - 3 |x|^4) over unit
+x, w whitened data and e the sign of the bracket. That is of degree 4, and its iteration is FastICA with cubes. The
+thesis maximises the sum of ((w'x)^4 - 3)^2 instead. This is not the square of the kurtosis but an eighth moment less a
+multiple of the fourth, and its maximisers need not be components: for sources with light tails, uniform or binary ones,
+mixtures of sources have more of it than any source alone, and what is found is no closer to a source than a direction
+with equal shares of all. Hence it is not offered here.
 
 Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), chapter 3.
 """
@@ -46,7 +46,7 @@ class BlockPowerResult(NamedTuple):
     """Result of `block_power`.
 
     Attributes:
-        blocks: one vector a block, each of the kind of its start; unit vectors but for free blocks.
+        blocks: one vector per block, each of the kind of its start; unit vectors except for free blocks.
         multipliers: x'grad of each block at the end; None for free blocks.
         n_iter: number of sweeps over all blocks.
         converged: whether the last sweep moved every block by less than the tolerance.
@@ -76,19 +76,19 @@ def scale_invariant_power(
     Args:
         gradient: of f, from a unit vector `[d]` to a vector `[d]`; called with tensors if the start is one, else with
             arrays. A positive factor that depends on x changes nothing if the shift is relative.
-        start: vector `[d]` of any length but zero.
+        start: vector `[d]` of any length except zero.
         shift: s in units of the current lam, above -1. A positive one damps directions that change sign from step to
-            step (lam_i near -lam); a slightly negative one may hasten slow ones. Default 0.
+            step (lam_i near -lam); a slightly negative one may speed up slow ones. Default 0.
         relative: if False, s is `shift` itself. For f with negative values choose this and s above -lam.
         tol: stops when 1 - |x_new'x| < tol; evaluated without cancellation, so values down to the square of the
             precision mean something. Default 1e-10.
-        max_iter: largest number of steps. Default 1000. One gradient a step, and one for the result.
+        max_iter: largest number of steps. Default 1000. One gradient per step, and one for the result.
 
     Returns:
         `PowerResult(x, multiplier, n_iter, converged)`.
 
     Raises:
-        ValueError: for a start that is no finite vector with a direction, a gradient that is zero, not finite or of
+        ValueError: for a start that is not a finite vector with a direction, a gradient that is zero, not finite or of
             another shape, or an option out of range.
 
     References:
@@ -130,7 +130,8 @@ def block_power(
     y + step grad_y f. Every update uses the newest values of the others (Gauss-Seidel).
 
     Args:
-        gradients: one for each block: called as gradient(*blocks) with all blocks, gives the gradient by its own.
+        gradients: one for each block: called as gradient(*blocks) with all blocks, gives the gradient with respect to
+            its own block.
         blocks: where to start, vectors of any lengths; those on the sphere may not be zero.
         steps: for each block None if it is on the sphere, or else its step; None (default) puts all on the sphere.
             2 / (L + m) suits f that is m-strongly concave in the block with L-Lipschitz gradient.
@@ -144,7 +145,7 @@ def block_power(
 
     Raises:
         ValueError: for numbers of gradients, blocks and steps that differ, for starts, gradients or options as in
-            `scale_invariant_power`, or a free block that runs away.
+            `scale_invariant_power`, or a free block that grows without bound.
 
     References:
         C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), section 3.4.
@@ -194,11 +195,11 @@ def check_options(shift: Any, tol: Any, max_iter: Any, *, relative: bool = True)
 
 
 def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[Any] | None) -> list[float | None]:
-    """Gives the checked step of every block, None on the sphere."""
+    """Checks the steps and gives one for every block, None on the sphere."""
     lengths = [None] * len(blocks) if steps is None else list(steps)
     if not len(gradients) == len(blocks) == len(lengths) or not blocks:
         raise ValueError(
-            "gradients, blocks and steps must have one entry a block, and there must be a block; got "
+            "gradients, blocks and steps must have one entry per block, and there must be a block; got "
             f"{len(gradients)}, {len(blocks)} and {len(lengths)}."
         )
     for i, length in enumerate(lengths):

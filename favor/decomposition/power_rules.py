@@ -46,9 +46,9 @@ def power_rule(
         l1: largest eigenvalue of C.
         l2: second eigenvalue, 0 <= l2 < l1.
         sigma2: E|a a' - C|^2 (spectral norm) over rows a, >= 0.
-        batch: |S|, rows a step.
-        eta: a step in (0, 1] if it is not to be chosen.
-        epoch_length: m >= 1 if it is not to be chosen.
+        batch: |S|, rows per step.
+        eta: a step in (0, 1]; None chooses it.
+        epoch_length: m >= 1; None chooses it.
 
     Returns:
         `PowerParameters` without momentum.
@@ -85,7 +85,10 @@ def heavy_ball_rule(
     eta: float | None = None,
     epoch_length: int | None = None,
 ) -> PowerParameters:
-    """Gives the parameters of an epoch of VR HB Power, whose momentum is `heavy_ball_beta`; see `power_rule`."""
+    """Gives the parameters of an epoch of VR HB Power, whose momentum is `heavy_ball_beta`.
+
+    Arguments, errors and source are those of `power_rule`.
+    """
     _check_problem(l1, l2, sigma2, batch)
 
     def slack(eta: float) -> float:
@@ -104,14 +107,15 @@ def heavy_ball_rule(
 
 
 def heavy_ball_beta(eta: float, l2: float) -> float:
-    """Gives beta = (1 - eta + eta l2)^2, with which all directions but the first grow alike."""
+    """Gives beta = (1 - eta + eta l2)^2, with which all directions except the first grow alike."""
     return (1 - eta + eta * l2) ** 2
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
-    """Estimates l2 from two points and their images, without another look at the data.
+    """Estimates l2 from two points and their images, without another pass over the data.
 
-    It is the Rayleigh quotient of what `last` has beside `point`: at most l2 once `point` is u_1, and mostly too low.
+    It is the Rayleigh quotient of the part of `last` orthogonal to `point`: at most l2 once `point` is u_1, mostly too
+    low.
 
     Args:
         point: x, unit `[d]`.
@@ -136,7 +140,7 @@ def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Te
 
 
 def row_deviations(rows: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Gives the spectral norms of a a' - C, one for each row a: the square root of what sigma^2 is the mean of.
+    """Gives the spectral norms of a a' - C, one for each row a; sigma^2 is the mean of their squares.
 
     The eigenvalues of a change of rank one are the roots of a secular equation; the two outer ones are bisected.
 
@@ -174,7 +178,7 @@ def _chosen(
     eta: float | None,
     epoch_length: int | None,
 ) -> tuple[float, int]:
-    """Gives eta and m: those given, else the largest eta found whose batch is no more than there is, and its m."""
+    """Gives eta and m: those given, else the largest eta found for which the batch suffices, and its m."""
     if eta is not None and not 0 < eta <= 1:
         raise ValueError(f"eta must be in (0, 1], got {eta!r}.")
     if epoch_length is not None and epoch_length < 1:

@@ -17,7 +17,7 @@ from favor.decomposition.inputs import rows_of, same_kind
 
 # Numbers in a block: 32 MiB of float64.
 BLOCK = 2**22
-# A share of the rows is at least so many: smaller batches save nothing and are too noisy for long steps.
+# A share of the rows is at least this many: smaller batches save nothing and are too noisy for long steps.
 SMALLEST_SHARE = 64
 
 
@@ -62,7 +62,7 @@ class RowSource:
         """Gives rows by number `[b]`, in any order and with repetitions: `[b, d]`."""
         if isinstance(self.rows, Tensor):
             return self._finished(self.rows[indices.to(self.rows.device)])
-        # Files on disk want rising numbers, each once.
+        # Files on disk need rising numbers, each once.
         single, places = np.unique(indices.numpy(), return_inverse=True)
         block = _block(self.rows[single])
         return self._finished(block[torch.from_numpy(places).to(block.device)])
@@ -94,7 +94,7 @@ def row_source(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 
         minimum: smallest number of rows.
 
     Raises:
-        ValueError, TypeError: as scikit-learn's `check_array`; of rows that are read later, when they are read.
+        ValueError, TypeError: as scikit-learn's `check_array`; for rows that are read later, at that time.
     """
     if not is_stream(X):
         rows = rows_of(estimator, X, reset=reset, minimum=minimum)

@@ -48,7 +48,7 @@ class MixtureLikelihood(Objective):
         return (rows @ x.square()).log().mean()
 
     def admitted(self, x: Tensor, after: Tensor) -> Tensor:
-        """Entries that noise would make negative stay what they were."""
+        """Leaves entries unchanged that noise would make negative."""
         return torch.where(after < 0, x, after)
 
 
@@ -76,14 +76,14 @@ class StochasticSCIPI(StochasticPower):
     """Maximises a mean of scale-invariant functions of rows on the unit sphere by variance-reduced power steps.
 
     max (1/n) sum_i f_i(x) with |x| = 1, where f_i(c x) = |c|^p f_i(x) for all i, or f_i(c x) = f_i(x) + b log|c|
-    (degree 0). It goes up along the gradient itself, which takes f that is convex, or of degree 0. With p = 2 it is
-    `VRPower`. Rows are taken as they are: subtract means first if that is meant.
+    (degree 0). It follows the gradient itself, which needs an f that is convex, or of degree 0. With p = 2 it is
+    `VRPower`. Rows are not changed: subtract means first if they should be centred.
 
     An epoch that lowers the objective is undone, and eta is halved; so the end is a local maximum, for degree 0 and
     proportions the global one.
 
     Args:
-        objective: "lp" (default): f_i = |a_i'x|^p / p, whose maximum is principal components by the p-norm.
+        objective: "lp" (default): f_i = |a_i'x|^p / p, whose maxima are principal components of the p-norm.
             "mixture": f_i = log(sum_k a_ik x_k^2) for rows a_i >= 0, likelihoods of n observations under
             n_features components; degree 0. Or a function of rows `[b, n_features]` and x `[n_features]`, both tensors,
             that gives the mean of grad f_i(x) over these rows.
@@ -95,12 +95,12 @@ class StochasticSCIPI(StochasticPower):
             Default 1.
         epoch_length: m. Default 25.
         tol: directions are final when |grad f(x) - l x| <= tol l with l = x'grad f(x). Default 1e-6.
-        max_epochs: for a direction. Default 100.
+        max_epochs: largest number of epochs per direction. Default 100.
         random_state: int, RandomState or None, for start and batches.
 
     Attributes:
         components_: unit rows `[n_components, n_features]`, whose largest entry is positive.
-        proportions_: x^2 of "mixture", which sum to 1, `[n_features]`; not there for others.
+        proportions_: x^2 of "mixture", which sum to 1, `[n_features]`; missing for other objectives.
         values_: the objective at the components, `[n_components]`; NaN for a function of degree 0, for which it is not
             known. Then epochs are not undone either.
         n_iter_: epochs of all components.
@@ -124,8 +124,9 @@ class StochasticSCIPI(StochasticPower):
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
         Algorithm 5. The printed factor of the full gradient lacks the sign of x_t'x_0, without which noise does not
         vanish where that is negative. Steps are normalised, which changes no direction, and the multiplier is divided
-        out, which makes eta free of scale. Entries of "mixture" that a step would make negative stay as they were,
-        where the thesis refuses the whole step: a component whose proportion tends to 0 could then stop all others.
+        out, which makes eta independent of scale. Entries of "mixture" that a step would make negative stay as they
+        were, where the thesis refuses the whole step: a component whose proportion tends to 0 could then stop all
+        others.
 
     Example:
         >>> import numpy as np
@@ -172,7 +173,7 @@ class StochasticSCIPI(StochasticPower):
 
         Args:
             X: rows `[n, n_features]`, of the kinds that `VRPower.fit` takes.
-            y: ignored; here for pipelines.
+            y: ignored; pipelines pass it.
 
         Returns:
             The estimator itself.

@@ -50,14 +50,14 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def _climb_all(
         self, X: Any, source: RowSource, objective: Objective, rules: Callable[[int], Rule], warm_up: int = 0
     ) -> list[Point]:
-        """Components one after the other, each in the complement of those before; sets the attributes they share."""
+        """Finds components one after the other, each in the complement of those before; sets common attributes."""
         n, d = len(source), source.width
         if self.n_components > d:
             raise ValueError(f"n_components must be at most the {d} features of X, got {self.n_components}.")
         generator = generator_of(self.random_state)
         found, climbs, floor = source.like.new_zeros(0, d), [], 0.0
         if source.offset is not None:
-            # What the mean leaves of rows that are all the same is rounding.
+            # Only rounding is left of equal rows, less their mean.
             floor = (8 * torch.finfo(found.dtype).eps * source.offset.norm().item()) ** 2
         for number in range(self.n_components):
             result = climb(
@@ -99,7 +99,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             )
 
     def _check_common(self, *words: str) -> None:
-        """Raises ValueError for what is out of range in the parameters that all share; eta and m may be words, too."""
+        """Raises ValueError for common parameters out of range; eta and m may be words, too."""
         check_integer("n_components", self.n_components)
         check_integer("max_epochs", self.max_epochs)
         check_number("eta", self.eta, *words, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)
@@ -108,5 +108,5 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
 
 def _signed(x: Tensor) -> Tensor:
-    """Gives x or -x, the one whose largest entry is positive."""
+    """Gives x or -x, the one whose entry of largest size is positive."""
     return -x if x[x.abs().argmax()] < 0 else x

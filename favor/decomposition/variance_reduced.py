@@ -24,7 +24,7 @@ from favor.decomposition.stochastic_base import StochasticPower
 
 # Exact steps from which eigenvalues are first estimated.
 WARM_UP = 5
-# An epoch whose length comes from estimates reads at most so many passes: a gap estimated as 0 has no finite length.
+# An epoch whose length comes from estimates reads at most this many passes: a gap estimated as 0 has no finite length.
 LONGEST = 10
 # The ratio l2 / l1 while there is no estimate yet.
 UNKNOWN_RATIO = 0.5
@@ -35,7 +35,7 @@ class VRPower(StochasticPower):
 
     One exact product with C = X'X / n starts an epoch of steps on mini-batches of rows, whose noise is proportional to
     the distance from where the epoch started and so dies out: the error falls by a constant factor for every pass over
-    the data, and where the gap is small by a far larger one than a pass of power iteration gives. X may be larger than
+    the data, and if the gap is small, by a far larger factor than a pass of power iteration gives. X may be larger than
     memory.
 
     C is the second moment, not centred, unless `center`. An epoch that lowers x'C x is undone, and eta is halved.
@@ -54,8 +54,8 @@ class VRPower(StochasticPower):
             thesis; "exact": E|a a' - C|^2 / l1^2, for which C is formed in O(n d^2); or a number for E|a a' - C|^2.
         center: whether the mean is subtracted from rows. Default False.
         tol: components are final when |C x - l x| <= tol l with l = x'C x; the sine of the angle to the true one is
-            then at most tol / (1 - l2/l1), about. Default 1e-6; no less than 64 units of rounding.
-        max_epochs: for a component. Default 100.
+            then at most about tol / (1 - l2/l1). Default 1e-6; no less than 64 units of rounding.
+        max_epochs: largest number of epochs per component. Default 100.
         random_state: int, RandomState or None, for start and batches.
 
     Attributes:
@@ -70,22 +70,22 @@ class VRPower(StochasticPower):
 
     Raises:
         ValueError: from `fit`, for parameters out of range, and for data that are not finite, all zero or, for
-            `center`, all the same.
+            `center`, all equal.
 
     Warns:
         ConvergenceWarning: if tol is not reached.
 
     See Also:
         sklearn.decomposition.PCA: exact where d is a few hundred or less, and then faster: C costs about d/4 passes.
-        VRHeavyBallPower: the same with momentum.
+        VRHeavyBallPower: VR Power with momentum.
 
     Notes:
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
-        Algorithm 3 and sections 4.3 and 4.4. Different from there: (1 - eta) I + eta C means another step for every
-        scale of the data, so rows are divided by sqrt(l1) here; rules are proven for sigma^2 of the definition, with
-        which steps are far too small, and the mean of |a|^2, which the experiments use, has not even its units and is
-        still conservative; hence the defaults eta = 1, m = 25, and the halving. Lengths of epochs that come from
-        estimates are cut at 10 passes.
+        Algorithm 3 and sections 4.3 and 4.4. Differences: (1 - eta) I + eta C means another step for every scale of the
+        data, so rows are divided by sqrt(l1) here. The rules are proven for sigma^2 of the definition, with which steps
+        are far too small. The mean of |a|^2, which the experiments use, does not even have its units and is still
+        conservative. Hence the defaults eta = 1, m = 25, and the halving. Lengths of epochs that come from estimates
+        are cut at 10 passes.
 
     Example:
         >>> import numpy as np
@@ -130,7 +130,7 @@ class VRPower(StochasticPower):
         Args:
             X: rows `[n, n_features]`: tensor, array, or what is read as needed: a `numpy.memmap` or any object with
                 `len` that gives rows for a rising array of integers.
-            y: ignored; here for pipelines.
+            y: ignored; pipelines pass it.
 
         Returns:
             The estimator itself.
@@ -234,8 +234,9 @@ class VRPower(StochasticPower):
 class VRHeavyBallPower(VRPower):
     """Leading principal components by variance-reduced power iteration with momentum (VR HB Power).
 
-    As `VRPower`, with x_{t+1} = 2 ((1 - eta) x_t + eta g_t) - beta x_{t-1} within an epoch. Momentum gains most where
-    gradients are nearly exact: with eta = 1 it fails for small batches and small gaps, so a small step is the default.
+    Works like `VRPower`, with x_{t+1} = 2 ((1 - eta) x_t + eta g_t) - beta x_{t-1} within an epoch. Momentum gains most
+    where gradients are nearly exact: with eta = 1 it fails for small batches and small gaps, so a small step is the
+    default.
 
     Args:
         n_components: as in `VRPower`. Default 1.
@@ -254,7 +255,7 @@ class VRHeavyBallPower(VRPower):
         components_: and all others as in `VRPower`.
 
     Notes:
-        Source: Kim (2020), Algorithm 4 and sections 4.3 and 4.4; what is different there is said at `VRPower`. The
+        Source: Kim (2020), Algorithm 4 and sections 4.3 and 4.4; `VRPower` names the differences. The
         estimate of l2 is mostly too low, so that beta is too small: give eigenvalues if they are known.
 
     Example:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Landmarks are no random features, but were here first; scikit-learn takes a second to import.
+    # Landmarks are not random features, but older code finds them here; scikit-learn takes a second to import.
     if name == "Landmarks":
         from favor.landmark import Landmarks
 

@@ -1,4 +1,4 @@
-"""The interface every family of random features implements."""
+"""The interface that every family of random features implements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RandomFeatures(Family, ABC):
 
     @property
     def draws_like(self) -> str | RandomFeatures:
-        """A name that tells how it draws, which a compiler can hold constant; the family itself where it has none.
+        """A name that tells how it draws, constant for a compiler; the family itself if it has no such name.
 
         A family whose options change the way it draws overrides this.
         """
@@ -105,9 +105,11 @@ class PositiveFeatures(RandomFeatures):
         scale: float = 1.0,
         is_causal: bool = False,
     ) -> Moments:
-        """Computes the statistics from which the parameters come; the arguments are those of `fit`.
+        """Computes the statistics from which the parameters come.
 
         Args:
+            x, y: queries `[..., L, d]` and keys `[..., S, d]`.
+            x_mask, y_mask: boolean `[..., L]`, `[..., S]`; False rows are left out of every statistic.
             scale: the statistics are those of sqrt(scale) x and sqrt(scale) y.
             is_causal: whether query i attends to keys 0 ... S - L + i only, for statistics weighted by attention.
         """
@@ -131,7 +133,7 @@ class PositiveFeatures(RandomFeatures):
         return self.fit_moments(self.moments(x, y, x_mask, y_mask))
 
     def directions(self, omega: Tensor, params: Parameters, root: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives the three things per head that attention needs besides the key bias.
+        """Gives the three tensors per head that attention needs besides the key bias.
 
         Up to terms that depend on the query alone, log(f_1 f_2) = x . uq_m + y . uk_m + offset_m + bias(y).
 
@@ -235,7 +237,7 @@ class PositiveFeatures(RandomFeatures):
 
 
 class SignedFeatures(RandomFeatures):
-    """Features with values of any sign, or that are not exponentials: the papers' baselines.
+    """Features that may have any sign or are not exponentials: the baselines of the papers.
 
     They have no parameters. Attention uses phi(x) exp(log_scale(x)) and cancels what depends on the query alone.
 

@@ -101,8 +101,8 @@ class CDERF(Regularised):
 class WDERF(CDERF):
     """cDERF with the keys weighted by the attention they receive.
 
-    The objective (14) weighs all pairs alike; the error of attention is made by the pairs that have weight. So mean and
-    covariance of the keys are taken under the mean softmax row of a few queries.
+    The objective (14) weighs all pairs alike, but the error of attention comes from the pairs with large weights. So
+    mean and covariance of the keys are taken under the mean softmax row of a few queries.
 
     Args:
         alpha, factorization, regularization, floor: see `CDERF`.
@@ -110,7 +110,7 @@ class WDERF(CDERF):
             default 16. It costs num_queries x S products.
 
     Raises:
-        ValueError: for fewer queries than 1, or what `CDERF` refuses.
+        ValueError: if `num_queries` is less than 1, or for options that `CDERF` refuses.
 
     Example:
         >>> import torch, favor

@@ -9,10 +9,10 @@ from favor.kernels.dispatch import fuses, triton_module
 
 
 def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
-    """Resolves "auto" for a matrix: "eigh" on a CPU, `instead` elsewhere; any other factorization is what it is.
+    """Resolves "auto" for a matrix: "eigh" on a CPU, `instead` elsewhere; gives any other factorization unchanged.
 
-    GPUs decompose the matrices of a batch one after another, at a millisecond or so each (pytorch/pytorch issues 175585
-    and 183806), where matrix products take them together.
+    GPUs decompose the matrices of a batch one after another, at about a millisecond each (pytorch/pytorch issues 175585
+    and 183806), but multiply them all together.
     """
     if factorization != "auto":
         return factorization
@@ -20,14 +20,14 @@ def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
 
 
 def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I for a matrix that is not finite.
+    """Computes eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I if one is not finite.
 
-    Eigenvalues smaller than the rounding of the largest may be noise of any sign, whose inverse root would be of any
-    size.
+    Eigenvalues smaller than the rounding of the largest may be noise of any sign, and their inverse roots would have
+    any size.
 
     Args:
         matrix: `[..., d, d]`.
-        least: a lower bound of the eigenvalues that is known, `[...]`; default: the rounding of the largest.
+        least: a known lower bound of the eigenvalues, `[...]`; default: the rounding of the largest.
     """
     check_onnx()
     values, vectors = torch.linalg.eigh(finite(matrix))
@@ -35,7 +35,7 @@ def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if least is None:
         bound = info.eps * values[..., -1:]
     else:
-        # The square of the rounding keeps the root of what is noise below the root of the largest.
+        # With the square of the rounding, the root of noise stays below the rounding of the largest root.
         bound = torch.maximum(least.unsqueeze(-1), info.eps**2 * values[..., -1:])
     return torch.maximum(values, bound.clamp(min=info.tiny)), vectors
 
@@ -53,7 +53,7 @@ def inverse(matrix: Tensor, iterations: int = 48) -> Tensor:
 
     Args:
         matrix: `[..., d, d]`.
-        iterations: two products each. They double the digits when they have some; 48 serve matrices of condition 1e6.
+        iterations: two products each. Each doubles the digits once some are right; 48 suffice for condition 1e6.
 
     Source: G. Schulz, "Iterative Berechnung der reziproken Matrix" (1933).
     """
@@ -89,7 +89,7 @@ def from_spectrum(values: Tensor, vectors: Tensor) -> Tensor:
 
 
 def finite(matrix: Tensor) -> Tensor:
-    """Matrices, the identity in place of those that are not finite."""
+    """Replaces matrices that are not finite by the identity."""
     # LAPACK raises on NaN and infinity; attention on such inputs gives NaN, as softmax attention does.
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     largest = torch.linalg.vector_norm(matrix, torch.inf, dim=(-2, -1), keepdim=True)
@@ -99,11 +99,11 @@ def finite(matrix: Tensor) -> Tensor:
 def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]:
     """Computes the root and inverse root by the coupled Newton-Schulz iteration.
 
-    Small eigenvalues converge last, their roots from below by a factor of 1.5 an iteration: 24 serve matrices of
+    Small eigenvalues converge last, their roots from below by a factor of 1.5 per iteration: 24 suffice for matrices of
     condition 1e6. Unlike eigenvectors, the result is differentiable whatever the eigenvalues.
 
     Args:
-        matrix: `[..., d, d]`; not finite gives NaN.
+        matrix: `[..., d, d]`; one that is not finite gives NaN.
         iterations: three products of [d, d] matrices each.
 
     Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
@@ -126,21 +126,21 @@ def trace(matrix: Tensor) -> Tensor:
 
 
 def add_diagonal(matrix: Tensor, number: Tensor | float) -> Tensor:
-    """Matrices `[..., d, d]` plus a number `[...]` times the identity."""
+    """Adds a number `[...]` times the identity to matrices `[..., d, d]`."""
     diagonal = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
-    # A choice and no product with the identity, since infinity times zero is not a number.
+    # A choice, not a product with the identity: infinity times zero is NaN.
     return torch.where(diagonal, matrix + (number[..., None, None] if isinstance(number, Tensor) else number), matrix)
 
 
 def joined(pieces: list[Tensor], dim: int) -> Tensor:
-    """Pieces put together again; a single one is not copied."""
+    """Joins pieces; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def row_parts(samples: Tensor, copied: bool = True) -> list[slice]:
     """Gives how many rows to take at a time: they stay in cache on a CPU, and copies of them stay small elsewhere.
 
-    All at once if they are not `copied`.
+    If rows are not `copied`, all are taken at once.
     """
     length = samples.shape[-2]
     if not copied or torch.compiler.is_compiling() or samples.numel() == 0:

@@ -17,8 +17,8 @@ class Moments:
 
     Attributes:
         mean_x, mean_y: `[..., d]`.
-        cov_x, cov_y: covariances, `[..., d, d]`. They are taken of centred samples: as a difference of second moments
-            they would lose their digits where the mean is large.
+        cov_x, cov_y: covariances, `[..., d, d]`. They are computed from centred samples: as differences of second
+            moments they would lose digits if the mean is large.
 
     Example:
         >>> import torch, favor
@@ -112,8 +112,8 @@ class Moments:
     def ridge(self, regularization: float, floor: float, *, centred: bool = False) -> Tensor:
         """Gives the t of `regularised`: regularization * (tr M1 + tr M2) / (2 d) + floor, `[...]`.
 
-        M1 and M2 are the second moments, or with `centred` the covariances. The absolute floor is what keeps the
-        inverse of an all-zero set finite.
+        M1 and M2 are the second moments, or with `centred` the covariances. The absolute floor keeps the inverse of an
+        all-zero set finite.
         """
         total = trace(self.cov_x) + trace(self.cov_y) if centred else self.trace_sum
         return regularization * total / (2 * self.head_dim) + floor
@@ -177,7 +177,7 @@ def attention_received(
         num_queries: how many queries, evenly spaced over those that count.
         scale: of the logits x . y.
         is_causal: query i sees keys 0 ... S - L + i.
-        counts: how often each key counts, `[..., S]`; None is once.
+        counts: how often each key counts, `[..., S]`; None means once.
     """
     length, keys = x.shape[-2], y.shape[-2]
     compute = x.dtype if x.dtype == torch.float64 else torch.float32
@@ -223,7 +223,7 @@ def places_of(mask: Tensor, wanted: Tensor) -> Tensor:
         `[..., n]`; the last place where a row has fewer True entries.
     """
     length = mask.shape[-1]
-    count = torch.where(mask, mask.cumsum(-1), 0)  # entries that are False all go to place 0, which nobody reads
+    count = torch.where(mask, mask.cumsum(-1), 0)  # entries that are False all go to place 0, which is not read
     last = count.new_full((*mask.shape[:-1], length + 1), length - 1)
     places = last.scatter(-1, count, torch.arange(length, device=mask.device).expand_as(count))
     return places.gather(-1, wanted)

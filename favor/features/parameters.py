@@ -1,4 +1,4 @@
-"""Parameters of dense-exponential random features (DERF), which hold every positive feature of this package.
+"""Parameters of dense-exponential random features (DERF), of which every positive feature of this package is one.
 
 A DERF (FAVOR#, equation (13) and Theorem 4.1) is f_k(w, x) = D exp(w'A w + w'B_k x + x'C_k x) with w ~ N(0, I).
 Here it is stored in an equivalent form: an invertible map G, applied as x -> G x and y -> G^-T y, and a factor L of the
@@ -40,7 +40,7 @@ class Parameters:
         maps: False where G = I, which then need not be applied.
         shift: b, `[..., d]`; None for no shift.
         log_weights: log w, `[..., M]`, of the M directions they were learned for; None for weights of 1.
-        form: what is known of L: "identity", "triangular" or "full", which is nothing.
+        form: what is known of L: "identity", "triangular" or "full" (nothing).
 
     Example:
         >>> import torch, favor
@@ -206,8 +206,8 @@ class Parameters:
     def rho(self, moments: Moments) -> Tensor:
         """Computes the mean over all pairs of log(1 + Var(f_1 f_2) / K^2), from moments alone, `[...]`.
 
-        A diagnostic: an average over M features is usable where it is at most about log M. Infinite where the variance
-        is.
+        A diagnostic: an average over M features is usable if rho is at most about log M. Rho is infinite if the
+        variance is.
         """
         sigma = self.sigma
         precision = 2 * sigma - torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)

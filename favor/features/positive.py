@@ -236,9 +236,9 @@ class SDERF(PositiveFeatures):
 
     Args:
         alpha: see `RandomFeatures`.
-        factorization: "eigh" is the optimum of the theorem. "newton_schulz" is the same without an eigendecomposition,
-            by matrix products alone; "auto" (default) is the first on a CPU, the second elsewhere. "cholesky" takes
-            Sigma = I + N, which exceeds the optimal objective by at most 0.0071 per direction.
+        factorization: "eigh" is the optimum of the theorem. "newton_schulz" is the same optimum without an
+            eigendecomposition, by matrix products alone; "auto" (default) is the first on a CPU, the second elsewhere.
+            "cholesky" takes Sigma = I + N, which exceeds the optimal objective by at most 0.0071 per direction.
 
     Raises:
         ValueError: for an unknown factorization.
@@ -334,6 +334,6 @@ class DERF(PositiveFeatures):
         self.parameters = Parameters.from_matrices(A, B1, B2)
 
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Gives the given parameters, in the type and on the device of the data."""
+        """Gives the parameters of the user, in the type and on the device of the data."""
         like = moments.mean_x
         return self.parameters.to(like)

@@ -1,4 +1,4 @@
-"""Features of any sign, or that are no exponentials: trigonometric features, and the ReLU and ELU maps.
+"""Features that may have any sign or are not exponentials: trigonometric features, and the ReLU and ELU maps.
 
 They are the baselines of the FAVOR papers. The maps do not estimate the softmax kernel.
 """

@@ -73,7 +73,7 @@ def wrap_once(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
-    """Has a function called with every transformers model at the end of its construction; see `wrap_once`."""
+    """Makes every transformers model call a function at the end of its construction; see `wrap_once`."""
 
     def post_init(original: Callable[..., Any], self: PreTrainedModel) -> None:
         original(self)
@@ -83,7 +83,7 @@ def after_construction(function: Callable[[PreTrainedModel], None]) -> None:
 
 
 def at_choice_of_backend(function: Callable[[PreTrainedModel, str | None, bool], str | None]) -> None:
-    """Has a function see, and change, the name of each attention backend that a model is about to take.
+    """Lets a function see, and change, the name of each attention backend that a model is about to take.
 
     Args:
         function: called with the model, which has no layers yet if it is being built, the name that was asked for, None
@@ -99,7 +99,7 @@ def at_choice_of_backend(function: Callable[[PreTrainedModel, str | None, bool],
 
 
 def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[None]]) -> None:
-    """Has every `save_pretrained` of a model run inside of a context."""
+    """Runs every `save_pretrained` of a model inside a context."""
 
     def save_pretrained(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         with function(self):
@@ -109,7 +109,7 @@ def around_saving(function: Callable[[PreTrainedModel], AbstractContextManager[N
 
 
 def after_switch(function: Callable[[PreTrainedModel, Any], None]) -> None:
-    """Has a function called after each `set_attn_implementation`, with the model and what was set."""
+    """Calls a function after each `set_attn_implementation`, with the model and what was set."""
 
     def set_attn_implementation(original: Any, self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, attn_implementation, *args, **kwargs)
@@ -120,7 +120,7 @@ def after_switch(function: Callable[[PreTrainedModel, Any], None]) -> None:
 
 
 def at_missing_weights(function: Callable[[PreTrainedModel, Collection[str]], None]) -> None:
-    """Has a function see the names of weights that `from_pretrained` did not find, before it makes them up."""
+    """Shows a function the names of weights that `from_pretrained` did not find, before it initialises them."""
 
     def move(original: Any, self: Any, missing_keys: Collection[str], *args: Any, **kwargs: Any) -> Any:
         function(self, missing_keys)
@@ -134,7 +134,7 @@ class MaskPattern(NamedTuple):
 
     Attributes:
         causal: whether a query sees earlier keys only.
-        reach: keys at most so many tokens away are seen; None for all.
+        reach: how many tokens away a visible key may be; None for any distance.
         packed: whether each query sees the keys of its own packed sequence only.
     """
 
@@ -144,7 +144,8 @@ class MaskPattern(NamedTuple):
 
 
 def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
-    """Tells what a mask function of transformers does; None if it is no pattern known here, such as a prefix or blocks.
+    """Tells what a mask function of transformers does; None if it is not a pattern known here, such as a prefix or
+    blocks.
 
     transformers combines masks as nested functions, and the parts are found in their closures.
     """

@@ -1,4 +1,4 @@
-"""Adapters of peft: what they are saved with names the backend of the model that they were trained in."""
+"""Adapters of peft: a file beside them names the backend of the model in which they were trained."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FILE = "favor.json"
 
 
 def watch_adapters() -> None:
-    """Has peft, if it is imported, keep the backend of a model beside its adapters, and take it up with them again.
+    """Makes peft, if it is imported, save the backend of a model beside its adapters, and take it up again with them.
 
-    peft saves adapters alone, and loads their base model anew: without this it would be exact. Only the first call
-    after the import has an effect.
+    peft saves only the adapters and loads their base model anew, which would otherwise run exact attention. Only the
+    first call after the import has an effect.
     """
     peft = sys.modules.get("peft")
     model_class: Any = getattr(peft, "PeftModel", None)  # None while peft is being imported
@@ -80,7 +80,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _take_up(model: Any, settings: Any) -> None:
-    """Gives the configs of a base model the backends that adapters were trained with, where it has none of ours.
+    """Gives the configs of a base model the backends that adapters were trained with, where it has no FAVOR backend.
 
     Raises:
         ValueError, TypeError: for a backend or options that are malformed.
@@ -93,10 +93,10 @@ def _take_up(model: Any, settings: Any) -> None:
             continue
         if own.get(BACKEND) not in registry.BACKENDS:
             raise ValueError(
-                f"{_FILE} of the adapter names the backend {own.get(BACKEND)!r}, which is no FAVOR backend."
+                f"{_FILE} of the adapter names the backend {own.get(BACKEND)!r}, which is not a FAVOR backend."
             )
         _logger.warning(
-            "favor: the adapter was trained in a model with %s, and the base model was loaded with %s: it takes up %s. "
+            "favor: the adapter was trained in a model with %s, and the base model with %s: it now takes %s. "
             'Call set_attn_implementation("sdpa") for exact attention.',
             own[BACKEND],
             config._attn_implementation,

@@ -70,7 +70,7 @@ def register_features(family: AnyFamily) -> AnyFamily:
         The class, so that this can be used as a decorator.
 
     Raises:
-        TypeError: if it is no such class. ValueError: if another family has the name.
+        TypeError: if it is not such a class. ValueError: if another family has the name.
 
     Example:
         >>> import favor
@@ -112,9 +112,9 @@ def favor_attention_forward(
         attention_mask: from `favor_mask`, or any mask that `favor.integrations.masks.visibility` reads.
         scaling: factor of the logits, default 1/sqrt(d).
         dropout: probability, 0 in evaluation.
-        is_causal: asked where the mask does not say it; default `module.is_causal`.
-        **kwargs: what else the model passes; refused if it would change the result. `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
+        is_causal: used if the mask does not say it; default `module.is_causal`.
+        **kwargs: further arguments of the model; refused if they would change the result. `cu_seq_lens_q`,
+            `cu_seq_lens_k`, `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
 
     Returns:
@@ -128,7 +128,7 @@ def favor_attention_forward(
     packed = lengths[0] is not None or lengths[1] is not None
     cached = getattr(key, CACHE_LAYER, None)
     length, key_length = query.shape[2], key.shape[2]
-    # A state has the keys of earlier tokens in it; a mask tells of all.
+    # A state holds the keys of earlier tokens; a mask covers all tokens.
     known = key_length if cached is None else cached.length
     shape = (query.shape[0], length, known)
     sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"), packed)
@@ -189,13 +189,13 @@ def _estimated(
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
     weighted = stored is not None and stored.log_weights is not None
-    # Loaded as a part of another model, a layer may have another number.
+    # A layer that was loaded as a part of another model may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
     if plan.selected_keys and torch.compiler.is_exporting() and not plan.asks_for_selected:
         _logger.warning(
             "favor: an exported program has no operator for selected keys, so its landmarks select none. Set "
-            "selected_keys=0 to run the same here."
+            "selected_keys=0 to compute the same here."
         )
         plan = plan._replace(selected_keys=0)
     if isinstance(state, StreamLayer):
@@ -213,7 +213,7 @@ def _estimated(
 
 def _account(module: nn.Module, keys: int, account: str) -> None:
     """Tells the log what a layer runs, at the first forward pass of its model."""
-    if torch.compiler.is_compiling():  # before anything that a compiler would guard
+    if torch.compiler.is_compiling():  # first of all: a compiler would guard what follows
         return
     state = layer_state(module)
     if state is not None and state.first_pass is not None and not state.first_pass.is_told:
@@ -233,7 +233,7 @@ def model_options(config: Any) -> FavorConfig:
 
 
 class _Plan(NamedTuple):
-    """The options of a layer as plain values, which a compiler can hold constant."""
+    """The options of a layer as plain values, which a compiler can treat as constants."""
 
     family: str
     options: tuple[tuple[str, Any], ...]

@@ -27,7 +27,7 @@ _logger = logging.getLogger("favor")
 class StreamLayer(CacheLayerMixin):
     """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or M groups of keys.
 
-    `update` hands the new keys on as they are, marked with this layer, so that the attention function finds the state.
+    `update` hands on the new keys unchanged, marked with this layer, so that the attention function finds the state.
 
     Attributes:
         state: of `favor.kernels.extend`.
@@ -54,7 +54,7 @@ class StreamLayer(CacheLayerMixin):
         """Hands on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
 
         Raises:
-            RuntimeError: if the last ones were not added.
+            RuntimeError: if attention did not read the tokens of the last call.
         """
         self._check()
         self.is_initialized, self._unread = True, True
@@ -70,8 +70,8 @@ class StreamLayer(CacheLayerMixin):
         if keep == "state" and self.place is not None and not self.place[0].is_told:
             self.place[0].is_told = True
             _logger.warning(
-                'favor: FavorCache(keep="state") keeps no keys, so the selected keys of these layers are not read, and '
-                'facts that stand far back may be lost; keep="all" reads them.'
+                'favor: FavorCache(keep="state") keeps no keys, so these layers select no keys, and facts far back '
+                'in the text may be lost; keep="all" keeps the keys.'
             )
         return keep == "all"
 
@@ -81,7 +81,7 @@ class StreamLayer(CacheLayerMixin):
                 "a layer did not read the state of its FavorCache, so that its last tokens saw no earlier ones, or the "
                 "last pass was refused: then call reset() and begin again. The cache is for causal layers with a FAVOR "
                 'backend (attn_implementation="favor#"), in models that hand their cached keys to attention as '
-                "they are; a model with sliding windows too needs FavorCache(model.config). Others need "
+                "they are; a model that also has sliding windows needs FavorCache(model.config). Other models need "
                 "transformers' DynamicCache."
             )
 
@@ -89,7 +89,7 @@ class StreamLayer(CacheLayerMixin):
         """Gives the state to attention, which goes on from it and changes it.
 
         Args:
-            options: all that the state depends on; the same for all tokens.
+            options: all that the state depends on; they must be equal for all tokens.
 
         Raises:
             RuntimeError: if the new tokens were read before.
@@ -112,7 +112,7 @@ class StreamLayer(CacheLayerMixin):
         return self.state
 
     def keep(self, key: Tensor, value: Tensor) -> None:
-        """Gives its place in the cache to a layer that keeps keys, since attention is not causal.
+        """Puts a layer that keeps keys in its own place in the cache, since attention is not causal.
 
         Args:
             key, value: of all tokens so far.
@@ -137,13 +137,13 @@ class StreamLayer(CacheLayerMixin):
         """Gives length and offset of the keys that a mask is about: all keys, so that padding is found in its place.
 
         Raises:
-            RuntimeError: as in `update`; a mask is made before the layers run.
+            RuntimeError: if attention did not read the tokens of the last call; masks are made before the layers run.
         """
         self._check()
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Gives -1: sequences have no greatest length."""
+        """Gives -1: there is no maximum length."""
         return -1
 
     def reset(self) -> None:
@@ -151,21 +151,21 @@ class StreamLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last tokens: those of a section that is not complete, of a state that keeps all keys.
+        """Forgets the last tokens, which must belong to an incomplete section of a state that keeps all keys.
 
         Args:
             tokens: how many are left; if negative, how many are forgotten.
 
         Raises:
-            ValueError: for other tokens or states: what a sum holds cannot be taken out of it again.
+            ValueError: for other tokens or states: a token cannot be taken out of a sum again.
         """
         forgotten = -tokens if tokens < 0 else max(self.length - tokens, 0)
         if forgotten == 0 or crop(self.state, forgotten):
             self.length -= forgotten
             return
         raise ValueError(
-            "a FavorCache cannot forget its last tokens, which assisted generation asks for, but (with selected keys) "
-            "those of the block that is not complete: use transformers' DynamicCache there."
+            "a FavorCache cannot forget its last tokens, as assisted generation asks. With selected keys it can forget "
+            "those of the incomplete block only. Use transformers' DynamicCache there."
         )
 
     def offload(self) -> None:
@@ -188,7 +188,7 @@ class StreamLayer(CacheLayerMixin):
 
 
 class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type: ignore[misc,override]
-    """Past of a layer that has both: states of the model's own, such as a convolution's, and causal FAVOR attention."""
+    """Past of a layer that has two kinds: states of the model itself (a convolution's), and causal FAVOR attention."""
 
     is_compileable = False
 
@@ -197,7 +197,7 @@ class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type
         StreamLayer.__init__(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs:  # of the model's own states, by name
+        if kwargs:  # for the states of the model itself, by name
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
@@ -219,7 +219,7 @@ class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type
 
 
 def _stream_layer(layer: Any) -> StreamLayer:
-    """Makes the layer that keeps a state where another keeps keys, with its other states."""
+    """Makes a layer that keeps a state in place of one that keeps keys, with the other states of that layer."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return StreamLayer()
     stream = _LinearAttentionAndStreamLayer(layer.number_of_states)
@@ -229,22 +229,22 @@ def _stream_layer(layer: Any) -> StreamLayer:
 
 
 class FavorCache(DynamicCache):
-    """Cache for `generate` whose size, and so the time of a token, does not grow with the length.
+    """Cache for `generate` whose size, and so the time per token, does not grow with the length.
 
         favor.configure(model, "favor#", exact_below=0)
         model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
 
     Landmarks with selected keys (the default of the backend `landmark`) need all keys and values: the cache then grows
-    as a `DynamicCache` does, while a token reads M groups and K keys of them, whatever the length. `keep="state"` does
-    without selected keys and keeps the size fixed.
+    as a `DynamicCache` does, but each token reads only M groups and K keys, whatever the length. `keep="state"` selects
+    no keys and keeps the size fixed.
 
-    Layers of full attention keep the state of `favor.kernels.extend`, and so do others whose attention is estimated,
-    whatever the config calls them; layers that stay exact (sliding windows, cross attention) keep their keys as in a
-    `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with
-    landmarks, those of no cache. Sampling, beam search, prompts that are continued and batches padded at the left work;
-    exact heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The first piece of a
-    sequence is computed like any causal attention, later ones of many tokens less fast. A layer that does not read its
-    state is noticed at the next pass. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
+    Layers of full attention keep the state of `favor.kernels.extend`, and so does every other layer whose attention is
+    estimated, whatever the config calls it; layers that stay exact (sliding windows, cross attention) keep their keys
+    as in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with landmarks,
+    those of a run without a cache. Sampling, beam search, continued prompts and batches padded on the left work; exact
+    heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The first piece of a
+    sequence is computed like any causal attention; later pieces of many tokens are slower. If a layer does not read its
+    state, the next pass raises an error. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
 
     Args:
         config: of the model. Default None: all layers are of full attention.
@@ -282,8 +282,8 @@ class FavorCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Hands on the keys and values that attention needs: with a state the new ones, else all that a layer sees.
 
-        What a config says of its layers need not be what they do. So the first keys of a layer with a window come with
-        a state too; if attention reads it, the layer keeps the state from then on, and else its keys.
+        Layers may differ from what a config says of them. So the first keys of a layer with a window come with a state
+        too; if attention reads the state, the layer keeps it from then on, otherwise it keeps its keys.
 
         Args:
             key_states, value_states: of the new tokens, `[B, Hk, L, d]`.
@@ -291,7 +291,7 @@ class FavorCache(DynamicCache):
             *args, **kwargs: as in `DynamicCache.update`.
 
         Raises:
-            RuntimeError: if the last ones were not added to the state.
+            RuntimeError: if attention did not read the tokens of the last call.
         """
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
@@ -316,7 +316,7 @@ def state_of(layer: StreamLayer, query: Tensor, options: Any) -> StreamState:
     Args:
         layer: where the keys come from.
         query: `[B, H, L, d]`.
-        options: all that the state depends on; the same for all tokens.
+        options: all that the state depends on; they must be equal for all tokens.
 
     Raises:
         RuntimeError: if gradients are wanted, which a state does not pass on, or the new tokens were read before.

@@ -26,23 +26,23 @@ def configure(
     """Sets FAVOR options on a live model or a part of it, and the backend if one is given.
 
     Args:
-        model: any transformers model; or a part of one that is a model too, such as the encoder of an encoder-decoder,
-            and then no other part changes.
+        model: any transformers model; or a part of one that is itself a model, such as the encoder of an
+            encoder-decoder; then no other part changes.
         attn_implementation: as in `model.set_attn_implementation`; None keeps the current one. In a dictionary, "" is
-            the outermost config alone, and parts that are not named keep theirs. (In `from_pretrained` they have none
-            yet, and take that of "": name those that are to stay exact.)
+            the outermost config alone, and parts that are not named keep their backend. (In `from_pretrained` parts
+            have no backend yet and take that of "", so name the parts that must stay exact.)
         only: name of a part of the model, as in `model.named_modules()`, such as "encoder": no other part changes.
             Default None: the whole model.
-        **options: fields of `FavorConfig`; those not named keep their value. They are stored in `model.config.favor`
-            (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep them. Parts that share
-            a config, as in BART and Whisper, have theirs in `config.favor_parts`.
+        **options: fields of `FavorConfig`; options that are not named keep their values. They are stored in
+            `model.config.favor` (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep
+            them. Parts that share a config, as in BART and Whisper, have their options in `config.favor_parts`.
 
     Returns:
         The model.
 
     Raises:
         ValueError, TypeError: for an unknown option, a bad value, one that the backend does not read, an unknown part,
-            or something that is no transformers model or never asks for a backend; nothing is changed then.
+            or a model that is not of transformers or never asks for a backend; nothing is changed then.
 
     Warns:
         UserWarning: if options are set and no FAVOR backend runs.
@@ -104,7 +104,7 @@ def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[Lay
     layers = {
         path: (state, module) for path, module in attention_names(model).items() if (state := layer_state(module))
     }
-    # A part of a model keeps the names that the whole gave to its layers.
+    # A part of a model keeps the names that the whole model gave to its layers.
     named = [(f".{state.name}", f".{path}") for path, (state, _) in layers.items()]
     wholes = [name.removesuffix(path).lstrip(".") for name, path in named if name.endswith(path)]
     part = wholes[0] if wholes else ""
@@ -142,7 +142,7 @@ class _Change:
         for part, before in befores.items():
             backend = name or before.get(BACKEND) or self.config._attn_implementation
             merged = FavorConfig.from_dict({**before, **options})
-            if backend in registry.BACKENDS:  # one of a dictionary checks itself when it runs
+            if backend in registry.BACKENDS:  # a backend from a dictionary is checked when it runs
                 feature_family(backend, merged, options)
             self.merged[part] = {**merged.to_dict(), BACKEND: backend}
 
@@ -153,7 +153,7 @@ class _Change:
             if part and name is not None:
                 self.config._attn_implementation_internal = model.get_correct_attn_implementation(name)
             if name is not None and self.parts:
-                self.config.favor_parts = None  # the whole model is asked for
+                self.config.favor_parts = None  # the change is for the whole model
             elif self.merged:
                 self.config.favor_parts = self.merged
             return

@@ -15,7 +15,7 @@ from favor.integrations.layer import decodes, layer_options, stored_choice
 from favor.integrations.masks import REFUSED, causal_of
 from favor.integrations.modules import asking_layers, attention_names, silent_layers
 
-# Of the arguments that are refused: what a layer names, it has a value for. The others are mostly passed on as None.
+# Refused arguments for which a layer that names one has a value. Layers mostly pass the others on as None.
 _TELLING = ("position_bias", "softcap", "s_aux", "indices")
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
@@ -28,9 +28,11 @@ class LayerDescription:
         layer: name of its module in the model.
         runs: family of the linear attention; "exact", "local" (exact within the sliding window of the model), or
             "refused".
-        why: the reason of anything else than linear attention; empty for that.
+        why: the reason if this is not linear attention; for linear attention, its selected keys and exact heads, if
+            any.
         num_features: M, None where nothing is estimated.
-        window: length of exact blocks, 0 without; the sliding window of a local layer; None for exact attention.
+        window: length of exact blocks, 0 without a window; the sliding window of a local layer; None for exact
+            attention.
         parameters: "calibrated", "corrected", "of each sequence" or "none".
         speed: of a forward and a backward pass compared with exact attention over all keys; above 1 is faster.
             Estimated from the measured lengths at which the two take equally long, see `favor.registry.Family`.
@@ -87,18 +89,19 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
     """Says what each attention layer of a model runs at a length, and why.
 
     Nothing is run: the answer is read from the configs and the classes of the layers. What a model decides only when it
-    runs (a mask that a user passes, a prefix) is not seen here; the layers refuse it then by an error.
+    runs (a mask that a user passes, a prefix) is not seen here; if it is not supported, the layers then raise an error.
 
     Args:
         model: any transformers model, or one of peft around it.
         length: number of tokens, in all parts of the model.
-        device: kind of device that it is to run on, as in `torch.device.type`. Default None: that of its parameters.
+        device: kind of device on which the model will run, as in `torch.device.type`. Default None: that of its
+            parameters.
 
     Returns:
         a `ModelDescription`: `print` shows a table, `.layers` and `.to_dict()` are data.
 
     Raises:
-        TypeError: if it is no transformers model. ValueError: if the length is below 1.
+        TypeError: if it is not a transformers model. ValueError: if the length is below 1.
 
     Example:
         >>> from transformers import BertConfig, BertModel

@@ -1,7 +1,7 @@
-"""Engines that run a model otherwise than one process of Python does: what attention has to know of them, or refuse.
+"""Engines that do not run a model in one Python process: what attention must know about them, or refuse.
 
-Some call nothing of favor, so that nothing here can notice them: vLLM loads a model of transformers with an attention
-of its own, whatever `config.favor` says, and so do other servers.
+Some engines never call favor, so this module cannot notice them: vLLM, like other servers, loads a model of
+transformers with its own attention, whatever `config.favor` says.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def heads_of_process(
 
     Args:
         module: the attention module, with its config.
-        number: of the key heads at hand.
+        number: how many key heads are at hand.
         parameters: of all key heads of the layer, or None.
         exact: numbers of the key heads of the layer that stay exact.
 
     Returns:
-        The parameters and the exact heads of those at hand, and, where heads are shared out, which of the heads with
-        directions they are: argument `key_heads` of `favor.favor_attention`.
+        The parameters and the exact heads among the key heads at hand and, if processes share the heads, which of the
+        heads with directions these are: argument `key_heads` of `favor.favor_attention`.
 
     Raises:
         ValueError: if the heads are shared out unevenly.
@@ -53,11 +53,11 @@ class Share(NamedTuple):
     total: int
 
     def parameters(self, stored: Parameters | None) -> Parameters | None:
-        """Its part of the parameters of all key heads."""
+        """Gives its part of the parameters of all key heads."""
         return None if stored is None else stored.heads(range(self.first, self.first + self.number))
 
     def exact_heads(self, exact: Sequence[int]) -> list[int]:
-        """Gives those of its key heads that stay exact, as it counts them."""
+        """Gives its key heads that stay exact, counted from its own first one."""
         return [head - self.first for head in exact if 0 <= head - self.first < self.number]
 
     def drawn(self, exact: Sequence[int]) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def check_dispatch() -> None:
     if library is not None:
         raise ValueError(
             f"{library} has replaced the attention functions of transformers, for sequence parallelism (sp_size > 1), "
-            'and runs exact attention in place of favor. Leave it out, or choose attn_implementation="sdpa".'
+            'and runs exact attention in place of favor. Set sp_size=1, or choose attn_implementation="sdpa".'
         )
 
 
@@ -118,6 +118,6 @@ def check_exact_below(keys: int, bound: int) -> None:
     if not (always(keys < bound) or always(keys >= bound)):
         raise ValueError(
             f"exact_below={bound} chooses exact or linear attention by the number of keys, and an exported program has "
-            "one of them. Set exact_below=0, as in favor.configure(model, exact_below=0), or export a range of lengths "
-            "on one side of it."
+            "only one of them. Set exact_below=0, as in favor.configure(model, exact_below=0), or export a range of "
+            "lengths on one side of it."
         )

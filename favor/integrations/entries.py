@@ -30,7 +30,7 @@ def check_entries(entries: Any) -> None:
 
 
 def check_parts(parts: Any) -> None:
-    """Raises a ValueError for options of parts of a model, `config.favor_parts`, that are malformed; None is none."""
+    """Raises a ValueError for options of parts of a model, `config.favor_parts`, that are malformed; None is fine."""
     if parts is not None and not isinstance(parts, Mapping):
         raise ValueError(f"config.favor_parts must be a dictionary of options by part, got {parts!r}.")
     for part, options in (parts or {}).items():

@@ -10,16 +10,17 @@ from favor.integrations.adapters import watch_adapters
 from favor.integrations.layer import FirstPass
 
 _logger = logging.getLogger("favor")
-LINEAR = "linear: "  # begins the account of a layer that got what was asked for
+LINEAR = "linear: "  # begins the account of a layer that runs as asked
 
 
 def note(first: FirstPass, layer: int, account: str, keys: int) -> None:
-    """Takes down what a layer ran, and tells the log when all layers of the model have run, or one has run again.
+    """Records what a layer ran, and tells the log when all layers of the model have run, or one has run again.
 
     Args:
         first: of the model.
         layer: number of the layer.
-        account: what it ran, such as "linear: landmark with M = 256" or "exact: 512 keys are fewer than 1024".
+        account: what it ran, such as "linear: landmark, M = 256, window 0" or "exact: fewer keys than exact_below =
+            1024".
         keys: number of keys.
     """
     thread = threading.get_ident()
@@ -38,7 +39,7 @@ def _tell(first: FirstPass) -> None:
     counts = Counter(first.seen.values())
     layers = "; ".join(f"{count} layer{'s' if count > 1 else ''} {account}" for account, count in counts.items())
     others = any(not account.startswith(LINEAR) for account in counts)
-    # Where a layer runs something else than linear attention, the log says so without being asked.
+    # A layer without linear attention makes the line a warning, which the log shows by default.
     _logger.log(
         logging.WARNING if others else logging.INFO,
         "favor: first forward pass of %s, up to %d keys: %s. favor.describe(model, length) has the details.",

@@ -26,11 +26,11 @@ WEIGHTS_OF = "weights_of"
 
 @dataclass(eq=False)
 class LayerState:
-    """All that favor knows of an attention module; it is the attribute `favor_layer` of the module.
+    """All that favor knows about an attention module; it is the attribute `favor_layer` of the module.
 
     A state never changes: `change_state` gives the module a new one. So copies of a module, such as the replicas of
-    `nn.DataParallel`, share no counts. It is not declared frozen, because torch.compile would then guard every field
-    and compile again whenever one of them differs.
+    `nn.DataParallel`, do not share counts. It is not declared frozen, because torch.compile would then guard every
+    field and compile again whenever one of them differs.
 
     Attributes:
         number: of the layer in its model; the random directions depend on it.
@@ -38,9 +38,9 @@ class LayerState:
         scope: name of the part of the model whose layers share the config of this one; empty for the whole model.
         decodes: whether the module is the cross attention of a decoder layer.
         choice: entry of the layer in `config.favor_layers`, see `favor.integrations.stored`; empty if it has none.
-        calls: forward passes in training with redraws, those of recomputed activations left out.
-        oldest_draw: draw of the first such pass since the last recomputation; None if none has been.
-        prepared: the parameters that the buffers hold, as attention takes them; None before they were needed.
+        calls: forward passes in training with redraws, without those that recompute activations.
+        oldest_draw: draw of the first such pass since the last recomputation; None if there was none.
+        prepared: the parameters that the buffers hold, as attention takes them; None until they are needed.
         first_pass: of the model, for the log.
     """
 
@@ -82,7 +82,7 @@ class Prepared:
 
     Attributes:
         made_of: the buffers.
-        versions: whether there are maps, and the version of each buffer then.
+        versions: whether there are maps, and the version of each buffer at that time.
         parameters: what was made of them.
     """
 
@@ -194,7 +194,7 @@ def stored_parameters(module: nn.Module) -> Parameters | None:
     maps = stored_choice(module).get("maps", True)
     if torch.compiler.is_compiling() or any(buffer is not None and buffer.is_inference() for buffer in buffers):
         return _parameters(buffers, maps)
-    # The inverse costs as much as attention itself on short inputs: kept until a buffer changes.
+    # The inverse costs as much as attention itself on short inputs, so it is kept until a buffer changes.
     versions = [maps, *(None if buffer is None else version(buffer) for buffer in buffers)]
     state = layer_state(module)
     kept = None if state is None else state.prepared
@@ -282,7 +282,8 @@ class RedrawCounter:
         modules = [module for module in self.model.modules() if layer_state(module) is not None]
         if len(modules) != len(state["calls"]):
             raise ValueError(
-                f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}: another model."
+                f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}, which are of "
+                "another model."
             )
         for module, count in zip(modules, state["calls"], strict=True):
             change_state(module, calls=count)

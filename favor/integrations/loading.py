@@ -1,4 +1,4 @@
-"""Loading with transformers: names of backends are checked, taken up again, and refused where nothing reads them."""
+"""Loading with transformers: names of backends are checked, taken up again, and refused if no layer reads them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every par
 
 
 def register_loading() -> None:
-    """Has every model of transformers check the name of its backend, keep it when saved, and take it up again."""
+    """Makes every model of transformers check the name of its backend, keep it when saved, and take it up again."""
     at_choice_of_backend(_choose)
     after_construction(_built)
     at_missing_weights(_refuse_missing)
@@ -61,7 +61,7 @@ def _choose(model: PreTrainedModel, name: str | None, is_built: bool) -> str | N
 
 
 def _take_up(model: PreTrainedModel, name: str | None) -> str | None:
-    """Gives the backend that a model was saved with, unless another one was asked for; what was saved is forgotten."""
+    """Gives the backend that a model was saved with, unless another one was asked for; removes it from the config."""
     config: Any = model.config
     saved = saved_backend(config)
     if saved is None:
@@ -85,7 +85,7 @@ def _built(model: PreTrainedModel) -> None:
 
 
 def _spread(model: PreTrainedModel) -> None:
-    """Gives the backend of a model to parts that transformers built with another, though the whole was asked for."""
+    """Gives the backend of a model to parts that transformers built with another one, if all parts are to take it."""
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or part.config._attn_implementation in registry.BACKENDS:
             continue
@@ -114,7 +114,7 @@ def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
 
 
 def _switched(model: PreTrainedModel, name: Any) -> None:
-    """Parts with a backend of their own give way to one that is set for the whole config; copies of it follow."""
+    """Replaces backends of parts by one that is set for the whole config, and switches copies of the config too."""
     for config in configs_of(model):
         if getattr(config, "favor_parts", None):
             config.favor_parts = None
@@ -131,9 +131,9 @@ def saved_backend(config: Any) -> str | None:
 
 
 def check_name(name: Any) -> None:
-    """Raises a ValueError for a name that is no backend and looks like one of ours; transformers checks the others."""
+    """Raises a ValueError for an unknown name that looks like a FAVOR backend; transformers checks the others."""
     if not isinstance(name, str) or "/" in name or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        return  # a slash is for kernels of the hub
+        return  # names with a slash are kernels of the hub
     near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
     if near or "favo" in name.lower():
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -147,7 +147,7 @@ def never_dispatches(model_class: type[PreTrainedModel]) -> bool:
     spaces = [vars(module) for module in modules if module is not None]
     values = [value for space in spaces for value in space.values()]
     if any(isinstance(value, dict) and "eager" in value and all(map(is_attention, value.values())) for value in values):
-        return True  # a table of classes by backend, which knows none of ours
+        return True  # a table of classes by backend, without FAVOR backends
     if any(isinstance(value, AttentionInterface) for value in values):
         return False
     own = {space["__name__"] for space in spaces}
@@ -170,7 +170,9 @@ def check_dispatch(model: nn.Module, backend: str) -> None:
 
 @cache
 def _report(model: str, layers: str, backend: str) -> None:
-    _logger.warning("favor: in %s, %s never ask for a backend and stay exact beside %s.", model, layers, backend)
+    _logger.warning(
+        "favor: in %s, %s never ask for a backend and stay exact; other layers run %s.", model, layers, backend
+    )
 
 
 _NEVER = (

@@ -21,7 +21,7 @@ from favor.integrations._private import MaskPattern, mask_pattern
 from favor.integrations.engines import check_dispatch
 from favor.kernels.dispatch import is_tracing
 
-# Arguments that change the result: with a value, each is refused rather than dropped.
+# Arguments that change the result: if one has a value, it is refused rather than dropped.
 REFUSED = {
     "position_bias": "a position bias for each pair",
     "softcap": "soft-capped logits",
@@ -39,7 +39,7 @@ class Visibility(NamedTuple):
 
     Attributes:
         causal: whether a query sees earlier keys only.
-        reach: keys at most so many tokens away are seen, as in layers with a sliding window; None for all.
+        reach: how many tokens away a visible key may be, as in layers with a sliding window; None for any distance.
         padding: boolean `[B, S]`, True for real keys; None if all are.
         dense: whether the layer is local in another way, which only its mask of all pairs says.
     """
@@ -65,10 +65,10 @@ def favor_mask(
 
     Returns:
         A boolean view of B x kv_length numbers, `[B, 1, q_length, kv_length]` if the mask is causal and
-        `[B, 1, 1, kv_length]` if not, which shows the padding only. What else the mask says is its attribute
-        `favor_visibility`, a `Visibility`, which the attention function goes by. Packed sequences get an empty mask of
-        width 0: they are read from their lengths, and refused by the attention function where it gets none. Local
-        layers with chunks or blocks, and those that a compiler records, get transformers' own mask of all pairs.
+        `[B, 1, 1, kv_length]` if not, which shows the padding only. The attribute `favor_visibility` of the mask, a
+        `Visibility`, holds the rest, and the attention function reads it. Packed sequences get an empty mask of width
+        0: the attention function reads their lengths, and refuses a call without lengths. Local layers with
+        chunks or blocks, and those that a compiler records, get transformers' own mask of all pairs.
 
     Raises:
         ValueError: for prefix or block masks and static caches.
@@ -84,7 +84,8 @@ def favor_mask(
         mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
         assert mask is not None
         return _record(mask, Visibility(causal=False, dense=True))
-    # A tracer cannot look into a mask function, and transformers there gives every decoder without a mask a packed one.
+    # A tracer cannot look into a mask function. While tracing, transformers gives each decoder without a mask a packed
+    # one.
     if pattern is None and is_tracing():
         return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
     if pattern is None:
@@ -135,16 +136,16 @@ def visibility(
 ) -> Visibility:
     """Tells which keys the queries of a layer see.
 
-    A mask from `favor_mask` says all. Of others, one with a row for each query says whether the layer is causal, and
-    one with a single row for all queries says that it is not. Without a mask, or with one that has lost its record on
-    the way (cut, or moved to another device), the argument `is_causal` is asked, and then the module.
+    A mask from `favor_mask` says all. Another mask that has one row per query says whether the layer is causal, and a
+    mask that has a single row for all queries says that it is not. Without a mask, or with a mask that has lost its
+    record on the way (cut, or moved to another device), the argument `is_causal` decides or, if it is None, the module.
 
     Args:
         module: the attention module.
         mask: what transformers passed: None, `[B, S]` or `[B, 1, L or 1, S]`; boolean (True for visible) or additive.
         is_causal: argument of the attention function.
         shape: B, L, S.
-        sliding_window: argument of the attention function: keys less than so many tokens away are seen.
+        sliding_window: argument of the attention function: visible keys are fewer than this many tokens away.
         packed: whether the lengths of packed sequences were passed.
 
     Raises:
@@ -192,12 +193,12 @@ def key_padding(mask: Tensor, batch: int, length: int, key_length: int) -> Tenso
 
 
 def _of_all_pairs(mask: Tensor, shape: tuple[int, int, int], claimed: bool) -> Visibility:
-    """Reads a mask `[B, 1, L, S]` that is padding with or without a causal triangle; the module's claim comes first."""
+    """Reads a mask `[B, 1, L, S]` that is padding with or without a causal triangle; tries the module's claim first."""
     batch, length, key_length = shape
     visible = _visible(_one_head(mask, key_length))
     padding = visible.any(dim=1, keepdim=True)
     triangle = torch.ones(length, key_length, dtype=torch.bool, device=mask.device).tril(key_length - length)
-    # Some models also mask the rows of padded queries; nobody reads those.
+    # Some models also mask the rows of padded queries, which are not read.
     masked_rows = ~visible.any(-1, keepdim=True)
     for causal in (claimed, not claimed):
         expected = padding & triangle if causal else padding
@@ -257,7 +258,7 @@ def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
         raise ValueError(
             f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
         )
-    # Some encoders are built of layers that claim to be causal, and say elsewhere that they are no decoder.
+    # Some encoders are built of layers that claim to be causal, and say elsewhere that they are not decoders.
     claims = (getattr(module.config, "is_causal", None), getattr(module, "is_decoder", None))
     return bool(own) and False not in claims
 
@@ -276,7 +277,7 @@ def _visible(mask: Tensor) -> Tensor:
 _UNKNOWN_LENGTHS = (
     "favor attention got packed sequences (position_ids that start again) without their lengths. Pass cu_seq_lens_q, "
     "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does, "
-    "or unpack the batch and pass attention_mask. A compiled decoder needs one or the other in any case."
+    "or unpack the batch and pass attention_mask. A compiled decoder always needs one or the other."
 )
 _PAIRWISE = (
     "favor attention cannot apply a mask or an additive bias for each pair of tokens (got one of shape {shape}): it "

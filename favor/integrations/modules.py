@@ -20,7 +20,7 @@ def attention_names(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def asking_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Gives those of the attention layers that ask for a backend. Each class is looked into once."""
+    """Gives those of the attention layers that ask for a backend. Each class is inspected once."""
     asks = {kind: dispatches(module) for kind, module in {type(m): m for m in attention.values()}.items()}
     return {name: module for name, module in attention.items() if asks[type(module)]}
 
@@ -70,7 +70,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def private_configs(model: nn.Module) -> list[Any]:
-    """Lists the configs of attention layers that are of no model, such as copies: transformers never switches them."""
+    """Lists configs of attention layers that belong to no model, such as copies: transformers never switches them."""
     owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
     found = (getattr(module, "config", None) for module in attention_names(model).values())
     return [config for config in found if config is not None and id(config) not in owned]
@@ -88,7 +88,7 @@ def dispatches(module: nn.Module) -> bool:
             code = getattr(function, "__code__", None)
             space = getattr(function, "__globals__", {})
             names = () if code is None else code.co_names
-            # With getattr a name of ours is never found: such layers are always eager.
+            # A lookup with getattr never finds a FAVOR backend: such layers are always eager.
             asks = "get_interface" in names or "getattr" not in names
             if asks and any(isinstance(space.get(name), AttentionInterface) for name in names):
                 return True

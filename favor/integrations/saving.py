@@ -20,7 +20,7 @@ _NOTHING = object()
 
 @contextmanager
 def backends_kept(model: PreTrainedModel) -> Iterator[None]:
-    """Has the configs of a model name their FAVOR backends, which transformers does not save, in `config.favor`."""
+    """Writes into `config.favor` of each config the name of its backend, which transformers does not save."""
     configs = configs_of(model)
     _tell_unsaved(model)
     before = [vars(config).get("favor", _NOTHING) for config in configs]
@@ -29,7 +29,7 @@ def backends_kept(model: PreTrainedModel) -> Iterator[None]:
     for config, name in zip(configs, names, strict=True):
         options = getattr(config, "favor", None)
         kept = {option: value for option, value in (options or {}).items() if option != BACKEND}
-        if runs and isinstance(name, str):  # parts that stay exact are told, too
+        if runs and isinstance(name, str):  # parts that stay exact name their backend, too
             config.favor = {**kept, BACKEND: name}
         elif options is not None:
             config.favor = kept
@@ -44,7 +44,7 @@ def backends_kept(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _tell_unsaved(model: PreTrainedModel) -> None:
-    """Warns of parts whose config is a copy that no file holds, if they alone run a FAVOR backend."""
+    """Warns of parts whose config is a copy that no file holds, if no saved config runs their backend."""
     saved = _saved_configs(model.config)
     kept = {config._attn_implementation for config in saved.values()}
     for module in model.modules():
@@ -65,7 +65,7 @@ def _saved_configs(config: PretrainedConfig) -> dict[int, PretrainedConfig]:
 @cache
 def _report_unsaved(model: str, backend: str, part: str) -> None:
     _logger.warning(
-        "favor: transformers does not save the config of %s in %s, which runs %s, and will load it without. Call "
-        'favor.configure(model, "%s", only="%s") again then.',
+        "favor: transformers does not save the config of %s in %s, which runs %s, and will load it without this "
+        'backend. Call favor.configure(model, "%s", only="%s") again after loading.',
         *(part, model, backend, backend, part),
     )

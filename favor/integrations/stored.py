@@ -3,10 +3,9 @@
 What is kept are calibrated parameters, heads that stay exact, and windows of their own. It is listed in
 `config.favor_layers`, by the names of the layers below the base model, so that `from_pretrained` makes the buffers
 before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
-"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of single features has
-`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [], "layer": 1}`
-besides, which says what they were learned for; where G = I and there is no shift, `"maps": false` spares attention the
-work.
+"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of features also has
+`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [], "layer": 1}`, which
+says for what the weights were learned; if G = I and there is no shift, `"maps": false` saves attention this work.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def number_layers(model: nn.Module) -> None:
         place = {"number": number, "name": name, "scope": scope, "first_pass": first_pass}
         place["decodes"] = path in decoding
         if entries is None and layer_state(module) is not None:
-            change_state(module, **place)  # a part that knows of its own, in a model that does not
+            change_state(module, **place)  # a part with entries of its own, in a model without entries
             continue
         own = (entries or {}).get(name, {})
         change_state(module, **place, choice=own)
@@ -146,7 +145,7 @@ def store_parameters(
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
-    """Merges entries, by layer number, into the modules and into `config.favor_layers`; None takes a value out."""
+    """Merges entries, by layer number, into the modules and into `config.favor_layers`; None removes a value."""
     for module in model.modules():
         state = layer_state(module)
         added = None if state is None else choices.get(state.number)

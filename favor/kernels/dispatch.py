@@ -29,7 +29,7 @@ class Kernel:
     Attributes:
         modules: the module of each form. "bidirectional", "causal" and "window" have `forward(operands, geometry)` and
             `backward(grad, operands, geometry, saved, for_directions)`, "summary" has `summarise`, "decode" `decode`.
-        device: type of the devices on which "auto" takes it; nothing for the kernel that runs where no other does.
+        device: type of the devices on which "auto" takes it; empty for the kernel that runs where no other does.
         problem: why it cannot run on such a device, None if it can.
         unfit: why it does not take such queries and values, None if it does.
         trains_directions: whether `backward` gives gradients of directions and offset. If not, the torch kernel does,
@@ -66,7 +66,7 @@ def _triton_problem(device: str) -> str | None:
     shared = min(getattr(one, "shared_memory_per_block_optin", _SHARED_MEMORY) for one in devices)
     if shared < _SHARED_MEMORY:
         return (
-            f"the GPU has {shared // 1024} KB of shared memory a program, and the kernels need "
+            f"the GPU has {shared // 1024} KB of shared memory per program, and the kernels need "
             f"{_SHARED_MEMORY // 1024} KB, which A100, H100 and later GPUs for data centers have"
         )
     return None

@@ -1,7 +1,7 @@
 """Bidirectional attention in plain operations, for programs that are exported: one graph for every length.
 
 An exported graph has no loop over blocks whose number depends on the length, and the engines that run it know neither
-Triton nor the operators of favor. Here the features of all tokens exist at a time: time and memory are linear in the
+Triton nor the operators of favor. Here the features of all tokens exist at once: time and memory are linear in the
 length, but memory grows with the number of features.
 
 As in the other kernels, a feature holds a log weight and a mean value of the keys, relative to its largest key, and
@@ -27,8 +27,8 @@ def takes(geometry: Geometry) -> bool:
 def blocks_of(length: int, window: int) -> int:
     """Counts the blocks that a sequence is cut into, the last of them padding, so that a tracer can reason about it.
 
-    It takes a single block for another case than several, so there are two at least. And of a quotient without a
-    summand it knows the multiples.
+    A tracer treats a single block as a case of its own, so there are at least two. And if nothing is added to the
+    quotient, it can reason about multiples of it.
     """
     return (length + 2 * window - 1) // window
 
@@ -93,7 +93,7 @@ def _outside(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     holds = torch.arange(tops.shape[2], device=tops.device).unsqueeze(-1) == holder
     second = tops.masked_fill(holds, -torch.inf).amax(2)
     _, total, sums = _sums(logits, value, first)
-    # Of the block with the largest key: the others, at their own scale.
+    # For the block with the largest key: the other blocks, at their own scale.
     rest = logits.masked_fill(holds.unsqueeze(-2), -torch.inf).flatten(2, 3)
     _, rest_total, rest_sums = _sums(rest, value.flatten(2, 3), second)
     top = torch.where(holds, second.unsqueeze(2), first)

@@ -1,4 +1,4 @@
-"""What every kernel takes and gives, and the parts of a batch that kernels work through one by one."""
+"""Inputs and outputs of every kernel, and the parts of a batch that kernels work through one by one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
         return Operands._make((*tokens, *others))
 
     def part(self, rows: Index, columns: Index, directions: tuple[slice, slice]) -> Operands:
-        """Views of some queries, some keys, and the directions and offsets of some sequences and key heads."""
+        """Gives views of some queries, some keys, and the directions and offsets of some sequences and key heads."""
         indices = (rows, columns, columns, directions, directions, directions, columns, rows)
         pairs = zip(self, indices, strict=True)
         return Operands._make(None if tensor is None else tensor[index] for tensor, index in pairs)
@@ -250,7 +250,7 @@ class Sequence:
 
 
 def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
-    """Gives the sequences of a batch; all of it at once if it is not packed."""
+    """Yields the sequences of a batch; all of it at once if it is not packed."""
     cu_q, cu_k, everything = geometry.cu_q, geometry.cu_k, slice(None)
     if cu_q is None or cu_k is None:
         every = (everything, everything, everything)
@@ -272,7 +272,7 @@ class SelectedOperands(NamedTuple):
         counts: tokens in each group, `[N, F, M]`, float32 (float64); 0 for spare ones.
         far_key, far_value: means of the groups that a section sees, `[N, F, M, d]` and `[N, F, M, dv]`.
         near_counts: 1 for near keys that count and 0 for others, `[N, F, T]`.
-        near_key, near_value: keys that a section sees as they are, `[N, F, T, d]` and `[N, F, T, dv]`; T may be 0.
+        near_key, near_value: keys that a section sees exactly, `[N, F, T, d]` and `[N, F, T, dv]`; T may be 0.
         key, value: all tokens, `[N, S, d]` and `[N, S, dv]`.
         pages: the chosen pages of each block, `[N, F, Z, n]`; page p has the tokens pP ... pP + P - 1.
         cell: the group of each token of these pages, `[N, F, Z, nP]`; negative for tokens that do not count.

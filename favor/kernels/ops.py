@@ -1,4 +1,4 @@
-"""`linear_attention`, the one call behind which all kernels stand, and the operators of PyTorch that it consists of.
+"""`linear_attention`, the one call for all kernels, and the operators of PyTorch that it consists of.
 
 The operators, `favor::linear_attention` and its backward, are opaque to `torch.compile`.
 """
@@ -16,7 +16,7 @@ from favor.kernels import exported
 from favor.kernels.dispatch import TABLE, is_transformed, kernel_module, pick, plain
 from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
-# What an operator takes has to be flat; the order is that of saved graphs, and cannot change.
+# The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor query_directions, Tensor key_directions, Tensor offset, "
     "Tensor key_bias, Tensor? cu_q, Tensor? cu_k"
@@ -139,7 +139,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        # Where gradients are to be differentiated again, the operator says that it cannot.
+        # If gradients are to be differentiated again, the operator raises an error.
         alone = plain(grads[0]) and not torch.is_grad_enabled()
         transformed = _Backward.apply if is_transformed() else attention_backward
         return _differentiate(ctx, *grads, differentiate=_backward if alone else transformed)
@@ -178,8 +178,8 @@ def linear_attention(
 ) -> Tensor:
     """Attends with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
 
-    With a window, tokens are cut into blocks of that many, and the weights inside a block are exp(scale query.key)
-    instead; the others are then multiplied by exp(query_bias), which makes the two comparable.
+    With a window, tokens are cut into blocks of `window` tokens, and the weights inside a block are exp(scale
+    query.key) instead; the others are then multiplied by exp(query_bias), which makes the two comparable.
 
     Logits, maxima and sums are float32 (float64 for float64 inputs); memory is linear in the length and holds no
     feature. Nothing is added to the normaliser. A query that sees no key gives zeros, with zero gradient.
@@ -196,7 +196,7 @@ def linear_attention(
         is_causal: query i sees keys 0 ... S - L + i; default False.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
             after another along L and S; then B is 1 and no sequence sees another. None (default) if nothing is packed.
-        max_seqlen_q, max_seqlen_k: the longest of them; L and S, which is only slower, if absent.
+        max_seqlen_q, max_seqlen_k: the largest lengths; if absent, L and S, which is only slower.
         window: length of the blocks, 0 (default) for none. Queries and keys are then those of the same tokens: as many
             queries as keys, or at most as many if causal.
         scale: of the exact logits, for a window; default 1.

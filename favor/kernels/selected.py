@@ -6,7 +6,7 @@
 so that with sums over groups (n_m keys with the mean value w_m) and the chosen keys C_i
 
     out_i = [ sum_m n_m e^{q_i.c_m} w_m + sum_{j near} e^{q_i.k_j} v_j
-              + sum_{j in C_i} (e^{q_i.k_j} - e^{q_i.c_g(j)}) v_j ] / the same with 1 for w and v.
+              + sum_{j in C_i} (e^{q_i.k_j} - e^{q_i.c_g(j)}) v_j ] / the same sums with 1 for w and v.
 
 The difference loses no digits: by Jensen's inequality a group never weighs more by its mean than by its keys.
 """
@@ -87,7 +87,7 @@ selected_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def selected_attention(given: SelectedOperands, kernel: str = "auto") -> Tensor:
-    """Attends to groups, near keys and chosen keys, see the head of this file.
+    """Attends to groups, near keys and chosen keys under one normaliser; see `favor.kernels.selected`.
 
     Args:
         given: the operands.

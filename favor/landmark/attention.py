@@ -28,11 +28,11 @@ _NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
 def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` through landmarks.
 
-    Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in it, and only
-    their means are taken in float32.
+    Half precision is raised to float32 on a CPU, as for other features; elsewhere keys and values stay in half
+    precision, and only their means are taken in float32.
 
     Raises:
-        ValueError: if there is to be no landmark.
+        ValueError: if the number of landmarks is less than 1.
     """
     if call.packing is not None:
         return call.packing.each(attend, family, query, key, value, call)
@@ -41,7 +41,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         raise ValueError(f"num_features must be a positive integer, got {num_landmarks}.")
     (batch, heads, length), (key_heads, keys) = query.shape[:3], key.shape[1:3]
     if 0 in (batch, length, keys):
-        zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # of the graph
+        zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # a part of the graph
         return zeros.expand(-1, -1, -1, value.shape[-1])
     groups, block, selection = heads // key_heads, window or landmark_causal.BLOCK, Selection.of(call)
     if key_mask is not None:
@@ -51,7 +51,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     counts = key.new_ones(key.shape[:3], dtype=precision)
     counts = counts if key_mask is None else counts * key_mask[:, None]
     if call.is_causal and call.state is None and length <= block:
-        # All keys that a block of queries sees are at hand: these as they are, in their own precision.
+        # All keys that the block of queries sees are at hand, and are taken unchanged, in their own precision.
         own = None if key_mask is None else counts
         out = attend_counted(shared.flatten(2, 3), key, value, counts=own, scale=scale, causal_rows=length)
         return out.view(batch, heads, length, -1)
@@ -59,7 +59,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         shared, key, value = shared.to(precision), key.to(precision), value.to(precision)
     query_mask = call.query_padding(length, keys)
     asking = shared
-    if selection is not None and query_mask is not None:  # padding has no say in what its block chooses
+    if selection is not None and query_mask is not None:  # padding must not influence what its block chooses
         asking = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if call.is_causal and selection is not None:
         setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
@@ -133,7 +133,7 @@ def _blocks(
     blocks: int,
     selection: Selection | None = None,
 ) -> Tensor:
-    """Gives queries `[N, G, L, d]` (twice), keys and values `[N, L, d]`, `[N, L, dv]`, their landmarks `[N, L]`."""
+    """Attends block by block: queries `[N, G, L, d]` (twice), keys, values `[N, L, d or dv]`, landmarks `[N, L]`."""
     missing = blocks * window - query.shape[2]
 
     def cut(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which keys are equal: where a token occurs often and has no position, its keys are, but for rounding."""
+"""Which keys are equal: without positions, the keys of a token that occurs often are equal up to rounding."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     """Gives the place of the first key equal to each, `[..., S]`; its own for a key that equals no earlier one.
 
     Equal keys lie side by side once all keys are sorted along a line, and only they agree along seven more. They may
-    differ by rounding, of which the mean of n equal keys has n times as much: processors round in different ways.
+    differ by rounding, and means of n equal keys by n times as much: processors round in different ways.
 
     Args:
         key: `[..., S, d]`.
         mask: boolean `[..., S]`, True for the keys that count; others equal no key.
-        counts: how many keys each is the mean of, `[..., S]`; None is one.
+        counts: how many keys each is the mean of, `[..., S]`; None means one.
     """
     rows = key.to(torch.promote_types(key.dtype, torch.float32))
     along = rows @ _lines(key.shape[-1], rows)
     reach = torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(along, dim=-1)
     reach = 16 * reach if counts is None else (16 + counts) * reach
     line = along[..., 0] if mask is None else along[..., 0].masked_fill(~mask, torch.inf)  # others come last
-    is_numpy = on_cpu(key)  # which sorts several times as fast
+    is_numpy = on_cpu(key)  # numpy sorts several times as fast
     order = torch.from_numpy(line.numpy().argsort(-1)) if is_numpy else line.sort(-1).indices
     reach = reach.gather(-1, order)
     place = torch.arange(key.shape[-2], device=key.device)
@@ -36,7 +36,7 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     is_equal = (distance <= torch.maximum(reach, reach.index_select(-1, before))) & (place > 0)
     if mask is not None:
         is_equal = is_equal & mask.gather(-1, order)
-    if is_numpy and not bool(is_equal.any()):  # most often; on a GPU it would take longer to ask
+    if is_numpy and not bool(is_equal.any()):  # the usual case; on a GPU this test would take longer
         return place.expand(key.shape[:-1])
     run = (~is_equal).cumsum(-1) - 1
     first = torch.full_like(order, key.shape[-2]).scatter_reduce(-1, run, order, "amin")

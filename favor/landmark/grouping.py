@@ -24,16 +24,16 @@ from favor.registry import Family, register
 
 @register
 class Landmarks(Family):
-    """Which keys are landmarks, and which landmark each key belongs to.
+    """Groups of keys: chooses which keys are landmarks, and to which landmark each key belongs.
 
     Half of the landmarks are the keys that receive most attention from a few queries, the other half are evenly spaced
     among the rest of the sequence. A key belongs to the landmark with the smallest mean (q.(k - c))^2 over queries q:
     the logits of its weight change least. A landmark belongs to itself, so M landmarks for M keys or fewer give exact
-    softmax attention. Equal keys count as one: where no more than M differ, each of these is a landmark.
+    softmax attention. Equal keys count as one: if at most M keys differ, each of these is a landmark.
 
     Args:
         num_queries: queries, evenly spaced, whose exact attention tells which keys matter; default 32. It costs
-            num_queries x S products, where a landmark costs S.
+            num_queries x S products, and a landmark costs S.
 
     Raises:
         ValueError: if `num_queries` is less than 1.
@@ -56,7 +56,7 @@ class Landmarks(Family):
     default_selected = (256, 256)  # docs/selected_keys.md
     # speed_landmark_*cpu.md, speed_gpu_*.md; causal ones on a CPU with a window (19 without), on a GPU a bound.
     crossover = {"cpu": (4, 28), "cuda": (48, 1024)}  # noqa: RUF012
-    # Both passes, timed by hand at 1,024 to 24,576 tokens; on a GPU not measured, twice the others.
+    # Both passes, timed by hand at 1,024 to 24,576 tokens; on a GPU not measured: twice the numbers above.
     crossover_selecting = {"cpu": (8, 36), "cuda": (96, 2048)}  # noqa: RUF012
 
     def __init__(self, *, num_queries: int = 32) -> None:
@@ -88,7 +88,7 @@ class Landmarks(Family):
             query_mask, key_mask: boolean `[..., L]` and `[..., S]` (broadcast over heads), True for the rows that
                 count.
             scale: of the logits.
-            counts: how many tokens each key stands for, `[..., S]`; None is one.
+            counts: how many tokens each key stands for, `[..., S]`; None means one.
 
         Raises:
             ValueError: without a key, or if M is less than 1.
@@ -124,13 +124,13 @@ class Landmarks(Family):
                 half_square = half_square.masked_fill(~key_mask.gather(-1, index), torch.finfo(chosen.dtype).max)
             cells = _nearest(key, directions, half_square)
             cells = cells.scatter(-1, index, torch.arange(num_landmarks, device=key.device).expand_as(index))
-            # Copies go where the first goes, whatever rounding says, unless they are landmarks too.
+            # Copies go to the landmark of the first one, whatever rounding says, unless they are landmarks too.
             cells = torch.where(is_copy.scatter(-1, index, False), cells.gather(-1, first), cells)
             return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
 
 
 def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor | None) -> Tensor:
-    """Indices of the landmarks, `[..., M]`: half by attention received, the others evenly spaced among the rest.
+    """Chooses the landmarks, as indices `[..., M]`: half by attention received, the others evenly spaced in the rest.
 
     Copies of earlier keys are landmarks only where there are more landmarks than other keys.
     """
@@ -180,7 +180,7 @@ def sums_of(cells: Tensor, number: int, *tensors: Tensor) -> list[Tensor]:
     Cells are `[..., S]`; keys with a cell of M count nowhere.
     """
     lead, places = cells.shape[:-1], number + 1
-    heads = math.prod(lead)  # `lead.numel()` and `len` are no symbols to a tracer
+    heads = math.prod(lead)  # `lead.numel()` and `len` are not symbols to a tracer
     first = torch.arange(0, heads * places, places, device=cells.device).view(*lead, 1)
     flat = (cells + first).flatten()
 
@@ -201,10 +201,10 @@ def attend_counted(
 
     Args:
         query, key, value: `[B, Hk, R, d]`, `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
-        counts: `[B, Hk, T]`; None is one each.
+        counts: `[B, Hk, T]`; None means one each.
         scale: of the logits.
-        causal_rows: the queries are those of so many tokens, the last ones of the keys, of one head after another, and
-            see the keys up to their own. 0: they see all.
+        causal_rows: number of tokens of the queries, which are those of the last keys, one head after another; each
+            query sees the keys up to its own. 0: queries see all keys.
     """
     width, keys, bias = value.shape[-1], key.shape[-2], None
     if causal_rows > 1:  # a single one sees all
@@ -214,7 +214,7 @@ def attend_counted(
         own = counts.log().masked_fill(counts.sum(-1, keepdim=True) == 0, 0.0).to(query.dtype).unsqueeze(-2)
         bias = own if bias is None else own + bias
     if query.device.type == "cpu" and width != query.shape[-1]:
-        # The fused kernel wants one width; the other one would form all weights.
+        # The fused kernel needs equal widths; the other kernel would form all weights.
         largest = max(width, query.shape[-1])
         query, key, value = (pad(tensor, (0, largest - tensor.shape[-1])) for tensor in (query, key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)[..., :width]

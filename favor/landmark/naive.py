@@ -51,7 +51,7 @@ def naive_landmark_attention(
         is_causal: query i sees keys 0 ... S - L + i.
         window: length of the blocks; 0 for none, or if causal for those of `favor.landmark.causal.BLOCK` tokens.
         scale: of the logits, 1/sqrt(d) by default.
-        selected_keys, page_size, query_block: as there.
+        selected_keys, page_size, query_block: as in `favor.favor_attention`.
 
     Returns:
         `[B, H, L, dv]`.

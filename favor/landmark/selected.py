@@ -1,4 +1,4 @@
-"""Selected keys: landmarks for the many keys that hardly matter to a query, and the few that do as they are.
+"""Selected keys: landmarks stand for the many keys that hardly matter to a query; the few that matter are exact.
 
     weight of key j for query i = exp(scale q_i.k_j)     if its page was chosen for the block of query i
                                 = exp(scale q_i.c_g)     else, c_g the mean of its group
@@ -52,11 +52,12 @@ class Selection:
         """Reads a call; None if no keys are selected.
 
         Queries that must not see each other, as in the cross attention of a decoder, choose one by one. Causal pages
-        divide a section, so that every earlier key is in one that can be chosen; where few are chosen, blocks are
-        shorter than they are by default.
+        divide a section, so that every earlier key is in a page that can be chosen; if few pages are chosen, blocks are
+        shorter than the default.
 
         Raises:
-            ValueError: in an exported program, which has no operator for it, or for too few keys for a causal block.
+            ValueError: in an exported program, which has no operator for selected keys, under torch.func, or for too
+                few keys for a causal block.
         """
         if not call.selected_keys:
             return None
@@ -73,7 +74,9 @@ class Selection:
         if not (call.is_causal or call.use_statistics):
             rows = 1
         if call.is_causal:
-            Growth.of(pages, rows)  # refuses too few pages before the first sequence that is long enough to need them
+            Growth.of(
+                pages, rows
+            )  # refuses too few pages at once, not only when a sequence is long enough to need them
         return cls(pages, size, rows, call.kernel)
 
     @property

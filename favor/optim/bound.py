@@ -5,11 +5,11 @@ For Z(theta) = sum_y h(y) exp(theta . f(y)) and any expansion point t0, the boun
 
     log Z(theta) <= log Z(t0) + (theta - t0) . mu + (theta - t0)' Sigma (theta - t0) / 2,
 
-with equal value and gradient at t0. Labels are taken in one after the other; any order is valid and gives another
+with equal value and gradient at t0. Labels are taken in one after the other; any order is valid, and each gives another
 Sigma.
 
 For a softmax layer with weight W `[n, d]` and one input x, theta . f(y) is the logit a_y = W_y . x and Sigma is the
-Kronecker product B (x) x x', where B `[n, n]` depends on the logits alone. B is semiseparable: three numbers a label
+Kronecker product B (x) x x', where B `[n, n]` depends on the logits alone. B is semiseparable: three numbers per label
 (beta, kappa, rho) hold all of it, and products, diagonal and linear systems cost O(n).
 """
 
@@ -53,7 +53,7 @@ def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = No
 
     Args:
         theta: expansion point `[D]`.
-        features: f(y), one row a label, `[n, D]`.
+        features: f(y), one row per label, `[n, D]`.
         weights: h(y) >= 0, `[n]`, at least one of them positive. Default: ones.
 
     Returns:
@@ -138,10 +138,10 @@ class BoundCoefficients:
 
 
 def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> BoundCoefficients:
-    """Coefficients of B from logits, in the log domain throughout.
+    """Computes the coefficients of B from logits, in the log domain throughout.
 
-    Logits more than 60 below the largest of their row (-inf for masked labels, for instance) are raised to that, which
-    keeps the bound valid: it is then one of a slightly larger partition function, by at most n e^-60.
+    Logits more than 60 below the largest of their row (-inf for masked labels, for instance) are raised to this level,
+    which keeps the bound valid: it then bounds a slightly larger partition function, by at most n e^-60.
 
     Args:
         logits: `[..., n]` with n >= 1, floating point; half precisions are computed in float32.
@@ -206,7 +206,9 @@ def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
     """Gives the shape `[..., n]` in which values by label meet the coefficients."""
     for name, values in by_label.items():
         if values.ndim == 0 or values.shape[-1] != c.beta.shape[-1]:
-            raise ValueError(f"{name} must be [..., {c.beta.shape[-1]}], a number a label; got {tuple(values.shape)}.")
+            raise ValueError(
+                f"{name} must be [..., {c.beta.shape[-1]}], one number per label; got {tuple(values.shape)}."
+            )
     try:
         return torch.broadcast_shapes(c.beta.shape, *(values.shape for values in by_label.values()))
     except RuntimeError as error:

@@ -13,9 +13,10 @@ from favor.optim.head import Closure
 class CombinedOptimizer(Optimizer):
     """Steps several optimizers, each on parameters of its own, in turn.
 
-    Its parameter groups are theirs, in order, so that a learning rate scheduler or `GradScaler.unscale_` sees all of
-    them. GradScaler and accelerate update the loss scale after each optimizer that steps, so two of them beside each
-    other would have the second one's gradients unscaled by another number: combine them.
+    Its parameter groups are those of the optimizers, in order, so that a learning rate scheduler or
+    `GradScaler.unscale_` sees all of them. GradScaler and accelerate update the loss scale after each optimizer that
+    steps, so with two separate optimizers the gradients of the second would be unscaled by another number: combine
+    them.
 
     Args:
         optimizers: at least one, all with different parameters.
@@ -64,7 +65,7 @@ class CombinedOptimizer(Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only at construction: give groups to the optimizer they are for."""
+        """Adds a group, at construction only: afterwards give groups to the optimizers before you combine them."""
         if self._complete:
             raise TypeError("add the group to one of the combined optimizers before they are combined.")
         super().add_param_group(param_group)
@@ -74,7 +75,7 @@ class CombinedOptimizer(Optimizer):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave.
+        """Restores what `state_dict` gave.
 
         Raises:
             ValueError: if it is of another number of optimizers.

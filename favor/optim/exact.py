@@ -68,9 +68,9 @@ class Exact:
     def solve(self, gradient: Tensor, damping: float) -> Tensor:
         """Computes (Sigma + damping I)^{-1} gradient, `[n, d]`.
 
-        By a dense Cholesky factorization in float64 where that takes less than 1e9 operations, else by conjugate
-        gradients to a residual of 1e-6 or 200 iterations, preconditioned by the mean diagonal of B and the second
-        moment of the inputs.
+        Takes a dense Cholesky factorization in float64 if that needs less than 1e9 operations, else conjugate gradients
+        to a residual of 1e-6 or 200 iterations, preconditioned by the mean diagonal of B and the second moment of the
+        inputs.
 
         Raises:
             ValueError: if the curvature is not finite.

@@ -24,13 +24,13 @@ class BBM(HeadOptimizer):
 
     with the gradient G of the mean loss over all data (rows of equal weight, see `set_batch` for others) and K a bound
     on its curvature. For 0 < eta < 2 and a certified K no step increases the objective, and convergence is linear; 1.9
-    takes about half the steps of 1. With an uncertified K the step is halved until the objective does not increase, at
-    the price of one more closure each time.
+    takes about half the steps of 1. With an uncertified K the step is halved until the objective does not increase,
+    which costs one more call of the closure each time.
 
     Args:
         head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.
         lr: eta, in (0, 2). Default 1.
-        weight_decay: lambda > 0 of lambda/2 |W|^2, bias included; the closure's loss leaves it out.
+        weight_decay: lambda > 0 of lambda/2 |W|^2, bias included; the loss of the closure must leave it out.
         curvature: certified: "exact" (default), "bohning", "spectral", "block"; uncertified: "diag", "kfac".
         order: of the labels with "exact": "ascending" (default), "descending" or "none".
         process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.

@@ -1,4 +1,4 @@
-"""What the optimizers of a softmax output layer share: gradients from `.grad`, groups, state and processes."""
+"""Base of the optimizers of a softmax output layer: gradients from `.grad`, groups, state and processes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class HeadOptimizer(Optimizer):
     """Base of the optimizers of an output layer `nn.Linear` under a softmax.
 
     A hook on the head keeps those of its inputs that the loss depends on, when their gradient comes back; `step` takes
-    the gradient from `.grad` and drops them, `zero_grad` drops them too. The loss has to be a mean over these rows with
-    equal weights; others give their inputs and weights by `set_batch`.
+    the gradient from `.grad` and drops the inputs; `zero_grad` drops them too. The loss has to be a mean over these
+    rows with equal weights; for other losses pass inputs and weights to `set_batch`.
 
     Args:
         head: `nn.Linear` `[n, d]` with n >= 2, or dicts `{"head": nn.Linear, ...}` with options of their own.
         defaults: options of all groups.
         process_group: of `torch.distributed`, over which statistics are averaged as DDP averages gradients. Default:
             the default group, if there is one.
-        capture: hang the hook on the head. Without it, inputs come by `set_batch` alone, as under
+        capture: whether to put the hook on the head. Without it, `set_batch` has to give the inputs, as under
             `torch.compile(fullgraph=True)`. Default True.
 
     Raises:
@@ -97,20 +97,18 @@ class HeadOptimizer(Optimizer):
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {options['order']!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} holds on to a module and cannot be copied or pickled: use state_dict()."
-        )
+        raise TypeError(f"{type(self).__name__} refers to a module and cannot be copied or pickled: use state_dict().")
 
     def set_batch(self, x: Tensor, weight: Tensor | None = None, *, head: nn.Linear | None = None) -> None:
         """Gives inputs of the next step by hand, in place of those that the hook keeps; several calls add up.
 
-        For losses that never call the head (fused linear cross-entropy) or are not a mean over its rows.
+        It is for losses that never call the head (fused linear cross-entropy) or are not a mean over its rows.
 
         Args:
             x: inputs `[..., d]`.
-            weight: part of each row in the loss, `[...]`: 1/N for each in a mean of N, 0 for rows left out. Integers or
-                booleans share a total of 1. Default: 1/N.
-            head: which; needed with several.
+            weight: weight of each row in the loss, `[...]`: 1/N for each in a mean of N, 0 for rows left out. Integers
+                or booleans share a total of 1. Default: 1/N.
+            head: which head; needed if there are several.
 
         Raises:
             ValueError: for shapes that do not fit, negative weights, or a head that this optimizer does not have.
@@ -169,7 +167,7 @@ class HeadOptimizer(Optimizer):
         like = group["params"][0].new_zeros((), dtype=precision(head))
         batch = collect(rows, head.in_features, len(group["params"]) > 1, like)
         gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
-        # One pass without a copy, and NaN wins.
+        # One pass without a copy, and NaN stays NaN.
         extremes = [torch.stack(torch.aminmax(part)).to(like) for part in (*gradients, batch.x) if part.numel()]
         finite = torch.stack(extremes).isfinite().all().to(like)
         largest = torch.stack(extremes[: len(gradients)]).abs().amax()
@@ -186,8 +184,8 @@ class HeadOptimizer(Optimizer):
             self._update(group, head, batch)
         elif largest > 0:
             raise RuntimeError(
-                "the head has a gradient, but none of its inputs were seen: call it as a module once the optimizer is "
-                "there, or give its inputs with set_batch(x, weight)."
+                "the head has a gradient, but none of its inputs were seen: call it as a module after the optimizer is "
+                "made, or give its inputs with set_batch(x, weight)."
             )
 
     def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
@@ -215,7 +213,7 @@ class HeadOptimizer(Optimizer):
 
 
 def holders(parameter: Tensor) -> list[nn.Module]:
-    """Modules that hold a parameter as their own, of all that exist."""
+    """Lists the modules, of all that exist, that hold a parameter as their own."""
     modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
     return [m for m in modules if any(p is parameter for p in m.__dict__.get("_parameters", {}).values())]
 

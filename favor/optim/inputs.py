@@ -1,4 +1,4 @@
-"""How an optimizer comes by the inputs of a linear layer, and by which of them the loss depends on."""
+"""How an optimizer gets the inputs of a linear layer, and learns on which of them the loss depends."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class RowStore(list[tuple[Tensor, Tensor]]):
 class Capture:
     """Forward hook that keeps inputs once a gradient has come back for them.
 
-    It waits for the gradient of the output and not for the forward pass: what is never differentiated leaves nothing
-    behind, a pass that checkpointing repeats counts once, and a row of zeros tells that the loss leaves it out.
+    It waits for the gradient of the output and not for the forward pass: an output that is never differentiated leaves
+    nothing behind, a pass that checkpointing repeats counts once, and a row of zeros tells that the loss leaves this
+    input out.
 
     The store belongs to the optimizer. Without it, in a copy of the module or when the optimizer is gone, the hook does
     nothing.
@@ -69,7 +70,7 @@ class Capture:
 def collect(store: RowStore, width: int, with_ones: bool, like: Tensor) -> Batch:
     """Empties the store into one batch.
 
-    Float weights are taken as they are; rows that only count or do not share a total of 1.
+    Float weights are not changed; if rows only count or do not count, those that count share a total of 1.
 
     Args:
         store: what was kept.

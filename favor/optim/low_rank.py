@@ -19,7 +19,7 @@ RULES = ("exact", "repaired")
 class LowRankCurvature:
     """V' S V + D, never below the sum of r r' over all vectors r that were added.
 
-    A vector goes into the k kept directions, and what does not fit into them onto the diagonal, by
+    A vector goes into the k kept directions, and the rest of it onto the diagonal, by
     c v v' <= diag(c |v_i| sum|v|).
 
     Args:
@@ -27,7 +27,7 @@ class LowRankCurvature:
         rank: k >= 1.
         rule: "exact" (default): of the k + 1 eigenvectors of V' S V + r r' the smallest goes onto the diagonal;
             "repaired": the paper's rule, which keeps the directions of V apart from the part of r outside them, with
-            the cross terms on the diagonal, without which it is no bound. It is 2.5 to 4 times looser.
+            the cross terms on the diagonal; without them it is not a bound. It is 2.5 to 4 times looser.
         like: tensor that gives dtype and device.
 
     Attributes:
@@ -59,7 +59,7 @@ class LowRankCurvature:
         """Adds r r' for r `[size]`."""
         p = self.vectors @ r
         first = r - p @ self.vectors
-        # Twice, as the first difference is rounding alone where r lies within the kept directions.
+        # Twice, as the first difference is only rounding if r lies within the kept directions.
         again = self.vectors @ first
         p, outside = p + again, first - again @ self.vectors
         length = outside.norm()
@@ -177,8 +177,8 @@ class LSPFB(HeadOptimizer):
     .. math:: W \leftarrow W - \eta\, (V^\top S V + D + \lambda I)^{-1} (G + \lambda W)
 
     with V, S, D built afresh from each mini-batch of m examples. That takes m (n - 1) updates of O(k n d), one after
-    the other: a factor of k n over gradient descent. `ProxBoundSGD` and `SPFB` do without it; this is for comparison
-    with the paper.
+    the other: k n times the cost of gradient descent. `ProxBoundSGD` and `SPFB` do not need this; LSPFB is for
+    comparison with the paper.
 
     Args:
         head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.

@@ -10,9 +10,9 @@ x_j x_j', an (n d) x (n d) matrix for n labels and d inputs. All functions here 
 | `bohning` | 1/2 I | for the loss, at every weight | m d^2 + d^3 |
 | `spectral` | P = I - 11'/n, inputs weighted by largest eigenvalues | above Sigma | m n^3 |
 | `gershgorin` | diagonal, inputs reweighted | above Sigma | m n |
-| `scaled` | the same with tighter weights | above Sigma | m n^3 |
+| `scaled` | as `gershgorin`, with tighter weights | above Sigma | m n^3 |
 | `mean` | mean of B_j, inputs reweighted | above Sigma | m n^3 |
-| `block` | one d x d matrix a label | above Sigma | m n d^2 + n d^3 |
+| `block` | one d x d matrix per label | above Sigma | m n d^2 + n d^3 |
 | `diagonal` | gamma times the mean diagonal of B_j | no; gamma = 2 is short on clustered inputs | m n log n |
 | `kfac` | mean of B_j | no | m n^2 + n^3 |
 | `geometric` | square root of mean p (1 - p), diagonal | no: a heuristic, not a bound | m n |
@@ -39,7 +39,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Inverse:
-    """(K + damping I)^{-1}: `apply` to a gradient `[n, d]`, and `degrees`, the trace of K (K + damping I)^{-1} over n.
+    """(K + damping I)^{-1}: `apply` to a gradient `[n, d]`, and `degrees`, the trace of K (K + damping I)^{-1} / n.
 
     The second is how many of the d inputs are not damped away: d without damping, fewer with it.
     """
@@ -93,7 +93,7 @@ class Kronecker:
 
 @dataclass(frozen=True)
 class RootKronecker(Kronecker):
-    """The matrix `sqrt(labels) (x) inputs`, labels `[n]`: whoever averages its factors averages under the root."""
+    """The matrix `sqrt(labels) (x) inputs`, labels `[n]`: averages of its factors are under the root."""
 
     def _rooted(self) -> Kronecker:
         return Kronecker(self.labels.sqrt(), self.inputs)
@@ -137,7 +137,7 @@ class Blocks:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, none below 0, and eigenvectors in float64."""
+    """Computes eigenvalues, none below 0, and eigenvectors in float64."""
     values, vectors = torch.linalg.eigh(matrix.double())
     return values.clamp_min(0), vectors
 
@@ -145,8 +145,8 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def cholesky(matrix: Tensor, damping: float) -> Tensor:
     """Factors matrix + damping I in float64, lower `[..., d, d]`, for matrices without negative eigenvalues.
 
-    Where rounding gave a matrix negative ones below -damping, its rounding is added to the diagonal: what is above an
-    upper bound is one too.
+    If rounding gave a matrix eigenvalues below -damping, the size of the rounding is added to the diagonal: a matrix
+    above an upper bound is one too.
 
     Raises:
         ValueError: if the matrix is not finite.
@@ -271,7 +271,7 @@ def diagonal(
 
 
 def kfac(logits: Tensor, x: Tensor, weights: Tensor | None = None, *, order: str = "descending") -> Kronecker:
-    """Gives mean_j B_j (x) X'X, labels descending: no bound; fast on full batches, but it can diverge."""
+    """Gives mean_j B_j (x) X'X, labels descending: not a bound; fast on full batches, but it can diverge."""
     _check_labels("kfac", logits)
     w = row_weights(x, weights)
     rows = max(1, CHUNK // logits.shape[-1] ** 2)
@@ -328,6 +328,6 @@ def averaged(curvature: Kronecker | Blocks, total: Tensor, reduce: Callable[[Ten
         return Blocks(reduce(curvature.blocks))
     labels, inputs = curvature.labels, reduce(curvature.inputs)
     if labels.ndim:
-        # A mean over rows already: that of processes without rows has no part in it.
+        # Labels are a mean over rows already, in which processes without rows must not count.
         labels = reduce(labels * total) / reduce(total.clone())
     return replace(curvature, labels=labels, inputs=inputs)

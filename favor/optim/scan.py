@@ -48,7 +48,7 @@ def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusiv
         factor: `[..., n]`.
         term: `[..., n]`, broadcasts with `factor`.
         reverse: run from the last place to the first, h_k = factor_k h_{k+1} + term_k.
-        exclusive: at every place what comes into it, the h of the place before, and 0 at the first.
+        exclusive: give at every place the h of the place before, and 0 at the first.
 
     Returns:
         h `[..., n]`.

@@ -28,7 +28,7 @@ def single_direction(
 
         W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
 
-    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x': O(n) beside one update of rank one.
+    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x': O(n) and one update of rank one.
 
     Args:
         logits: a `[n]`.
@@ -84,7 +84,9 @@ def exact_step_(
     damping: float,
     order: str | Tensor = "none",
 ) -> Tensor:
-    """W <- W - eta (B (x) x x' + damping I)^{-1} (gradient of cross-entropy + lambda W), exactly, in place, in O(n d).
+    """Takes the exact step on one example, in place, in O(n d).
+
+    W <- W - eta (B (x) x x' + damping I)^{-1} (gradient of cross-entropy + lambda W).
 
     Args:
         weight: W `[n, d]`, changed.
@@ -99,7 +101,7 @@ def exact_step_(
         The loss before the step, without the l2 term, ().
 
     Raises:
-        ValueError: for shapes that do not fit, a target that is no label, or a number out of range.
+        ValueError: for shapes that do not fit, a target that is not a label, or a number out of range.
 
     Example:
         >>> import torch
@@ -144,12 +146,13 @@ def rank_one_step(
 
 
 class ProxBoundSGD(HeadOptimizer):
-    r"""Stochastic gradient descent on one example a step, each step minimizing the example's bound.
+    r"""Stochastic gradient descent on one example per step; each step minimises the bound of its example.
 
     .. math:: W \leftarrow \arg\min_V \; \mathrm{bound}_j(V) + \tfrac{\lambda}{2} |V|^2 + \tfrac{1}{2 \eta} |V - W|^2
 
-    It never overshoots, tends to plain gradient descent for small eta, and costs O(n d) like it. The undamped step of
-    the paper (`SPFB(literal=True)`) has another fixed point than the optimum; this one has not, as eta goes to 0.
+    It never overshoots, tends to plain gradient descent for small eta, and costs O(n d) as well. The undamped step of
+    the paper (`SPFB(literal=True)`) has a fixed point other than the optimum; the fixed point of ProxBoundSGD tends to
+    the optimum as eta goes to 0.
 
     Args:
         head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.
@@ -213,7 +216,7 @@ def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
     """Gives the one input `[d]` of a batch; raises ValueError if there are more."""
     if len(batch.x) != 1 or optimizer._world_size() > 1:
         raise ValueError(
-            f"{type(optimizer).__name__} takes one example a step on one process, got {len(batch.x)} on each: use SPFB "
-            "or SoftmaxBound for batches."
+            f"{type(optimizer).__name__} takes one example per step on one process, got {len(batch.x)} on each: use "
+            "SPFB or SoftmaxBound for batches."
         )
     return batch.x[0]

@@ -1,4 +1,4 @@
-"""SoftmaxBound: curvature for the output layer of a deep network, beside any optimizer of its body."""
+"""SoftmaxBound: curvature for the output layer of a deep network, next to any optimizer of its body."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from favor.optim.inputs import Batch
 from favor.optim.majorizers import Blocks, Kronecker, RootKronecker, averaged, majorize, second_moment
 
 CURVATURES = ("bohning", "diag", "block", "kfac", "exact", "geometric")
-# "geometric" averages over steps before it takes the root, and 512 rows a step were not better (8192 labels).
+# "geometric" averages over steps before it takes the root, and 512 rows per step were not better (8192 labels).
 MAX_ROWS = {"geometric": 64}
 
-# 1 would be best if inputs were all that is random. With labels that are not certain and a body in motion, 3 was better
-# from the second epoch on at batches of 64 and 128, and in every epoch at 16 (Fashion-MNIST, 784-128-128-10).
+# 1 would be best if only the inputs were random. With uncertain labels and a body that changes, 3 was better from the
+# second epoch on with batches of 64 and 128, and in every epoch with 16 (Fashion-MNIST, 784-128-128-10).
 NOISE = 3.0
 
 
@@ -30,33 +30,34 @@ class SoftmaxBound(HeadOptimizer):
     .. math:: W \leftarrow W - \eta\, \frac{m}{m + 3 (d_\delta + 1)}\, (K + (\lambda + \delta) I)^{-1} (G + \lambda W)
 
     with the gradient G of the loss, weight decay lambda and K one of the majorizers of `favor.optim.majorizers`,
-    averaged over steps. The step has a natural length, lr = 1: on a full batch a certified K cannot lead uphill, and
-    on a batch of m rows the fraction allows for what so few rows cannot know of the :math:`d_\delta` inputs that are
-    not damped away ("exact", whose K is of the batch alone, does without). Use it on the head alone, with any
-    optimizer on the body, and step both. The loss stays what it is: label smoothing, `ignore_index`, gradient
+    averaged over steps. The step has a natural length, lr = 1: on a full batch a certified K cannot increase the loss.
+    On a batch of m rows the fraction makes the step shorter, as few rows say little about the :math:`d_\delta` inputs
+    that are not damped away ("exact", whose K is of the batch alone, has no fraction). Use it on the head alone, with
+    any optimizer on the body, and step both. The loss does not change: label smoothing, `ignore_index`, gradient
     accumulation, DDP and GradScaler (it unscales before it steps) need no change. The loss has to be the cross-entropy
     of a softmax of the head's output, a mean over rows with equal weights.
 
     Args:
         head: `nn.Linear` with weight `[n, d]`, or dicts `{"head": nn.Linear, ...}`. Weights are best kept in float32
-            under mixed precision; curvature is in float32 always.
+            under mixed precision; curvature is always in float32.
         lr: eta. Default 1.
         weight_decay: lambda of lambda/2 |W|^2, bias included, inside the solve. Default 0.
-        damping: delta as a part of the mean eigenvalue of K. Default 0.1.
-        curvature: "bohning" (default: inputs alone, no logits, any number of labels), "diag" (one number a label,
-            from logits), "block" (a d x d matrix a label, up to 2000 labels), "kfac" (a matrix over labels, up to
-            2000; no bound, and can diverge), "exact" (the bound of the batch itself, by conjugate gradients) or
-            "geometric" (one number a label: a heuristic between two bounds and not a bound itself, see
+        damping: delta as a fraction of the mean eigenvalue of K. Default 0.1.
+        curvature: "bohning" (default: inputs alone, no logits, any number of labels), "diag" (one number per label,
+            from logits), "block" (a d x d matrix per label, up to 2000 labels), "kfac" (a matrix over labels, up to
+            2000; not a bound, and can diverge), "exact" (the bound of the batch itself, by conjugate gradients) or
+            "geometric" (one number per label: a heuristic between two bounds and not a bound itself, see
             `favor.optim.majorizers.geometric`; for thousands of labels, with `lr=0.3, damping=0.001`).
-        curvature_ema: part of the curvature of earlier steps that is kept, in [0, 1). Default 0.9; "exact" has none.
+        curvature_ema: fraction of the curvature of earlier steps that is kept, in [0, 1). Default 0.9; "exact" has
+            none.
         max_rows: rows of a batch from which "diag", "block" and "kfac" are taken, evenly spread, and from which
             "geometric" takes logits (the inputs' second moment is that of all rows). Default 512, for "geometric" 64.
-        order: in which "diag", "kfac" and "exact" take the labels in, see `bound_coefficients`. Default: "ascending",
-            for "kfac" "descending". With thousands of labels "diag" is far better with "descending": rare labels then
-            have a small curvature, as they should, and frequent ones a large one.
+        order: order in which "diag", "kfac" and "exact" take the labels, see `bound_coefficients`. Default:
+            "ascending", for "kfac" "descending". With thousands of labels "diag" is far better with "descending": rare
+            labels then have a small curvature, as they should, and frequent ones a large one.
         process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.
-        capture: hang a hook on the head that keeps its inputs. Without it, `set_batch` has to give them, as under
-            `torch.compile(fullgraph=True)`. Default True.
+        capture: whether to put a hook on the head that keeps its inputs. Without it, `set_batch` has to give them, as
+            under `torch.compile(fullgraph=True)`. Default True.
 
     Raises:
         TypeError: if the head is not an `nn.Linear`.
@@ -152,7 +153,7 @@ class SoftmaxBound(HeadOptimizer):
             x, weights = thinned(x, weights, group["max_rows"] or MAX_ROWS.get(group["curvature"], 512))
         here = majorize(group["curvature"], theta, x, weights, group["order"])
         if isinstance(here, RootKronecker) and len(x) < len(batch.x):
-            # Logits of all rows would be dear, their inputs' second moment is not.
+            # Logits of all rows would be expensive; the second moment of their inputs is not.
             here = replace(here, inputs=second_moment(batch.x, batch.weights))
         now = averaged(here, weights.sum(), self._mean)
         kind = CURVATURES.index(group["curvature"])
@@ -160,7 +161,7 @@ class SoftmaxBound(HeadOptimizer):
             state["curvature"], state["averaged"] = kind, 0
         state["averaged"] += 1
         keep = group["curvature_ema"]
-        # Divided by the sum of all weights so far, as in Adam: the mean is not drawn to where it started.
+        # Divided by the sum of all weights so far, as in Adam: the mean is not biased towards its start.
         fresh = (1 - keep) / (1 - keep ** state["averaged"])
         for name in (names := [field.name for field in fields(now)]):
             value = getattr(now, name)

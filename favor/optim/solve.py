@@ -66,13 +66,13 @@ def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Ten
 
 
 def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
-    """(s B + lambda I)^{-1} r by one symmetric positive definite tridiagonal system a row, laid end to end, uncoupled.
+    """Computes (s B + lambda I)^{-1} r by one symmetric positive definite tridiagonal system per row, laid end to end.
 
-    In numpy: on vectors of a thousand labels its calls cost a third of torch's, and this is all that a step with one
+    It uses numpy, whose calls cost a third of torch's on vectors of a thousand labels: this is all that a step with one
     example adds to plain gradient descent.
 
     Args:
-        beta: `[..., n - 1]` float64, of all labels but the first, n >= 2; rho likewise.
+        beta: `[..., n - 1]` float64, of all labels except the first, n >= 2; rho likewise.
         s: > 0, a number or `[..., 1]`; lam likewise.
         r: right side `[..., n]` in the order of the coefficients.
     """

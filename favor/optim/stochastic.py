@@ -19,22 +19,22 @@ MAX_SIZE = 5000
 
 
 class SPFB(HeadOptimizer):
-    r"""Stochastic partition function bound: the curvature of the mini-batch at hand, all of it.
+    r"""Stochastic partition function bound: the whole curvature of the mini-batch.
 
     .. math:: W \leftarrow W - \eta\, (\Sigma_b + (\lambda + \delta) I)^{-1} (G + \lambda W)
 
     with the bound's curvature Sigma_b of the batch and damping delta = `damping` times the mean |x|^2 of the batch. A
-    batch of one example costs O(n d), others conjugate gradients, or a dense solve where that is less.
+    batch of one example costs O(n d), other batches conjugate gradients, or a dense solve if that costs less.
 
     The published form (`literal`) has delta = 0 and eta = lr / t at step t. It does not converge to the optimum on
     batches of one example: gradient and curvature come from the same example, and the mean of their quotient is not
-    zero where the mean gradient is. The bias falls like one over the batch size.
+    zero where the mean gradient is zero. The bias falls like one over the batch size.
 
     Args:
         head: `nn.Linear` `[n, d]`, or dicts `{"head": nn.Linear, ...}`.
         lr: eta. Default 1.
         weight_decay: lambda, bias included. Default 1e-4.
-        damping: delta over the mean |x|^2. Default 1e-2.
+        damping: delta divided by the mean |x|^2. Default 1e-2.
         literal: the published form; it does not use `damping`. Default False.
         order: of the labels in the bound: "ascending" (default), "descending" or "none".
         process_group: of `torch.distributed`; statistics are averaged over it. Default: the default group.
@@ -114,7 +114,7 @@ class SBM(HeadOptimizer):
         head: `nn.Linear` `[n, d]`.
         num_examples: T, the size of the training set.
         lr: eta. Default 1.
-        weight_decay: lambda > 0 of lambda/2 |W|^2 beside the mean loss, bias included. Default 1e-4.
+        weight_decay: lambda > 0 of lambda/2 |W|^2, which is added to the mean loss, bias included. Default 1e-4.
         variant: "online" (default) or "accumulated".
         order: of the labels in the bound: "descending" (default), "ascending" or "none".
 

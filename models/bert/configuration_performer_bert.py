@@ -14,7 +14,7 @@ from favor.models.stored_backend import StoredBackend
 class PerformerBertConfig(StoredBackend, BertConfig):
     """BERT's configuration plus an attention backend and its options, both written to `config.json`.
 
-    Every field of `BertConfig` keeps its name and default. A `config.json` of plain BERT is read as it is.
+    Every field of `BertConfig` keeps its name and default. A `config.json` of plain BERT is read unchanged.
 
     Args:
         favor: options of the FAVOR backends as a plain dictionary with the fields of `favor.FavorConfig`. None
@@ -37,7 +37,7 @@ class PerformerBertConfig(StoredBackend, BertConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads a `config.json`; one of plain BERT is taken for what it becomes, without a warning about its type."""
+        """Reads a `config.json`; one of plain BERT is read as one of Performer BERT, without a warning."""
         config_dict, unused = super().get_config_dict(*args, **kwargs)
         if config_dict.get("model_type") == BertConfig.model_type:
             config_dict = {**config_dict, "model_type": cls.model_type}

@@ -24,11 +24,11 @@ from favor.models.bert.configuration_performer_bert import PerformerBertConfig
 class PerformerBertModel(BertModel):
     """BERT's encoder with a pooler.
 
-    Any BERT checkpoint loads unchanged, in this class and in those below:
+    Any BERT checkpoint loads unchanged, in this class and in the others of Performer BERT:
 
         model = PerformerBertModel.from_pretrained(path, favor={"num_features": 128})
 
-    What `save_pretrained` writes, `AutoModel.from_pretrained(folder)` reads back with backend and options.
+    `AutoModel.from_pretrained(folder)` reads back what `save_pretrained` wrote, with backend and options.
 
     Example:
         >>> from favor.models.bert import PerformerBertConfig, PerformerBertModel

@@ -75,8 +75,8 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
         ctc_loss_reduction: "mean" (default; each loss over its number of labels, then the mean) or "sum", as in
             `torch.nn.functional.ctc_loss`.
         ctc_zero_infinity: an utterance with more labels than frames counts 0 in the CTC loss. Default True.
-        ctc_weight: part of a CTC loss, with a head of its own, in the loss of the Transducer: loss = (1 - w) Transducer
-            + w CTC. Default 0: no such head.
+        ctc_weight: share w of a CTC loss, with a head of its own, in the loss of the Transducer: loss = (1 - w)
+            Transducer + w CTC. Default 0: no such head.
         prediction_network: "lstm" (default) or "stateless", an embedding and a convolution over the last tokens
             (Ghodsi et al. 2020, "RNN-transducer with stateless prediction network").
         prediction_hidden_size: its width. Default 512.
@@ -149,8 +149,8 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
         """
         if TRANSDUCER in (self.architectures or ()):
             raise ValueError(
-                "chunk_length_s is for CTC models, this is a Transducer: leave it out, memory and time are linear in "
-                "the length with a FAVOR backend."
+                "chunk_length_s is for CTC models, this is a Transducer: leave it out. With a FAVOR backend memory "
+                "and time are linear in the length."
             )
         return self.feature_hop_length * self.subsampling_conv_stride**2
 

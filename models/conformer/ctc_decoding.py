@@ -94,7 +94,7 @@ def checked_lengths(name: str, frames: Tensor, lengths: Tensor | Sequence[int]) 
 
 
 def check_beam(beam_size: int) -> None:
-    """Raises ValueError for a beam of nothing."""
+    """Raises ValueError for a beam without hypotheses."""
     if beam_size < 1:
         raise ValueError(f"beam_size must be at least 1, got {beam_size}.")
 
@@ -190,7 +190,7 @@ def ctc_prefix_beam(
 
 
 def _search(log_probs: list[list[float]], order: list[list[int]], beam_size: int, blank: int) -> list[Hypothesis]:
-    """`ctc_prefix_beam` for one row: log probabilities of each frame, and its labels from the most probable down."""
+    """Runs `ctc_prefix_beam` for one row, from log probabilities and the labels of each frame, most probable first."""
     prefixes = Prefixes()
     # node: (log probability that it ends in a blank, in its last token, either way), best first
     beam = {0: (0.0, NEVER, 0.0)}
@@ -233,7 +233,7 @@ def _search(log_probs: list[list[float]], order: list[list[int]], beam_size: int
 def _stay(
     beam: dict[int, tuple[float, float, float]], prefixes: Prefixes, row: list[float], blank: int
 ) -> dict[int, tuple[float, float]]:
-    """Prefixes of the beam after one frame more: by a blank, by their last token again, or by it after their parent."""
+    """Keeps prefixes for one more frame: by a blank, by their last token again, or by that token after their parent."""
     stay = {}
     for node, (_, ends_token, total) in beam.items():
         last, parent = prefixes.last[node], prefixes.parents[node]

@@ -31,7 +31,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         frames = input.transpose(1, 2)
         rows = frames.flatten(0, 1) if real is None else frames[real]
         momentum = 0.0 if self.momentum is None else self.momentum
-        # Activation checkpointing comes here a second time, inside the backward pass.
+        # Activation checkpointing runs this a second time, inside the backward pass.
         if torch._C._current_graph_task_id() != -1:
             momentum = 0.0
         # One frame has no variance: it takes that of the frames so far.
@@ -62,7 +62,7 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         Args:
             hidden_states: `[B, T, C]`.
             real: `[B, T]`, boolean, False for padding; None if there is none.
-            state: what came before, for streaming; changed.
+            state: what earlier frames left behind, for streaming; changed in place.
 
         Returns:
             `[B, T, C]`.
@@ -92,7 +92,7 @@ class KeyValues:
         return 0 if self.key is None or self.value is None else self.key.nbytes + self.value.nbytes
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what is next and returns everything."""
+        """Adds the next keys and values and returns all of them."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
         self.key, self.value = key, value
@@ -100,7 +100,7 @@ class KeyValues:
 
 
 class ConformerAttention(LasrEncoderAttention):
-    """Self-attention with rotary positions; the backend is the configuration's."""
+    """Self-attention with rotary positions; the backend is that of the configuration."""
 
     def __init__(self, config: ConformerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -134,7 +134,7 @@ class ConformerAttention(LasrEncoderAttention):
 
 @dataclass
 class BlockState:
-    """What a layer keeps between pieces: the last inputs of the convolution `[B, C, kernel - 1]`, and of attention."""
+    """State of a layer between pieces: the last inputs of the convolution `[B, C, kernel - 1]`, and attention's."""
 
     convolution: Tensor
     attention: StreamState | KeyValues
@@ -173,7 +173,7 @@ class ConformerBlock(LasrEncoderBlock):
             attention_mask: for the attention backend.
             position_embeddings: cosines and sines `[1, T, head_dim]`.
             real: `[B, T]`, False for padding; None if there is none.
-            state: of a causal model that streams, all of whose frames are real; changed. Default None: no stream.
+            state: for a causal model that streams; all frames are then real. Changed in place. Default None: no stream.
             **kwargs: for the attention backend.
         """
         hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)

@@ -14,21 +14,21 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 NORMALIZE = ("utterance", "none")
-# Frames whose spectra exist at once: some 4 MB, whether the audio lasts a second or an hour.
+# Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.
 BLOCK_FRAMES = 256
 VARIANCE_FLOOR = 1e-5
-# Of measured constants. Bins of speech deviate by 2 to 4; one that deviates by less than this is empty in what was
-# measured, and what other audio has there must not be amplified more than tenfold.
+# For measured constants. The standard deviation of bins of speech is 2 to 4. A bin below this floor was empty in the
+# measured audio; other audio must not be amplified there more than tenfold.
 STD_FLOOR = 0.1
 TOP_HERTZ = 7500
 
 
 class ConformerFeatureExtractor(LasrFeatureExtractor):
-    """Waveforms to log-mel features `[B, T, F]`, right padded with 0, and their `attention_mask [B, T]`.
+    """Turns waveforms into log-mel features `[B, T, F]`, right padded with 0, and their `attention_mask [B, T]`.
 
-    Windows, Fourier transform and mel filters (HTK scale, 125 to 7500 Hz) are those of transformers' LASR. Unlike
-    there, every utterance is featurised before it is padded, so that its frames do not depend on the batch, and frames
-    are computed in blocks, so that memory beside the features themselves does not grow with the audio.
+    Windows, Fourier transform and mel filters (HTK scale, 125 to 7500 Hz) are those of transformers' LASR. Unlike in
+    LASR, features of an utterance are computed before it is padded, so that its frames do not depend on the batch, and
+    frames are computed in blocks, so that memory apart from the features themselves does not grow with the audio.
 
     Args:
         feature_size: mel bins F. Default 80. With 128 the first filter falls between two points of a transform of 512
@@ -39,7 +39,8 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         n_fft: points of the Fourier transform, at least win_length. Default 512.
         padding_value: of padded frames. Default 0, the mean after normalisation.
         normalize: "utterance" (default) subtracts the mean of each bin over the utterance's own frames and divides by
-            its standard deviation; "none" subtracts `mean` and divides by `std`, constants, as streaming needs.
+            its standard deviation; "none" subtracts `mean` and divides by `std`, which are constants, as streaming
+            needs.
         mean: F constants for "none". Default None: zeros.
         std: F positive constants for "none". Default None: ones.
 
@@ -85,7 +86,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != feature_size or not np.isfinite(values).all():
                 raise ValueError(
-                    f"{name} must be {feature_size} finite numbers, one a bin, got {len(values)}: {values}."
+                    f"{name} must be {feature_size} finite numbers, one per bin, got {len(values)}: {values}."
                 )
         wrong = [bin for bin, value in enumerate(self.std) if value <= 0]
         if wrong:
@@ -111,14 +112,14 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         return cls(normalize="none", mean=frames.mean(0).tolist(), std=std.tolist(), **settings)
 
     def num_frames(self, samples: int) -> int:
-        """Counts the frames of a waveform of so many samples: windows that lie inside it."""
+        """Counts the frames of a waveform of `samples` samples: windows that lie inside it."""
         return max(0, (samples - self.win_length) // self.hop_length + 1)
 
     def log_mel(self, waveform: Tensor, device: str | torch.device = "cpu") -> Tensor:
         """Computes logarithms of the mel energies, not normalised: log max(1e-5, energy).
 
-        A stream gives the same frames: pass each piece with what the piece before left over in front of it, its
-        samples from `num_frames(n) * hop_length` on (win_length - hop_length of them and what filled no hop).
+        A stream gives equal frames if each piece begins with the samples that the piece before left over: those from
+        `num_frames(n) * hop_length` on (win_length - hop_length samples, and those that filled no hop).
 
         Args:
             waveform: float samples `[n]` in [-1, 1].
@@ -141,7 +142,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
         Args:
             features: `[T, F]`, real frames only.
-            normalize: "utterance" or "none", see the class. Default None: the extractor's own.
+            normalize: "utterance" or "none", see the class. Default None: that of the extractor.
 
         Returns:
             `[T, F]`; for "utterance", (x - mean) / sqrt(variance + 1e-5), so that a constant bin is 0.
@@ -174,12 +175,13 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
             truncation: cut to `max_length` frames, after normalisation. Default False.
             pad_to_multiple_of: pad the number of frames to a multiple. Default None.
             return_tensors: "pt" or "np". Default None: as "pt".
-            return_attention_mask: there because the pipeline passes True; the mask is always returned, False is an
+            return_attention_mask: accepted because the pipeline passes True; the mask is always returned, False is an
                 error.
             padding: "longest" (default), "max_length", or False.
             max_length: frames, for truncation and padding.
-            sampling_rate: of the samples; must be the extractor's. Default None: it is, with a warning.
-            do_normalize: False takes "none" and True "utterance" for this call. Default None: the extractor's own.
+            sampling_rate: of the samples; must be that of the extractor. Default None: taken to be that, with a
+                warning.
+            do_normalize: False takes "none" and True "utterance" for this call. Default None: as the extractor is set.
             device: where to compute. Default "cpu".
             dither: standard deviation of Gaussian noise added to the samples, for training only: it belongs to the call
                 and is never saved. Default 0.
@@ -191,7 +193,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         Raises:
             ValueError: for another sampling rate, a waveform shorter than a window, samples that are not finite, or
                 another shape.
-            TypeError: for samples that are no floats.
+            TypeError: for samples that are not floats.
         """
         self._check(sampling_rate, return_attention_mask)
         normalize = None if do_normalize is None else NORMALIZE[0 if do_normalize else 1]
@@ -214,7 +216,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         return padded
 
     def _check(self, sampling_rate: int | None, return_attention_mask: bool | None) -> None:
-        """Refuses what would make wrong features or none."""
+        """Refuses arguments that would give wrong features or none."""
         if sampling_rate is None:
             logger.warning_once(f"no sampling_rate was given: the audio is taken to have {self.sampling_rate} Hz.")
         elif sampling_rate != self.sampling_rate:
@@ -227,7 +229,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
 
 def waveforms(raw: Any, least: int) -> list[Tensor]:
-    """Gives one or several waveforms of at least so many samples, as float32 tensors `[n]`."""
+    """Checks one or several waveforms of at least `least` samples and gives them as float32 tensors `[n]`."""
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]
     else:

@@ -34,7 +34,7 @@ _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only"
 
 
 class ConformerPreTrainedModel(LasrPreTrainedModel):
-    """What the Conformer models share: initial weights, lengths after subsampling."""
+    """Base class of the Conformer models: initial weights, lengths after subsampling."""
 
     config: ConformerConfig
     config_class = ConformerConfig
@@ -46,11 +46,11 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, nn.Linear | nn.Conv1d):
-            # By the width, as torch does: a fixed deviation of 0.02 is too small for narrow models.
+            # Deviations depend on the width, as in torch: a fixed deviation of 0.02 is too small for narrow models.
             init.kaiming_uniform_(module.weight, a=5**0.5)
 
     def subsampled_lengths(self, lengths: Count) -> Count:
-        """Counts the encoder frames of so many feature frames: of an utterance, or `[B]`."""
+        """Counts encoder frames, given numbers of feature frames: of an utterance, or `[B]`."""
         return subsampled_frames(lengths, self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride)
 
     def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
@@ -170,12 +170,13 @@ class ConformerForCTC(ConformerPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Loads a saved model, as in transformers, but no Transducer unawares.
+        """Loads a saved model, as in transformers, but refuses a Transducer that was not asked for.
 
         `architectures=["ConformerForCTC"]` takes the encoder of a Transducer, with its CTC head if it has one.
 
         Raises:
-            ValueError: for a Transducer, unless `architectures` says otherwise; a pipeline then loads it as what it is.
+            ValueError: for a Transducer, unless `architectures` says otherwise; a pipeline then loads it as a
+                Transducer.
         """
         saved = config
         if not isinstance(config, ConformerConfig):

@@ -68,7 +68,7 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         self.joint = Joint(config)
         self.ctc_head = nn.Linear(config.hidden_size, config.vocab_size) if config.ctc_weight else None
         self.post_init()
-        # What is set here the pipeline leaves alone: else it asks for five beams and 256 tokens.
+        # The pipeline leaves alone what is set here; otherwise it asks for five beams and 256 tokens.
         own = {"num_beams": 1, "max_length": sys.maxsize, "pad_token_id": config.pad_token_id}
         self.generation_config = GenerationConfig(**own)
 
@@ -120,7 +120,7 @@ class ConformerForTransducer(ConformerPreTrainedModel):
         return encoded.last_hidden_state, frame_counts(encoded)
 
     def predict(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Predicts: outputs `[B, U, P]` after each of the tokens `[B, U]`, and the state to go on from.
+        """Runs the prediction network: outputs `[B, U, P]` after each token `[B, U]`, and the state to go on from.
 
         Args:
             tokens: tokens so far, or the next ones if there is a state; the first of all is the blank.
@@ -152,8 +152,8 @@ class ConformerForTransducer(ConformerPreTrainedModel):
 
         Args:
             input_features, attention_mask: as in `forward`.
-            max_symbols: tokens emitted at most in one frame. Default 10.
-            generation_config: the pipeline's; nothing of it has a meaning here. `transducer_beam` searches with a beam.
+            max_symbols: maximum number of tokens per frame. Default 10.
+            generation_config: passed by the pipeline and ignored. `transducer_beam` searches with a beam.
         """
         hidden, lengths = self.encode(input_features, attention_mask)
         blank, sequences = self.config.pad_token_id, []
@@ -166,7 +166,7 @@ class ConformerForTransducer(ConformerPreTrainedModel):
 
 
 AutoModelForSpeechSeq2Seq.register(ConformerConfig, ConformerForTransducer, exist_ok=True)
-# By the name of the class the pipeline for speech recognition knows which models generate.
+# The pipeline for speech recognition knows by the name of the class which models generate.
 MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES[ConformerConfig.model_type] = ConformerForTransducer.__name__
-if hasattr(transformers, "AutoModelForRNNT"):  # Newer than the oldest transformers that is supported.
+if hasattr(transformers, "AutoModelForRNNT"):  # The oldest supported transformers does not have it.
     transformers.AutoModelForRNNT.register(ConformerConfig, ConformerForTransducer, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Audio and transcripts as what the Conformer takes."""
+"""Turns audio and transcripts into inputs of the Conformer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ConformerProcessor(LasrProcessor):
 
     Args:
         feature_extractor: makes `input_features` and `attention_mask` of audio.
-        tokenizer: makes `labels` of text, and text of ids: `decode` and `batch_decode` are the tokenizer's.
+        tokenizer: makes `labels` of text, and text of ids: `decode` and `batch_decode` are its methods.
 
     Example:
         >>> import numpy as np
@@ -39,8 +39,8 @@ class ConformerProcessor(LasrProcessor):
 
         Args:
             audio: one waveform or several, see `ConformerFeatureExtractor`. Default None.
-            text: one transcript or several, taken as they are; see `normalize_transcript`. Default None.
-            sampling_rate: of the audio. Default None: the extractor's, with a warning.
+            text: one transcript or several, taken unchanged; see `normalize_transcript`. Default None.
+            sampling_rate: of the audio. Default None: that of the extractor, with a warning.
             **kwargs: for the feature extractor.
 
         Returns:
@@ -48,7 +48,8 @@ class ConformerProcessor(LasrProcessor):
             -100.
 
         Raises:
-            ValueError: without audio and text, for as many transcripts as not waveforms, or from the extractor.
+            ValueError: without audio and text, for different numbers of transcripts and waveforms, or from the
+                extractor.
         """
         if audio is None and text is None:
             raise ValueError("audio or text must be given, got neither.")
@@ -59,7 +60,7 @@ class ConformerProcessor(LasrProcessor):
             outputs["labels"] = self.labels(text)
         if audio is not None and text is not None and len(outputs["labels"]) != len(outputs["input_features"]):
             raise ValueError(
-                f"text must hold one transcript a waveform, got {len(outputs['labels'])} for "
+                f"text must hold one transcript per waveform, got {len(outputs['labels'])} for "
                 f"{len(outputs['input_features'])}."
             )
         return outputs

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class ConformerStream:
-    """A causal Conformer between two pieces; its outputs are those of the whole recording.
+    """Runs a causal Conformer piece by piece; its outputs are those of the whole recording.
 
     Args:
         model: a causal `ConformerModel`, `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
-        feature_extractor: for `feed`, with fixed normalisation. Without one there is only `feed_features`.
+        feature_extractor: for `feed`, with fixed normalisation. Without an extractor only `feed_features` works.
         batch_size: recordings that run side by side. Default 1.
 
     Attributes:
@@ -28,7 +28,7 @@ class ConformerStream:
         tokens: what greedy search has found so far, a list for each recording.
 
     Raises:
-        ValueError: if the model is not causal or trains, or the features of an utterance depend on all of it.
+        ValueError: if the model is not causal or in training mode, or if features depend on the whole utterance.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class ConformerStream:
 
     @property
     def latency(self) -> float:
-        """Seconds of audio from the beginning of a frame until the frame can be computed, besides computing time."""
+        """Seconds of audio from the beginning of a frame until it can be computed; computing time comes on top."""
         config = self.encoder.config
         width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
         hops = (width - 1) * (1 + stride)
@@ -110,8 +110,8 @@ class ConformerStream:
         """Takes the next features `[B, T, num_mel_bins]`, and appends to `tokens` what they add.
 
         Returns:
-            Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are all there, m
-            may be 0.
+            Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are complete; m may
+            be 0.
         """
         encoder, stride = self.encoder, self.encoder.config.subsampling_conv_stride**2
         features = features.to(encoder.device, encoder.dtype)
@@ -139,7 +139,7 @@ class ConformerStream:
             return hidden_states
         logits = self._head(hidden_states)
         best, blank = logits.argmax(-1), self.model.config.pad_token_id
-        # A token that goes on from the piece before is not a new one.
+        # A token that continues from the piece before is not a new one.
         last = self._context[0] if self._context else torch.full_like(best[:, :1], blank)
         starts = (best != blank) & (best != torch.cat((last, best[:, :-1]), dim=1))
         for tokens, row, start in zip(self.tokens, best, starts, strict=True):

@@ -31,7 +31,7 @@ def normalize_transcript(text: str) -> str:
     """Writes a transcript as LibriSpeech does: capitals A to Z, apostrophes, single spaces.
 
     Letters lose their accents ("é" is E, "ß" SS), typographic apostrophes become plain, and everything else, digits and
-    hyphens included, becomes a space. Numbers are not spelled out: do that first where they matter.
+    hyphens included, becomes a space. Numbers are not spelled out: do that first if they matter.
 
     Args:
         text: any text.
@@ -53,7 +53,7 @@ class ConformerTokenizer(TokenizersBackend):
 
     Ids: 0 `<pad>`, also the blank of CTC and Transducer, 1 `</s>` (not used by the models), 2 `<unk>`, then the pieces.
     `decode` takes the frame-wise ids of CTC by default; pass `group_tokens=False` for ids that are collapsed
-    already, such as those of a Transducer or of a beam search. Made by `train_tokenizer` or `from_pretrained`.
+    already, such as those of a Transducer or of a beam search. `train_tokenizer` and `from_pretrained` make one.
 
     Example:
         >>> from favor.models.conformer import train_tokenizer
@@ -62,7 +62,7 @@ class ConformerTokenizer(TokenizersBackend):
         'good'
     """
 
-    # transformers loads tokenizer.json as it stands only for classes that leave __init__ alone.
+    # transformers loads tokenizer.json unchanged only for classes that have no __init__ of their own.
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def _decode(
@@ -95,14 +95,14 @@ def train_tokenizer(
 ) -> ConformerTokenizer:
     """Trains word pieces with sentencepiece (Kudo and Richardson 2018, arXiv:1808.06226).
 
-    The result depends on the texts alone, and its ids are those of sentencepiece's own encoder. Texts are taken as
-    they are, but for runs of white space; see `normalize_transcript`.
+    The result depends on the texts alone, and its ids are those of sentencepiece's own encoder. Texts are not changed,
+    except for runs of white space; see `normalize_transcript`.
 
     Args:
         texts: transcripts.
         model_type: "unigram" (default), "bpe" or "char".
         vocab_size: of the whole vocabulary, with the three special tokens. Default None: 256, or for "char" all
-            characters; fewer leave the rarest characters to `<unk>`.
+            characters; a smaller number turns the rarest characters into `<unk>`.
         folder: gets the tokenizer and the sentencepiece model, `spiece.model`. Default None: not saved.
 
     Returns:
@@ -129,7 +129,7 @@ def train_tokenizer(
     least = len(SPECIAL) + (1 if model_type == "char" else characters)
     if vocab_size < least:
         raise ValueError(f"vocab_size must be at least {least} for these texts, got {vocab_size}.")
-    # sentencepiece would quietly return fewer.
+    # sentencepiece would silently return fewer.
     if model_type == "char" and vocab_size > characters + len(SPECIAL):
         raise _too_large(vocab_size, characters + len(SPECIAL), lines, model_type)
     needs("speech", "sentencepiece")
@@ -157,9 +157,9 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
             vocab_size=vocab_size,
             character_coverage=1.0,
             normalization_rule_name="identity",
-            # Longer lines would be left out without a word.
+            # Longer lines would silently be left out.
             max_sentence_length=4 * max(map(len, lines)) + 16,
-            # Sums of floats depend on their number.
+            # Sums of floats depend on the number of threads.
             num_threads=1,
             pad_id=0,
             eos_id=1,

@@ -1,4 +1,4 @@
-"""Transducer loss as one node of autograd's graph: from logits, or from what a joint network makes them of.
+"""Transducer loss as one node of autograd's graph: from logits, or from the inputs of a joint network.
 
 Both go through the logits a piece at a time, twice: first for the log probabilities in the lattice, then, in the
 backward pass, for the gradient. Between the two they keep the probabilities of the transitions, `[B, T, U + 1]`.
@@ -26,7 +26,7 @@ Joint = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What a batch asks for.
+    """Data and settings of the loss of one batch.
 
     Attributes:
         targets: `[B, U + 1]` int64 on the device of the logits; padding holds some valid id.
@@ -53,7 +53,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def score(task: Task, read: Callable[[Cells], Tensor], cells: int) -> tuple[Tensor, ...]:
-    """Losses `[B]`, and for a backward pass the probabilities of blanks and labels, `[B, T, U + 1]` each.
+    """Computes losses `[B]` and, for a backward pass, the probabilities of blanks and labels, `[B, T, U + 1]` each.
 
     Args:
         task: the batch.
@@ -112,8 +112,8 @@ def refuse_second_derivatives() -> None:
     """Raises RuntimeError in a backward pass that builds a graph, where the gradients would count as constants."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "the transducer loss can be differentiated once; take its gradients without create_graph=True, and apart "
-            "from those of which derivatives are needed."
+            "the transducer loss can be differentiated once; take its gradients without create_graph=True, separately "
+            "from gradients that are differentiated again."
         )
 
 
@@ -122,7 +122,7 @@ class FromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: Task, logits: Tensor) -> Tensor:
-        """Losses."""
+        """Computes the losses."""
         ctx.task, ctx.cells = task, max(1, PIECE.get(logits.device.type, LARGE_PIECE) // logits.shape[-1])
         losses, *occupancies = score(task, logits.__getitem__, ctx.cells)
         ctx.save_for_backward(logits, *occupancies)
@@ -144,7 +144,7 @@ class FromLogits(torch.autograd.Function):
 
 
 class Surroundings:
-    """What a joint network depends on beside its inputs, to call it again under the same: autocast, random numbers."""
+    """What a joint network depends on besides its inputs, so that it can be called again: autocast, random numbers."""
 
     def __init__(self, example: Tensor) -> None:
         self.kind = example.device.type
@@ -154,7 +154,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restores autocast and random numbers of before; afterwards random numbers go on undisturbed."""
+        """Restores the earlier autocast and random numbers; afterwards random numbers go on undisturbed."""
         kind = "cuda" if self.kind == "cpu" else self.kind
         autocast = torch.autocast(self.kind, self.dtype, self.enabled)
         with torch.random.fork_rng(self.devices, device_type=kind), autocast:
@@ -228,7 +228,7 @@ class FromNetworks(torch.autograd.Function):
     def forward(
         ctx: Any, task: Task, network: Network, hidden: Tensor, prediction: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Losses."""
+        """Computes the losses."""
         ctx.task, ctx.network, ctx.surroundings = task, network, Surroundings(hidden)
 
         def read(piece: Cells) -> Tensor:
@@ -259,7 +259,7 @@ class FromNetworks(torch.autograd.Function):
 
 
 def _pull(network: Network, inputs: list[Tensor], sums: list[Tensor | None], slope: Callable[[Tensor], Tensor]) -> None:
-    """Adds the gradients of one piece with respect to `inputs` and the parameters to `sums`, None for the unwanted."""
+    """Adds the gradients of one piece with respect to `inputs` and the parameters to `sums`, where not None."""
     with torch.enable_grad():
         logits = join(network.joint, *inputs)
     pairs = [(x, total) for x, total in zip([*inputs, *network.parameters], sums, strict=True) if total is not None]

@@ -1,4 +1,4 @@
-"""From the encoder of a Transducer to tokens: greedy search, and beam search with at most one token a frame."""
+"""From the encoder of a Transducer to tokens: greedy search, and beam search with at most one token per frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIVERGED = "the model's logits must be numbers, got NaN. Has the model diverged?
 
 
 class Transducer(Protocol):
-    """What the searches need of a model; label 0 is the blank and the start symbol."""
+    """Methods that the searches need of a model; label 0 is the blank and the start symbol."""
 
     def predict(
         self, tokens: Tensor, state: tuple[Tensor, ...] | None = None
@@ -44,7 +44,7 @@ def transducer_greedy(
         model: with `predict` and `join`.
         hidden: encoder output `[B, L, H]`.
         lengths: frames of each row `[B]`; what comes after is ignored.
-        max_symbols: after so many tokens at a frame the next one begins, so that the search ends. Default 10.
+        max_symbols: number of tokens at a frame after which the next frame begins, so that the search ends. Default 10.
         context: for audio that comes in pieces: an empty list before the first, filled here with what the next call
             needs. Default None.
 
@@ -186,7 +186,7 @@ def _pick(prediction: Tensor, state: Sequence[Tensor], rows: Tensor) -> tuple[Te
 
 
 def _merge(extended: Tensor, nodes: list[list[int | None]], prefixes: Prefixes) -> None:
-    """Moves what a hypothesis gives to another one of the beam over to that one's blank, `[B, K, V]` in place."""
+    """Joins hypotheses that become equal: moves the share of one to the blank of the other, `[B, K, V]` in place."""
     pairs = []
     for row, beam in enumerate(nodes):
         place = {node: at for at, node in enumerate(beam) if node is not None}
@@ -204,7 +204,7 @@ def _merge(extended: Tensor, nodes: list[list[int | None]], prefixes: Prefixes) 
 def _follow(
     nodes: list[list[int | None]], prefixes: Prefixes, scores: Tensor, source: Tensor, label: Tensor
 ) -> list[list[int | None]]:
-    """Nodes of the new beam; None where there are fewer hypotheses than places."""
+    """Gives the nodes of the new beam; None where there are fewer hypotheses than places."""
     result: list[list[int | None]] = []
     steps = torch.stack([source, label, (scores > -math.inf).long()], -1)
     for beam, row in zip(nodes, steps.tolist(), strict=True):

@@ -2,10 +2,10 @@
 
 A node (t, u) has seen t frames and emitted u labels. Blank leads from it to (t + 1, u), the next label to (t, u + 1),
 so all nodes with the same t + u follow from those one step before: T + U steps on vectors. Log probabilities are kept
-sheared, `[T + U, B, U + 1]`, a diagonal in one piece. A label is kept at the node it leads to, where both sums want it.
+sheared, `[T + U, B, U + 1]`, a diagonal in one piece. A label is kept at the node it leads to, where both sums need it.
 
-Sequences that are shorter than the others walk on from their end (T_b, U_b) to the common end (T, U) on the only way
-left open there, which costs nothing: so all have the same number of steps and the same last node.
+Shorter sequences continue from their own end (T_b, U_b) to the common end (T, U) on the only way left open, at no cost.
+So all sequences have the same number of steps and the same last node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cells = tuple[int, slice, slice]
 
 
 def slices(frames: list[int], labels: list[int], cells: int) -> Iterator[Cells]:
-    """Sequence, frames and labels of pieces of at most `cells` nodes, which cover all but padding, in a fixed order."""
+    """Yields sequence, frames and labels of pieces of at most `cells` nodes, in order; they leave out padding only."""
     for row, (stop, last) in enumerate(zip(frames, labels, strict=True)):
         width = min(last + 1, cells)
         height = max(1, cells // width)
@@ -37,7 +37,8 @@ def slices(frames: list[int], labels: list[int], cells: int) -> Iterator[Cells]:
 class Lattice:
     """Log probabilities of the transitions, in float64, and sums over their paths.
 
-    Sums reach thousands of nats, and differences of them are taken; next to the logits float64 costs next to nothing.
+    Sums reach thousands of nats, and differences of them are taken; compared with the logits, float64 costs almost
+    nothing.
 
     Args:
         frames: T_b of each sequence, at least 1.
@@ -76,9 +77,9 @@ class Lattice:
         return ways[-1, :, -1].clone(), ways
 
     def occupancies(self, kernel: str, total: Tensor, ways: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Probabilities given the target that an alignment takes each blank and each label, both `[B, T, U + 1]`.
+        """Computes the probabilities, given the target, that an alignment takes each blank and label, `[B, T, U + 1]`.
 
-        The log probabilities are used up. Padding, and labels past the last, hold 0.
+        The log probabilities are overwritten. Padding, and labels past the last, hold 0.
 
         Args:
             kernel: as `pick` returns it.

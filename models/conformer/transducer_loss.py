@@ -42,8 +42,8 @@ def transducer_loss(
 ) -> Tensor:
     """Computes the negative log-likelihood of targets under a Transducer, in nats (Graves 2012, eq. 17).
 
-    It can be differentiated once. The backward pass allocates the gradient and little else; what is kept for it is the
-    logits, by reference, and O(B T U) numbers. Padding is not read, and its gradient is exactly 0. A sequence of
+    It can be differentiated once. The backward pass allocates the gradient and little else; for it the logits, by
+    reference, and O(B T U) numbers are kept. Padding is not read, and its gradient is exactly 0. A sequence of
     probability 0 has loss inf and gradient NaN, unless its loss is left out of the result (`loss[loss.isfinite()]`).
 
     Args:
@@ -52,9 +52,9 @@ def transducer_loss(
         logit_lengths: frames of each sequence `[B]`, from 1 to T.
         target_lengths: labels of each sequence `[B]`, from 0 to U.
         blank: id of the blank. Default 0, as in CTC; that of torchaudio is the last id.
-        reduction: "none" for `[B]`; "sum"; "mean" (default): of the batch, with no regard to lengths, as torchaudio has
-            it ("mean_batch" of NeMo and transformers); "mean_volume", as they call it: the sum over the number of all
-            labels (at least 1).
+        reduction: "none" for `[B]`; "sum"; "mean" (default): over the batch, whatever the lengths, as in torchaudio
+            ("mean_batch" of NeMo and transformers); "mean_volume", a name of theirs: the sum divided by the number of
+            all labels (at least 1).
         clamp: if given, entries of the gradient of each sequence's loss with respect to the logits are limited to
             [-clamp, clamp], before they are multiplied with the gradient of that loss, as torchaudio does.
         kernel: for the sums over alignments, "auto" (default: Triton on CUDA if it is installed and U < 1024, else
@@ -114,7 +114,7 @@ def joint_transducer_loss(
         hidden: encoder output `[B, T, H]`.
         prediction: output of the prediction network `[B, U + 1, P]`, the first after no label.
         joint: turns `[t, 1, H]` and `[1, u, P]` into logits `[t, u, V]`, for any t and u, each node on its own.
-        targets: as in `transducer_loss`, like all that follows.
+        targets: as in `transducer_loss`, like all further arguments.
         logit_lengths: `[B]`.
         target_lengths: `[B]`.
         blank: default 0.
@@ -229,7 +229,7 @@ def _library() -> Callable[..., Tensor] | str:
 
 
 def _library_losses(task: Task, logits: Tensor) -> Tensor:
-    """Losses `[B]` by torchaudio, which wants no padding that all sequences share."""
+    """Computes losses `[B]` by torchaudio, which allows no padding that all sequences share."""
     function: Any = _library()
     frames, labels = (torch.tensor(n, dtype=torch.int32, device=logits.device) for n in (task.frames, task.labels))
     longest, most = max(task.frames), max(task.labels)

@@ -1,4 +1,4 @@
-"""The two small networks of a Transducer beside its encoder: prediction and joint."""
+"""The two small networks of a Transducer besides its encoder: prediction and joint."""
 
 from __future__ import annotations
 

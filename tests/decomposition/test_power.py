@@ -320,7 +320,7 @@ def test_blocks_of_arrays_stay_arrays():
 @pytest.mark.parametrize(
     ("gradients", "blocks", "steps", "message"),
     [
-        ([lambda x: x], [ones(), ones()], None, "must have one entry a block.*got 1, 2 and 2"),
+        ([lambda x: x], [ones(), ones()], None, "must have one entry per block.*got 1, 2 and 2"),
         ([lambda x: x], [ones()], [None, 1.0], "got 1, 1 and 2"),
         ([], [], None, "there must be a block"),
         ([lambda x: x], [ones()], [0.0], r"steps\[0\] must be a positive number or None, got 0.0"),

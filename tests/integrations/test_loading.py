@@ -63,7 +63,7 @@ def test_a_layer_that_never_asks_is_named_by_the_log(caplog):
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
     )
     favor.configure(hf.SiglipVisionModel(config), "landmark")
-    assert "SiglipMultiheadAttentionPoolingHead never ask for a backend and stay exact beside landmark" in caplog.text
+    assert "PoolingHead never ask for a backend and stay exact; other layers run landmark" in caplog.text
 
 
 def test_the_part_that_asks_is_switched_alone(tmp_path):

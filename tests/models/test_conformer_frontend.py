@@ -240,7 +240,7 @@ def test_processor(tmp_path):
     assert processor(text="DOG").labels.tolist() == [tokenizer("DOG").input_ids]
     with pytest.raises(ValueError, match="audio or text must be given"):
         processor()
-    with pytest.raises(ValueError, match="one transcript a waveform, got 1 for 2"):
+    with pytest.raises(ValueError, match="one transcript per waveform, got 1 for 2"):
         processor(waveforms, "DOG", sampling_rate=RATE)
     with pytest.raises(TypeError, match="colour"):
         processor(waveforms, colour="red")

@@ -260,7 +260,7 @@ def test_prox_takes_one_example():
     optimizer = ProxBoundSGD(head)
     x, y = data()
     backward(head, x[:2], y[:2])
-    with pytest.raises(ValueError, match="takes one example a step on one process, got 2"):
+    with pytest.raises(ValueError, match="takes one example per step on one process, got 2"):
         optimizer.step()
 
 

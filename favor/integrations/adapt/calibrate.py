@@ -1,4 +1,4 @@
-"""Parameters of the estimator fixed from data, one set a head, kept in the model as buffers."""
+"""Parameters of the estimator fixed from data, one set per head, kept in the model as buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Statistics:
         self.longest = 0
 
     def __call__(self, seen: Observation) -> None:
-        """Adds one call of a layer; each sequence has the weight of its tokens."""
+        """Adds one call of a layer; each sequence counts by its number of tokens."""
         batch, key_heads = seen.key.shape[:2]
         groups = seen.query.shape[1] // key_heads
         # One set of moments for each sequence and query head, [B, Hk, G, ...]; the heads of a group are pooled.
@@ -81,11 +81,11 @@ def gather(
     """Runs a model with exact attention over data and gathers `Statistics`.
 
     Args:
-        model: any transformers model; its mode is put back afterwards.
+        model: any transformers model; its training mode is restored afterwards.
         dataloader: batches as for `favor.calibrate`.
         features: the family whose statistics are wanted.
-        max_batches: stop after so many; None (default) takes all.
-        also: called with every observation besides.
+        max_batches: number of batches after which to stop; None (default) takes all.
+        also: a further function to call with every observation.
 
     Raises:
         ValueError: if there is no batch, or no attention layer ran.
@@ -142,8 +142,8 @@ def calibrate(
 ) -> PreTrainedModel:
     """Fixes the parameters of the estimator (G, L and the key shift of each head) from data, and uses them from now on.
 
-    The model runs over the data with exact attention; the closed form of the family, by default wDERF with the keys
-    weighted by the attention they get, is taken of the pooled statistics. The parameters become buffers of the
+    The model runs over the data with exact attention; the parameters are the closed form of the family (by default
+    wDERF, with the keys weighted by the attention they get) for the pooled statistics. They become buffers of the
     attention modules, `save_pretrained` writes them and `from_pretrained` reads them. Causal layers can use them, since
     they do not depend on the sequence at hand.
 
@@ -153,12 +153,12 @@ def calibrate(
             few thousand tokens of the kind the model will see are enough.
         attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++";
             "favor+" with feature_weights.
-        max_batches: stop after so many batches; None (default) takes all.
+        max_batches: number of batches after which to stop; None (default) takes all.
         feature_weights: whether to learn nonnegative weights of the features of each head too, from the divergence
             between softmax attention and its estimate in 16 sequences of the data (128 queries of each). They enter
-            the offsets of the keys, so attention costs what it did. They are for the directions and the window they
-            were learned with: num_features, seed, orthogonal, window and exact heads can no longer change, and
-            redraw_interval must be 0. With too little data they fit these and no others. Default False.
+            the offsets of the keys, so attention costs no more than before. They fit only the directions and the window
+            they were learned with: num_features, seed, orthogonal, window and exact heads can no longer change, and
+            redraw_interval must be 0. With too little data they fit that data and no other. Default False.
         refine_steps: with feature_weights, gradient steps by which "wderf" and "cderf" (the default of favor#) adapt G,
             L and shift to the same divergence; default 300 for these two, a minute or two for a small model on one
             core. The other families keep the parameters of their papers: 0 is their default and only value.
@@ -168,11 +168,12 @@ def calibrate(
         The model, with `statistics="calibrated"`.
 
     Raises:
-        ValueError: for a backend without parameters, a bad option, data that give none, or feature weights with
-            redraw_interval above 0 or from sequences that a window covers.
+        ValueError: for a backend without parameters, a bad option, data that give no parameters, or feature weights
+            with redraw_interval above 0 or from sequences that a window covers.
 
     Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`. Weights:
-    `favor.decomposition.mixture_proportions`; that they are learned, and the parameters with them, is this package's.
+        `favor.decomposition.mixture_proportions`; learning them, and the parameters with them, is an addition of this
+        package.
 
     Example:
         >>> import torch, favor

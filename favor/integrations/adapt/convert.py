@@ -41,15 +41,17 @@ def convert(
         dataloader: batches as for `favor.calibrate`. Needed for `layers="auto"` and for `statistics="calibrated"`.
         layers: "all" (default), or "auto": heads whose diagnostic rho says that M features cannot estimate them
             (rho > log M, see `favor.features.Parameters.rho`) keep exact attention, worst first, as far as the budget
-            goes; the layers of those that have to be estimated anyway take wider windows with what is left of it.
+            allows; layers with such heads that must still be estimated take wider windows, as far as the rest of the
+            budget allows.
         flop_budget: for "auto", operations of all attention layers as a fraction of those of exact attention.
-        length: for "auto", number of tokens at which operations are counted; default the longest in the data.
-        max_batches: stop after so many batches of data; None (default) takes all.
+        length: for "auto", number of tokens at which operations are counted; default: the length of the longest
+            sequence in the data.
+        max_batches: number of batches of data after which to stop; None (default) takes all.
         **options: fields of `FavorConfig`, as in `favor.configure`.
 
     Returns:
-        The model. What `save_pretrained` writes holds all choices; the name of the backend is kept by zoo models, and
-        passed again as `attn_implementation` for others.
+        The model. `save_pretrained` writes all choices and the name of the backend, and `from_pretrained` takes them up
+        again if `favor` is imported.
 
     Raises:
         ValueError: for a bad option, or a budget below the cost of estimating every head.
@@ -67,9 +69,7 @@ def convert(
         raise ValueError(f'layers must be "all" or "auto", got {layers!r}.')
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     if config.statistics == "corrected":
-        raise ValueError(
-            'statistics="corrected" is what favor.train.distill makes; convert with "batch" or "calibrated".'
-        )
+        raise ValueError('only favor.train.distill makes statistics="corrected"; convert with "batch" or "calibrated".')
     if layers == "all" and config.statistics == "batch":
         clear_choices(model)
         return configure(model, attn_implementation, **options)
@@ -77,10 +77,10 @@ def convert(
         raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
     name, arguments = feature_family(attn_implementation, config)
     if not REGISTRY[name].takes_parameters:
-        raise ValueError(f'layers="auto" is by the variance of positive features, and {name} has none; use "all".')
+        raise ValueError(f'layers="auto" needs the variance of positive features, and {name} has none; use "all".')
     if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
         raise ValueError(
-            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit none of their own.'
+            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit no parameters themselves.'
         )
     clear_choices(model)
     statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
@@ -129,15 +129,15 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
         an entry for every layer.
 
     Raises:
-        ValueError: if the budget does not pay for the estimate alone.
+        ValueError: if the estimate alone costs more than the budget.
     """
     limit = budget * sum(costs.exact(layer) * len(own) for layer, own in rho.items())
     spent = sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
     if spent > limit:
         share = budget * spent / limit
         raise ValueError(
-            f"flop_budget={budget} is less than the estimate alone costs at {costs.length} tokens, {share:.2f} of "
-            "exact attention. Raise it, or take fewer features, a shorter window or longer sequences."
+            f"flop_budget={budget} is less than the estimate alone costs at {costs.length} tokens, {share:.2f} times "
+            "the cost of exact attention. Raise it, or take fewer features, a shorter window or longer sequences."
         )
     exact: dict[int, list[int]] = {layer: [] for layer in rho}
     hopeless = sorted(
@@ -162,6 +162,6 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
             if wider < costs.length and spent + extra <= limit:
                 spent += extra
                 windows[layer] = wider
-    # A layer with the common window has none of its own, so that a change of the option reaches it.
+    # A layer with the common window gets no entry for it, so that a change of the option reaches the layer.
     own = {layer: {"window": window} for layer, window in windows.items() if window != costs.window}
     return {layer: {"exact_heads": sorted(exact[layer]), **own.get(layer, {})} for layer in rho}

@@ -1,4 +1,4 @@
-"""Weights of random features, and parameters to go with them, learned so that attention comes close to softmax.
+"""Weights of random features, and parameters that go with them, learned so that attention comes close to softmax.
 
 For fixed directions the weights that minimise the generalised Kullback-Leibler divergence between softmax attention and
 its estimate are the proportions of a mixture, a convex problem (`favor.decomposition.mixture_proportions`): component m
@@ -70,7 +70,7 @@ def fit_weights(
         features: the family.
         parameters: of the family, without weights.
         samples: at least one.
-        config: for number, seed and kind of the directions.
+        config: gives the number, seed and kind of the directions.
         layer: number of the layer.
         steps: gradient steps on G, L and b; 0 learns the weights alone.
         exact_heads: key heads that stay exact, which need no weights.
@@ -104,13 +104,13 @@ def fit_weights(
 
 
 class LayerFit:
-    """Weights and parameters of the heads of a layer that are estimated.
+    """Learns weights and parameters for the heads of a layer that are estimated.
 
     Args:
         features: the family.
-        parameters: of the family, `[Hk, d, d]`, with weights to begin with.
+        parameters: of the family, `[Hk, d, d]`, with the first weights.
         samples: at least one, on the device to compute on.
-        config: for number, seed and kind of the directions.
+        config: gives the number, seed and kind of the directions.
         layer: number of the layer.
     """
 
@@ -124,7 +124,7 @@ class LayerFit:
     ) -> None:
         self.features, self.parameters, self.samples = features, parameters, samples
         heads, _, head_dim = samples[0].y.shape
-        # These are the directions that `favor_attention` draws for so many heads.
+        # These are the directions that `favor_attention` draws for this number of heads.
         numbers = (config.num_features, head_dim, heads, config.orthogonal, config.seed, layer, 0)
         self.omega = directions(Draw(features.draws_like, *numbers, samples[0].y.device, torch.float32))
         self.targets = [sample.logits().softmax(-1) for sample in samples]
@@ -150,7 +150,7 @@ class LayerFit:
         return sum((self._divergence(s, t, parameters) for s, t in pairs), torch.zeros(())) / rows  # type: ignore[return-value]
 
     def weighted(self, parameters: Parameters, iterations: int) -> Parameters:
-        """Gives parameters better weights, by a number of iterations of the mixture from those they have."""
+        """Improves the weights of parameters by a number of iterations of the mixture."""
         top = self._top(parameters)
         estimates = [self._estimate(sample, parameters, top) for sample in self.samples]
         # Rows are divided once by their sums under the present weights.
@@ -183,7 +183,7 @@ class LayerFit:
             times, transposed_times, counts, mass, SHIFT, guard=True, tol=1e-5, max_iter=iterations
         )
         weights, near = split(result.proportions)
-        # The exact part has the weight 1; without one a common factor changes nothing.
+        # The exact part has the weight 1; without an exact part a common factor changes nothing.
         common = weights.amax(-1) if near is None else near
         change = (weights / common.unsqueeze(-1)).clamp(min=torch.finfo(weights.dtype).tiny).log()
         # A feature without a part in any row keeps its weight.

@@ -82,7 +82,7 @@ class Sample:
 class Samples:
     """Some sequences of each layer, as a callback of `favor.integrations.adapt.observe.observe`.
 
-    Every sequence of every call of a layer has the same chance to be among them, so that a layer used at several depths
+    Every sequence of every call of a layer has the same chance to be kept, so that a layer used at several depths
     is seen at all of them.
 
     Args:

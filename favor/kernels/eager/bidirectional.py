@@ -6,7 +6,7 @@ Positive random features turn attention into two softmax attentions through M su
     read        out_i = mean of summary_m with weights exp(q_i.uq_m + log_weight_m + offset_m)
 
 Both are online in their long direction, so no feature outlives its block. Nothing is added to any normaliser: the
-maxima cancel exactly. On a CPU the two are PyTorch's own fused attention where that takes the sizes.
+maxima cancel exactly. On a CPU both are PyTorch's own fused attention if it takes the sizes.
 
 The backward pass computes the features again; with p_im the weights of the read, g the gradient of the output and
 delta_i = g_i.out_i, the gradient of the query logits is p_im (g_i.summary_m - delta_i). The summaries then gather
@@ -39,7 +39,7 @@ from favor.kernels.eager.common import (
 )
 from favor.kernels.operands import Geometry, Gradients, Operands, Result, Sequence, sequences
 
-_COPIED = 2**20  # numbers copied at a time, where inputs have to be changed first; more if a thread had no head
+_COPIED = 2**20  # numbers copied at a time, if inputs have to be changed first; more if a thread would have no head
 
 
 def forward(operands: Operands, geometry: Geometry) -> Result:
@@ -86,8 +86,8 @@ def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result
 def _prepared(sequence: Sequence) -> Iterator[Sequence]:
     """Prepares a sequence for the fused kernel: hidden keys and values are zeros, all in the precision of the sums.
 
-    All heads at once if nothing has to be copied for that, else some at a time. In bfloat16 the kernel would be twice
-    as fast on some CPUs, but to round the directions changes logits as much as to round queries and keys does.
+    Gives all heads at once if nothing has to be copied, else some at a time. In bfloat16 the kernel would be twice
+    as fast on some CPUs, but rounding the directions changes logits as much as rounding queries and keys does.
     """
     given = sequence.operands
     hidden, dtype = given.key_bias == -torch.inf, given.offset.dtype

@@ -24,7 +24,7 @@ from torch import Tensor
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, Inputs, exp2, summarise, write
 from favor.kernels.operands import Geometry, Gradients, Operands, Result, sequences
 
-# Products inside a chunk cost its size squared; below, passing the state on does.
+# Products inside a chunk cost its size squared; in smaller chunks, passing the state on costs more.
 CHUNK_SIZE, _LONG = 64, 4096
 _STEEPEST = 72.0
 
@@ -143,7 +143,7 @@ def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result
 
 
 def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
-    """Chunks in order; the state is moved to the anchor of each before it is handed out."""
+    """Yields chunks in order; moves the state to the anchor of each chunk first."""
     length, prefix = inputs.query.shape[2], inputs.prefix
     start, project, buffer = 0, inputs.key_directions.transpose(1, 2), Buffer(inputs.key_directions)
     while start < length:
@@ -153,7 +153,7 @@ def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
         logits.add_(bias).add_(inputs.offset)
         anchor = torch.maximum(state.top, logits[:, :1])
         if inputs.hidden is not None:
-            # Nothing seen so far, and the first key is hidden: the first visible one.
+            # If nothing was seen so far and the first key is hidden, take the first visible one.
             visible = (~inputs.hidden[:, prefix + start : prefix + stop]).to(torch.uint8).argmax(1, keepdim=True)
             first = logits.gather(1, visible.expand(-1, -1, logits.shape[2]))
             anchor = torch.where(anchor == -torch.inf, first, anchor)

@@ -1,4 +1,4 @@
-"""What the kernels in plain torch share: memory, safe exponentials, a sequence as the loops read it, fused softmax."""
+"""Tools of the kernels in plain torch: memory, safe exponentials, a sequence as the loops read it, fused softmax."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from favor.kernels.operands import Sequence
 
-# Numbers in one block of features: it should stay in cache, and be small beside the tensors it is made from; but a
-# block costs some twenty calls, however small it is.
+# Numbers in one block of features: it should stay in cache, and be small compared with the tensors it is made from; but
+# each block costs about twenty calls, however small it is.
 SMALLEST_BLOCK, _LARGEST_BLOCK = 2**19, 2**20
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
@@ -27,7 +27,7 @@ class Buffer:
         """Gives uninitialised memory of a shape; valid until the next call of any method."""
         size = math.prod(shape)
         if self._memory.numel() < size:
-            self._memory = self._memory.new_empty(0)  # given back before there is more
+            self._memory = self._memory.new_empty(0)  # freed before there is more
             self._memory = self._memory.new_empty(size)
         return self._memory[:size].view(shape)
 
@@ -45,11 +45,11 @@ def exp2(logits: Tensor, most: float = 0.0) -> Tensor:
     """Computes 2^logits in place, for `logits` relative to a term of the same sum.
 
     On a CPU, natural exponents below the normal numbers take up to 200 times as long (exp of MKL), and products with
-    subnormal numbers 100 times. So this is base 2, and what is too small to count is 0.
+    subnormal numbers 100 times. So this is base 2, and numbers too small to count are 0.
 
     Args:
-        logits: at most `most`, but for rounding: where two ways to the same logarithm round it differently, and it is
-            very large, their difference would overflow.
+        logits: at most `most`, up to rounding: if two ways to one very large logarithm round it differently, their
+            difference would overflow.
         most: 0 if they are relative to the largest term or to the whole sum.
     """
     return vanish(logits.clamp_(max=most).exp2_())
@@ -133,7 +133,7 @@ class Inputs:
         return rows if self.hidden is None else rows.masked_fill(self.hidden[:, start:stop], 0.0)
 
     def blocks(self, rows: int, length: int, smallest: int = SMALLEST_BLOCK) -> list[tuple[int, int]]:
-        """Ranges that cover `length` tokens; each token has `rows` rows of features."""
+        """Gives ranges that cover `length` tokens; each token has `rows` rows of features."""
         features, width = self.key_directions.shape[1:]
         budget = min(max(rows * length * width // 8, smallest), _LARGEST_BLOCK)
         size = max(64, budget // (rows * features) // 64 * 64)
@@ -145,7 +145,7 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         maximum of the key logits in base 2 `[N, M, 1]` (0 if there is no visible key), sum of 2^(logit - maximum)
-        `[N, M, 1]`, and the same sum of values `[N, M, dv]`.
+        `[N, M, 1]`, and this sum over values `[N, M, dv]`.
     """
     n, features = inputs.key_directions.shape[:2]
     # Finite where nothing is visible yet: 2^(-inf - top) is 0 there.
@@ -193,12 +193,12 @@ def fused_attention(
 
     Args:
         query, key, value: `[B, H, L, d]`, `[B, H, S, d]`, `[B, H, S, d]`, of one type, rows in one piece.
-        bias: added to the logits, `[B, H, L, S]`; all but S may be 1. Both results are 0 for a query whose
-            biases are all -inf.
+        bias: added to the logits, `[B, H, L, S]`; all dimensions except S may be 1. Both results are 0 for a query
+            whose biases are all -inf.
         scale: factor of the products.
         is_causal: query i sees keys 0 ... i.
     """
-    # Twice as slow with a bias that has gaps.
+    # The kernel is twice as slow with a bias that has gaps.
     mask = None if bias is None else bias.contiguous()
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale

@@ -260,7 +260,7 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of query, key, value and key_bias from that of the output and what `forward` returned.
 
-    Those of the directions are for the torch kernel: `for_directions` must be False.
+    The torch kernel computes gradients of the directions: `for_directions` must be False.
 
     With p_im the weights of the read and delta_i = g_i.out_i, the gradient of a query logit is
     p_im (g_i.s_m - delta_i). The summaries gather g and delta from the queries as they gather values from the keys: r_m

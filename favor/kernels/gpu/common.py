@@ -1,4 +1,4 @@
-"""Pieces the Triton kernels share."""
+"""Pieces that the Triton kernels share."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def store_rows(base, stride, rows, seen, width: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def corner(base, batch, head, row, stride_batch, stride_head, stride_row):
-    """Address of a row of one head; all three are int64."""
+    """Gives the address of a row of one head; batch, head and row are int64."""
     return base + batch * stride_batch + head * stride_head + row * stride_row
 
 
@@ -149,9 +149,9 @@ def store_tile(
     store_rows(there, stride_row, rows, seen, width, seen.shape[0], WIDTH)
 
 
-# Triton's own helpers for these two take microseconds on the host, and every launch asks for several.
+# Triton's own helpers for these two take microseconds on the host, and every launch calls several.
 def ceil_divide(length: int, size: int) -> int:
-    """Pieces of at most `size` that `length` is cut into."""
+    """Counts the pieces of at most `size` into which `length` is cut."""
     return -(-length // size)
 
 
@@ -172,7 +172,7 @@ def width_constants(width: int, value_width: int) -> dict[str, int]:
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Strides of the batch, the heads and the rows of each tensor, one tensor after the other."""
+    """Gives the strides of the batch, the heads and the rows of each tensor, one tensor after the other."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
@@ -196,20 +196,20 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# Rows, of tokens times heads, with which timings would tell of launches and not of the work.
+# With so few rows (tokens times heads), timings would measure launches and not the work.
 FEW_ROWS = 2**16
 
 
 def worth_timing(choices: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, ...]:
-    """Gives the choices to time; for little work the first one alone, which is then taken as it is.
+    """Gives the choices to time; for little work the first one alone, which is then not timed.
 
-    What is chosen once is kept for all lengths, and on the disk.
+    A choice is kept for all lengths, and on the disk.
     """
     return choices if max(tensor.shape[:-1].numel() for tensor in tensors) > FEW_ROWS else choices[:1]
 
 
 def within_memory(choices: tuple[Any, ...], tf32: bool, *widths: int) -> tuple[Any, ...]:
-    """The choices for products of tf32 with few columns: with four warps, so that no group of warps gets less than 16.
+    """Gives the choices, with four warps for products of tf32 with few columns: no group of warps gets less than 16.
 
     With 8 columns the tensor cores of Hopper read more of shared memory than Triton sets aside (triton issue 10629),
     which is an illegal access, or garbage.
@@ -225,12 +225,12 @@ def interpreted() -> bool:
 class Tuned:
     """A kernel with several configurations, of which Triton's autotuner finds the fastest at the first launch.
 
-    The autotuner looks at every argument again in each launch, on the host; this remembers what it found.
+    The autotuner looks at every argument again in each launch, on the host; this class remembers what it found.
 
     Args:
         kernel: what `triton.jit` returns.
         choices: the configurations.
-        key: names of the arguments for each of whose values the choice is made anew, as for each type.
+        key: names of arguments; the choice is made anew for each of their values, and for each type.
     """
 
     def __init__(self, kernel: Any, choices: tuple[Blocks, ...], key: tuple[str, ...]) -> None:
@@ -272,7 +272,7 @@ def tuned(
     """Gives `kernel` with blocks chosen at the first launch for each type and each value of the arguments in `key`.
 
     Args:
-        choices: lists them by the bytes of the widest row, padded: wide rows leave room for few of them.
+        choices: blocks by the bytes of the widest row, padded: wide rows leave room for small blocks only.
         widths: of queries and keys, and of values.
         tokens: tensors whose rows the kernel works through.
         tf32: whether it multiplies in tf32; by default, for float32.
@@ -294,7 +294,7 @@ def tuned(
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the attention: what it takes, and what every kernel of it is told.
+    """One call of attention: its inputs, and what every kernel is told.
 
     Attributes:
         operands, geometry: as the host functions take them.
@@ -336,7 +336,7 @@ class Problem:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of batch, heads and rows of query, key and value."""
+        """Strides of batch, heads and rows of query, key and value."""
         return strides(*self.operands[:3])
 
     @property
@@ -368,7 +368,7 @@ class Problem:
 
 
 def processors(device: torch.device) -> int:
-    """Programs that run at the same time, for choosing how finely to split work."""
+    """Gives the number of programs that run at the same time, for choosing how finely to split work."""
     if device.type != "cuda":
         return _CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -377,8 +377,8 @@ def processors(device: torch.device) -> int:
 def split_count(programs: int, length: int, device: torch.device, shortest: int = 256) -> int:
     """Tells into how many pieces of at least `shortest` tokens `programs` sequences of work should be cut.
 
-    Enough of them that the device is full, two programs at a time on each processor, and the last round is not much
-    emptier than the others; few, because the pieces must be put together again.
+    There are enough pieces that the device is full (two programs at a time on each processor) and the last round is not
+    much emptier than the others; but few, because the pieces must be put together again.
     """
     return _pieces(programs, length, 2 * processors(device), shortest)
 

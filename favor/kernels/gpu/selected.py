@@ -1,10 +1,10 @@
 """Groups of keys, near keys and chosen keys in Triton: one program for each block of queries.
 
 The mathematics are those of `favor.kernels.selected`. A program keeps the queries of its block and streams the groups
-with their counts, the near keys, and the chosen pages, which it gathers, under one running maximum. A chosen key weighs
-what it adds to its group: that of the key, less that of the mean.
+with their counts, the near keys, and the chosen pages, which it gathers, under one running maximum. A chosen key has
+the weight that it adds to its group: that of the key, less that of the mean.
 
-Backwards the program streams them once more. With p the weights of a sum of one, g the gradient of the output and
+Backwards the program streams them once more. With p the weights, whose sum is one, g the gradient of the output and
 delta = g.out, the gradient of the logit of a group is p (g.w - delta). A chosen key with the weight a has
 a (g.v - delta), and takes b (g.v - delta) from the logit of its group, if the mean weighs b there. The gradients of
 queries are written; those of means, keys and values are added up atomically in float32, because many blocks read the
@@ -54,7 +54,7 @@ _BACKWARD = {
     2: {256: (Blocks(32, 32, 4, 2),), 512: (Blocks(16, 32, 8, 2),)},
     4: {256: (Blocks(16, 32, 4, 2),), 512: (Blocks(16, 32, 8, 1),), 1024: (Blocks(16, 16, 4, 1),)},
 }
-# Logarithm in base 2 of the largest weight backwards: it is at most 1, but for logits that are rounded in another way.
+# Logarithm in base 2 of the largest weight backwards: it is at most 1, except for logits that are rounded differently.
 _MOST = tl.constexpr(8.0)
 
 _SIZES = ("blocks", "sections", "rows", "groups", "nears", "keys", "number", "per_head", "first")

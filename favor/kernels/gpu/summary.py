@@ -2,8 +2,8 @@
 
     log_weight_m = logsumexp_j (x_j.u_m + bias_j),   mean_m = sum_j exp(x_j.u_m + bias_j - log_weight_m) y_j
 
-This is softmax attention with the directions u as queries. Programs share out the tokens, and the token heads that
-share their summaries; a second kernel puts their parts together.
+This is softmax attention with the directions u as queries. The tokens, and the token heads that share summaries, are
+divided among programs; a second kernel puts their parts together.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def collect(
         bias: `[B, Ht, T]` float32, contiguous; -inf hides a token, whatever it and its value hold.
         values: `[B, Ht, T, dv]` in the type of `tokens`.
         cumulative: cumulative lengths `[N + 1]` of packed sequences, or None.
-        max_length: the longest of them.
+        max_length: the largest length.
         extra: `[B, Ht, T]` float32, one more column of values, averaged in float32; or None.
         splits: into how many pieces to cut the tokens; by default, as many as fill the device.
     """
@@ -270,7 +270,7 @@ def summarise(
     extra: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Summaries of the tokens of each sequence; for the arguments see `collect`.
+    """Computes the summaries of the tokens of each sequence; the arguments are those of `collect`.
 
     Returns:
         mean `[N, Hk, M, dv]`, log_weight `[N, Hk, M]` and the mean of extra `[N, Hk, M]` (or None), float32; 0, -inf

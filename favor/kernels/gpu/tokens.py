@@ -122,7 +122,7 @@ def form(
         out = torch.empty(batch, heads, length, dtype=torch.float32, device=rows.device)
     else:
         out, grad = torch.empty_like(rows), grad.contiguous()
-        if out.stride(-1) != 1:  # like rows that overlap
+        if out.stride(-1) != 1:  # if rows overlap
             out = rows.new_empty(rows.shape)
     if not out.numel():
         return out
@@ -187,7 +187,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         weights: `[B, H, L]`, not negative; 0 leaves a token out, whatever it holds. None weighs all alike.
 
     Returns:
-        mean `[B, H, d]` and covariance `[B, H, d, d]`, float32; zeros where all weights are.
+        mean `[B, H, d]` and covariance `[B, H, d, d]`, float32; zeros where all weights are zero.
     """
     batch, heads, length, width = rows.shape
     if weights is None:
@@ -211,7 +211,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH: tl.constexpr):
-    """Takes one matrix. Columns past `width` are zeros in the root, and stay apart from the others in its inverse."""
+    """Computes both roots of one matrix. Columns past `width` are zeros in the root, and apart in its inverse."""
     place = tl.program_id(0).to(tl.int64) * width * width
     row = tl.arange(0, WIDTH)
     real = row < width

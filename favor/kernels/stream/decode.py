@@ -11,7 +11,7 @@ from torch import Tensor
 from favor.kernels.dispatch import kernel_module, pick
 from favor.kernels.operands import Operands
 
-# Flat, as what an operator takes has to be; the order is that of saved graphs, and cannot change.
+# The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
 _DECODE = (
     "(Tensor query, Tensor key, Tensor value, Tensor query_directions, Tensor key_directions, Tensor offset, "
     "Tensor key_bias, Tensor(a7!) log_weight, Tensor(a8!) summary, str kernel) -> Tensor"
@@ -57,7 +57,7 @@ class DecodeState:
     def from_keys(
         cls, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, *, kernel: str = "auto"
     ) -> DecodeState:
-        """Makes the state after a prompt, for decoding to go on from.
+        """Makes the state after a prompt, from which decoding goes on.
 
         Args:
             key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
@@ -90,7 +90,7 @@ def decode(
     Args:
         query: `[B, H, 1, d]`; key, value: `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`.
         query_directions, key_directions, offset: as in `linear_attention`.
-        key_bias: `[B, Hk, 1]`; -inf leaves the state as it is.
+        key_bias: `[B, Hk, 1]`; -inf leaves the state unchanged.
         state: changed in place.
         kernel: "auto", "torch" or "triton".
 

@@ -22,10 +22,10 @@ class StreamState:
     """State of causal attention: all that earlier tokens leave behind for later ones; `extend` changes it in place.
 
     Attributes:
-        memory: of all tokens, or with blocks (a window, or attention by landmarks) of those in complete ones: a
-            dataclass of tensors. None before the first token.
+        memory: state of all tokens or, with blocks (a window, or attention by landmarks), of the tokens in complete
+            blocks: a dataclass of tensors. None before the first token.
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
-        is_ragged: whether some of these may be padding, as where sequences of a batch are of different length.
+        is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
 
     Example:
         >>> import torch, favor
@@ -103,8 +103,8 @@ def extend(
         query, key, value: `[B, H, L, d]`, `[B, Hk, L, d]`, `[B, Hk, L, dv]`, any L.
         query_directions, key_directions, offset, key_bias: as in `linear_attention`, n = 1.
         state: `StreamState()` before the first token; changed in place.
-        query_bias, window, scale: as in `linear_attention`; blocks are counted from the first token of all.
-        kernel: of a single token without a window, "auto" (default), "torch" or "triton"; the rest is plain torch.
+        query_bias, window, scale: as in `linear_attention`; blocks are counted from the very first token.
+        kernel: for a single token without a window, "auto" (default), "torch" or "triton"; all else is plain torch.
 
     Returns:
         `[B, H, L, dv]`: the rows that `linear_attention` with `is_causal` gives for these tokens of the whole sequence.
@@ -164,7 +164,7 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
             f"{window}; begin again with a new StreamState()."
         )
     if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
-        state.change(torch.clone)  # what inference mode made cannot be changed in place outside of it
+        state.change(torch.clone)  # tensors made in inference mode cannot be changed in place outside of it
     if state.memory is None:
         state.memory = DecodeState.empty(*sizes, width, dtype=dtype, device=operands.key.device)
     if state.memory.log_weight.dtype != dtype:
@@ -172,7 +172,7 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
 
 
 def _piece(state: StreamState, operands: Operands, window: int, scale: float) -> Tensor:
-    """Computes output `[B, H, l, dv]` of tokens that end in the same block, or span; takes them into the state."""
+    """Computes output `[B, H, l, dv]` of tokens that end in the same block, or span; adds them to the state."""
     query, key, value, query_directions, key_directions, offset, key_bias, query_bias = operands
     dtype, heads = offset.dtype, key.shape[1]
     queries = query.to(dtype).unflatten(1, (heads, -1))
@@ -204,7 +204,7 @@ def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tu
 
 
 def _split(block: tuple[Tensor, ...], window: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Bias of the keys in complete blocks, -inf for others; and key, value and bias of these, () if there are none."""
+    """Gives the bias of keys in complete blocks, -inf for the others; and key, value and bias of the others, or ()."""
     waiting = Waiting.of(block[2][:, 0] > -torch.inf, window)
     bias = block[2].masked_fill(waiting.kept.unsqueeze(1), -torch.inf)
     if not waiting.order.shape[1]:
@@ -220,7 +220,7 @@ def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeS
     later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
     near = near.masked_fill(later, -torch.inf)
     weights = torch.cat((rows + memory.log_weight[:, :, None, None], near), dim=-1).softmax(-1)
-    # A query that sees no key has nothing but -inf.
+    # A query that sees no key has only -inf.
     far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)
     return far @ memory.summary.unsqueeze(2) + near @ block[1].unsqueeze(2)
 

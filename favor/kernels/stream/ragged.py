@@ -1,4 +1,4 @@
-"""Blocks that are complete in some sequences of a batch and not yet in others."""
+"""Blocks that are complete in some sequences of a batch but not yet in others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass
 class Waiting:
-    """The tokens of blocks that are not complete, where sequences are of different length.
+    """The tokens of incomplete blocks, when sequences have different lengths.
 
     Attributes:
         kept: boolean `[B, T]`, True for these tokens.
-        order: their places in order, `[B, n]`, n the largest number of them in a sequence; where there are fewer,
+        order: their places in order, `[B, n]`, n the largest number of them in a sequence; if a sequence has fewer,
             places of other tokens come first.
     """
 
@@ -23,7 +23,9 @@ class Waiting:
 
     @classmethod
     def of(cls, real: Tensor, block: int) -> Waiting:
-        """Finds them from a mask of real tokens, `[B, T]`, and the length of a block; the first token begins one."""
+        """Finds these tokens from a mask of real ones, `[B, T]`, and the length of a block; the first one begins a
+        block.
+        """
         rank = real.cumsum(1)
         kept = real & (rank > rank[:, -1:] // block * block)
         longest = int(kept.sum(1).max())

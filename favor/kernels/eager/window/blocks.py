@@ -12,8 +12,8 @@ from torch import Tensor
 from favor.kernels.eager.common import Inputs
 from favor.kernels.operands import Geometry, Operands, Sequence, sequences
 
-# Numbers in the logits of the blocks that are worked on together. The fused kernel does not hold them, but summaries of
-# every block, copies of rows and masks, which are smaller, and it is slower the less it gets at a time.
+# Numbers in the logits of the blocks that are worked on together. The fused kernel holds no logits, only summaries of
+# every block, copies of rows and masks, which are smaller; and it is slower with less work at a time.
 SPAN, FUSED_SPAN = 2**20, 2**22
 
 
@@ -48,7 +48,7 @@ class Blocks:
     Attributes:
         inputs: the sequence.
         geometry: the window is the number of tokens of a block. If it is causal, later blocks and later keys of the
-            same block are out of sight.
+            same block are hidden.
         first: where these blocks begin among those of all sequences.
         budget: numbers in the logits of a span.
     """
@@ -62,7 +62,7 @@ class Blocks:
     def parts(cls, operands: Operands, geometry: Geometry, budget: int) -> Iterator[Blocks]:
         """Cuts a batch into sequences, some heads at a time: few enough for one span, whose tokens then lie together.
 
-        On a GPU all heads at once.
+        On a GPU takes all heads at once.
         """
         heads = operands.key.shape[0] * operands.key.shape[1]
         for index, sequence in enumerate(sequences(operands, geometry)):

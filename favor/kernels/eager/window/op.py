@@ -9,8 +9,8 @@ its block:
     summarise   for every block, log weight and mean value of each feature over the keys outside
     read        softmax over [q.uq_m + log_weight_m, scale q.k_j - query_bias]
 
-On a CPU the two are PyTorch's own fused attention where that takes the sizes: a query attends to the summaries of its
-block and to the keys of its block apart, and the two are then mixed by their normalisers.
+On a CPU both are PyTorch's own fused attention if it takes the sizes: a query attends to the summaries of its
+block and, apart from that, to the keys of its block; the two outputs are then mixed by their normalisers.
 
 In a causal layer with more keys than queries, queries are the last rows; blocks are counted from the first key.
 
@@ -55,7 +55,7 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
 def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
     """Computes gradients of the loss, from that of the output and from what `forward` returned."""
     grads = Gradients.empty(operands, for_directions=for_directions)
-    # Triton kernels, whose forward pass this may go back over, keep summaries in the type of the values.
+    # The forward pass may be that of the Triton kernels, which keep summaries in the type of the values.
     saved = saved._replace(summary=saved.summary.to(operands.offset.dtype))
     buffers = tuple(Buffer(operands.offset) for _ in range(4))
     for blocks in Blocks.parts(operands, geometry, SPAN):
@@ -68,7 +68,7 @@ def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result
 
 
 def _own(result: Result, blocks: Blocks) -> Result:
-    """Views of output and normaliser of a part, and of its log weights `[N, b, M]` and means `[N, b, M, dv]`."""
+    """Gives views of output and normaliser of a part, and of its log weights `[N, b, M]` and means `[N, b, M, dv]`."""
     index = (slice(blocks.first, blocks.first + blocks.number), *blocks.sequence.columns[:2])
     weight, summary = (tensor[index].movedim(0, 2).flatten(0, 1) for tensor in result[2:])
     return Result(result.out[blocks.sequence.rows], result.lse[blocks.sequence.rows], weight, summary)
@@ -167,7 +167,7 @@ def _with_queries(blocks: Blocks) -> list[Span]:
 
 
 def _of_span(summaries: Tensor, span: Span) -> Tensor:
-    """Summaries of the blocks of a span, `[N s, M, dv]`."""
+    """Gives the summaries of the blocks of a span, `[N s, M, dv]`."""
     return summaries[:, slice(*span.blocks)].flatten(0, 1)
 
 
@@ -188,7 +188,7 @@ def _logits(
 
 
 def _query_bias(blocks: Blocks, span: Span) -> Tensor:
-    """Bias of the queries of a span, `[N, rows, 1]`."""
+    """Gives the bias of the queries of a span, `[N, rows, 1]`."""
     query_bias = blocks.sequence.operands.query_bias
     assert query_bias is not None  # with a window there is one, see `Geometry.of`
     return blocks.queries(query_bias.unsqueeze(-1), span)

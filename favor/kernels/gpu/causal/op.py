@@ -4,8 +4,8 @@ With lq_im = q_i.uq_m and lk_jm = k_j.uk_m + bias_j, query i gives key j <= i th
 sum_m exp(lq_im + offset_m + lk_jm). Keys of earlier chunks enter through a softmax over the features m, with their
 weights and mean values; keys of the own chunk one by one. Both share the maximum of the row, and nothing is added to a
 normaliser. Within a chunk exp(lq_im + offset_m + lk_jm) is a product of two factors, relative to an anchor per feature
-that every query sees. In the rare chunk in which keys rise too steeply over it slower kernels take over; which chunks
-those are only the device knows.
+that every query sees. In the rare chunk whose keys rise too steeply above it, slower kernels take over; only the device
+knows which chunks these are.
 
 The backward pass computes the states before the chunks again, and from them the gradient of the queries. The same pass
 over the queries, backwards, leaves what the keys of a chunk need of later chunks.
@@ -66,7 +66,7 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of query, key, value and key_bias from that of the output and what `forward` returned.
 
-    Those of the directions are for the torch kernel: `for_directions` must be False.
+    The torch kernel computes gradients of the directions: `for_directions` must be False.
     """
     problem = Problem.of(operands, geometry, chunk_size, segments)
     query, key, value, _, _, offset, key_bias, _ = operands

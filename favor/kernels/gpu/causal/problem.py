@@ -1,6 +1,6 @@
 """Pieces that the causal kernels share: how a call is cut into chunks, and where a chunk lies in memory.
 
-Queries stand beside the last keys. Positions are those of the keys: query i of a sequence with L queries and S keys has
+Queries belong to the last keys. Positions are those of the keys: query i of a sequence with L queries and S keys has
 position S - L + i, and chunk c holds the keys and the queries with positions [c C, (c + 1) C).
 Exponents are kept in base 2.
 
@@ -22,10 +22,10 @@ from favor.kernels.gpu import common
 from favor.kernels.gpu.common import LOG2E, Blocks, bounds, ceil_divide, padded_width, strides
 from favor.kernels.operands import Geometry, Operands
 
-# Logits (base 2) may rise by this much in a chunk, over what its first query sees, before the fast kernels refuse it.
+# Logits (base 2) may rise by this much in a chunk, above what its first query sees, before the fast kernels refuse it.
 STEEP = tl.constexpr(57.0)
 
-# Of float32, for every kernel.
+# For float32, in every kernel.
 _PRECISE = {
     256: (Blocks(None, 16, 8, 2), Blocks(None, 16, 4, 2), Blocks(None, 32, 8, 2)),
     512: (Blocks(None, 16, 8, 2), Blocks(None, 16, 8, 1)),
@@ -135,7 +135,7 @@ def locate_chunk(program, heads, cu_q, cu_k, queries, keys, chunks, CHUNK: tl.co
 
 @triton.jit
 def load_logit(base, there, CHUNK: tl.constexpr):
-    """Bias of the keys of a chunk, in base 2; -inf where there is none."""
+    """Loads the bias of the keys of a chunk, in base 2; -inf where there is no key."""
     return tl.load(base + tl.arange(0, CHUNK), mask=there, other=float("-inf")) * LOG2E
 
 
@@ -149,7 +149,7 @@ def load_features(base, features, count):
 def after_first(shown, CHUNK: tl.constexpr):
     """Marks the rows from the first visible key of a chunk on.
 
-    Those before see the past only, whose weights may be far below the anchor.
+    Rows before it see only the past, whose weights may be far below the anchor.
     """
     index = tl.arange(0, CHUNK)
     return index >= tl.min(tl.where(shown, index, CHUNK), axis=0)

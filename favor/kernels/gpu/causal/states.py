@@ -1,8 +1,8 @@
-"""What the chunks before (or after) each chunk leave behind: per feature a weight and the weighted mean of the values.
+"""States before (or after) each chunk: what other chunks leave, per feature a weight and the weighted mean of values.
 
 Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights, over the
-keys before the chunk. Backwards, over the queries of all heads of a key head: the same with logits lq_im - l_i, values
-g_i, and the mean of delta_i beside them, over the queries after the chunk.
+keys before the chunk. Backwards, over the queries of all heads of a key head: this weight and mean with logits lq_im -
+l_i and values g_i, and the mean of delta_i, over the queries after the chunk.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _chunk_states(
     OWN: tl.constexpr, REVERSE: tl.constexpr, TOTALS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """One segment of the chunks of a sequence, one key head, one block of features; backwards over queries if REVERSE.
+    """Works through one segment of chunks, for one key head and block of features; backwards over queries if REVERSE.
 
     With TOTALS it writes what the whole segment holds, otherwise what lies before each of its chunks.
     """
@@ -117,7 +117,7 @@ def _chunk_states(
 
     index = tl.arange(0, CHUNK)
     stop = tl.minimum((segment + 1) * length, count)
-    if TOTALS:  # nobody asks for that of the last segment
+    if TOTALS:  # the total of the last segment is not needed
         stop = tl.where(segment == segments - 1, 0, stop)
     for step in range(segment * length * GROUP, stop * GROUP):
         chunk = step // GROUP
@@ -177,7 +177,7 @@ def _chunk_states(
 
 
 def key_states(problem: Problem) -> States:
-    """States before each chunk, of the keys."""
+    """Computes the states before each chunk, of the keys."""
     _, key, value, _, directions, offset, bias, _ = problem.operands
     log_weight = offset.new_empty(problem.slots, *offset.shape[1:])
     anchor = torch.empty_like(log_weight)
@@ -188,7 +188,7 @@ def key_states(problem: Problem) -> States:
 
 
 def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> States:
-    """States after each chunk, of the queries; lse and delta `[B, H, L]`."""
+    """Computes the states after each chunk, of the queries; lse and delta `[B, H, L]`."""
     query, offset = problem.operands.query, problem.operands.offset
     log_weight = offset.new_empty(problem.slots, *offset.shape[1:])
     summary = grad.new_empty(*log_weight.shape, grad.shape[-1])

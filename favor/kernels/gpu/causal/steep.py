@@ -1,7 +1,8 @@
 """The chunks whose keys rise too steeply for a common anchor: every weight within them from its own exponents.
 
-These kernels are launched beside the fast ones and return at once for the other chunks. They take rows of a chunk with
-the rows of the chunk that they see, a block of each at a time, and go through the features one after the other.
+These kernels are launched together with the fast ones and return at once for the other chunks. They take rows of a
+chunk with the rows of the chunk that they see, a block of each at a time, and go through the features one after the
+other.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 With p the weights of the softmax, g the gradient of the output and delta_i = g_i.out_i, the gradient of the logit of a
 summary is p_im (g_i.s_m - delta_i), and that of a key p_ij (g_i.v_j - delta_i). The bias of the queries is subtracted
-from the logits of the keys, which is as good as adding it to those of the summaries.
+from the logits of the keys, which is equivalent to adding it to those of the summaries.
 
-From the queries of its own block a key gets the gradients of softmax attention. Those of the other blocks come together
-in the summaries of its block: with r_m and e_m the means of g and delta there, rho_m their log weight and
+From the queries of its own block a key gets the gradients of softmax attention. The gradients from other blocks are
+collected in the summaries of its block: with r_m and e_m the means of g and delta there, rho_m their log weight and
 t_jm = exp(k_j.uk_m + bias_j + offset_m + rho_m), the gradient of v_j is sum_m t_jm r_m, and that of the logit of a
 summary t_jm (v_j.r_m - e_m).
 """

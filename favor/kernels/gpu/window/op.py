@@ -40,7 +40,7 @@ def backward(
 ) -> Gradients:
     """Computes gradients of query, key, value, key_bias and query_bias from that of the output and what `forward` gave.
 
-    Those of the directions are for the torch kernel: `for_directions` must be False.
+    The torch kernel computes gradients of the directions: `for_directions` must be False.
     """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()

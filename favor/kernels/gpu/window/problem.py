@@ -1,6 +1,6 @@
 """Pieces that the kernels of windowed attention share: where a block lies in memory, and how to launch them.
 
-Queries stand beside the last keys: query i of a causal sequence with L queries and S keys has position S - L + i, and
+Queries belong to the last keys: query i of a causal sequence with L queries and S keys has position S - L + i, and
 block b of w tokens holds the keys and the queries with positions [b w, (b + 1) w). Without causality L = S. Exponents
 are in base 2.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from favor.kernels.gpu import common
 from favor.kernels.gpu.common import LOG2E, Blocks, bounds, ceil_divide, contract, load_tile, strides
 
-# Of float32, for every kernel.
+# For float32, in every kernel.
 _PRECISE = {
     128: (Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
     256: (Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 4, 2), Blocks(32, 16, 4, 2)),

@@ -1,8 +1,8 @@
 """Summaries of windowed attention: for every block of tokens, what the other blocks leave behind.
 
 Forwards, over the keys: log_weight_m = offset_m + log sum_j exp(lk_jm) and the mean of v_j with these weights.
-Backwards, over the queries of all heads of a key head: the same with logits lq_im - l_i, values g_i, and the mean of
-delta_i beside them. One kernel sums up every block; another sweeps over the blocks and joins those before each, those
+Backwards, over the queries of all heads of a key head: this weight and mean with logits lq_im - l_i and values g_i, and
+the mean of delta_i. One kernel sums up every block; another sweeps over the blocks and joins those before each, those
 after it, or both. Nothing is subtracted.
 """
 
@@ -75,7 +75,7 @@ def _block_states(
     batch, first_query, query_count, first_key, key_count, prefix, slot = locate(
         sequence, cu_q, cu_k, queries, keys, window, IS_CAUSAL
     )
-    if (block * window >= key_count) | (window >= key_count):  # nobody asks for the only block of a sequence
+    if (block * window >= key_count) | (window >= key_count):  # the only block of a sequence is not needed
         return
     start = block * window
     stop = tl.minimum(start + window, key_count)
@@ -214,16 +214,16 @@ def _outside(
 
 
 def key_states(problem: Problem) -> States:
-    """States of the keys outside each block that its queries may see, in the type of the values."""
+    """Computes the states of the keys outside each block that its queries may see, in the type of the values."""
     _, key, value, _, directions, _, bias, _ = problem.operands
     parts = _sum_blocks(problem, (key, value, directions, bias, None), value.dtype)
     return _join_outside(problem, parts, before=True, after=not problem.geometry.is_causal)
 
 
 def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> States:
-    """States of the queries outside each block that may see its keys; lse and delta `[B, H, L]`.
+    """Computes the states of the queries outside each block that may see its keys; lse and delta `[B, H, L]`.
 
-    For float16 they are float32: gradients may be too small for it.
+    For float16 the states are float32: gradients may be too small for float16.
     """
     dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
     tensors = (problem.operands.query, grad, problem.operands.query_directions, lse, delta)
@@ -233,7 +233,7 @@ def query_states(problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor) -> 
 
 
 def _sum_blocks(problem: Problem, tensors: tuple[Any, ...], dtype: torch.dtype) -> States:
-    """States of every block, log weights in base 2 and without the offset.
+    """Computes the states of every block, log weights in base 2 and without the offset.
 
     Args:
         tensors: tokens, values, directions, bias and delta; no delta for keys.
@@ -256,7 +256,7 @@ def _sum_blocks(problem: Problem, tensors: tuple[Any, ...], dtype: torch.dtype) 
 
 
 def _join_outside(problem: Problem, parts: States, before: bool, after: bool) -> States:
-    """States outside of every block. The sweeps wait for memory: they are cut finely enough that many are under way."""
+    """Computes the states outside of every block. Sweeps wait for memory, so they are cut until many run at once."""
     found = _empty(problem, parts.summary.dtype, parts.share is not None)
     key, offset, cu_k = problem.operands.key, problem.operands.offset, problem.geometry.cu_k
     constants = {name: problem.constants[name] for name in ("M", "HK", "OWN", "value_width", "VALUE_WIDTH")}
