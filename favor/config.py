@@ -25,8 +25,8 @@ class FavorConfig:
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
             "landmark", the older spelling of the backend `landmark`, which uses nothing random: M groups of keys stand
-            for all keys (see `favor.landmark.Landmarks`), without parameters, in decoders too. Backends with one family
-            do not read it.
+            for all keys (see `favor.landmark.Landmarks`), without parameters, in decoders too. Backends with a single
+            family ignore it.
         factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
             "sderf" and "aderf" (the same optimum, by matrix products alone); "cholesky" for "wderf", "cderf" and
             "sderf" (no eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is
@@ -45,9 +45,10 @@ class FavorConfig:
             that `favor.calibrate` stored in the model, for causal layers too. "corrected" takes those of each sequence
             and changes them by what `favor.train.distill` learned for each head; not for causal layers.
         exact_below: layers with fewer keys than this run exact softmax attention, which is then faster and has no
-            error. "auto" (default) is the length where the two take equally long, measured by `favor.eval.speed` for
-            each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported program
-            (`torch.export`, ONNX) cannot choose by length: for lengths below and above the threshold it needs 0.
+            error. "auto" (default) is the length where exact and linear attention take equally long, measured by
+            `favor.eval.speed` for each kind of device: see `exact_threshold`. 0 never runs exact attention. An exported
+            program (`torch.export`, ONNX) cannot choose by length: for lengths below and above the threshold it needs
+            0.
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
             for none. Default None: 256 for the backend `landmark`, see docs/selected_keys.md.
         page_size, query_block: number of keys that are chosen together, and of queries that choose together; 0

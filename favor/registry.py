@@ -30,8 +30,8 @@ class Family:
         selects_keys: whether queries can attend exactly to keys that matter to them.
         default_selected: how many keys a backend selects by default, (bidirectional, causal).
         pooled_options: keyword arguments of the class when statistics of some texts are used for other texts.
-        crossover: keys per feature from which on both passes take less time than the fastest exact attention,
-            (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
+        crossover: number of keys per feature from which on forward and backward pass together take less time than the
+            fastest exact attention, (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
             (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
         crossover_selecting: the crossover with as many selected keys as groups; empty for families that select none.
         windowed: factor of the crossover with a window in bidirectional layers (from the files named above).

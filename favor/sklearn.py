@@ -222,7 +222,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
 
 def _families() -> dict[str, type[RandomFeatures]]:
-    """Families that estimate the kernel for all pairs of rows alike: no weights by attention, no baselines."""
+    """Lists families that estimate the kernel for all pairs of rows alike: no weights by attention, no baselines."""
     plain = {
         name: family
         for name, family in FAMILIES.items()

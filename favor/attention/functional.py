@@ -94,8 +94,9 @@ def favor_attention(
             first), changed in place. The inputs are then the next tokens, without their padding. Packing is not
             possible, and only the first piece gets gradients. The size of the state does not depend on the length,
             except with `selected_keys`, which needs all keys and values.
-        kernel: how attention by positive features is computed, "auto" (Triton on CUDA, torch elsewhere), "torch" or
-            "triton"; see `favor.kernels`. Other features have one form, in plain torch, and refuse "triton".
+        kernel: how attention by positive features, or with selected keys, is computed: "auto" (Triton on CUDA, torch
+            elsewhere), "torch" or "triton"; see `favor.kernels`. All other attention has one form, in plain torch, and
+            refuses "triton".
         key_heads: for a process that has only some heads of a layer: the number of its first key head, and how many the
             layer has. Its directions are then those of its own heads. None (default) if it has all.
         selected_keys: K, for landmarks: each block of queries attends exactly to about K keys that matter to it, and

@@ -26,7 +26,7 @@ class Compaction:
 
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
-        """Makes it from a padding mask `[B, S]`, True for real tokens; None if padding is at the end only."""
+        """Makes a permutation for a mask `[B, S]`, True for real tokens; None if all padding is at the end."""
         if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
         real = mask.cumsum(1)
@@ -36,7 +36,7 @@ class Compaction:
         return cls(order, places, mask.gather(1, order))
 
     def move(self, rows: Tensor) -> Tensor:
-        """Puts rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, below zeros."""
+        """Puts rows `[B, H, L, w]` in their new places; fewer rows than tokens are the last ones, after zeros."""
         missing = self.order.shape[1] - rows.shape[2]
         if missing:
             rows = torch.nn.functional.pad(rows, (0, 0, missing, 0))

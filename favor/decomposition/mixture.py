@@ -210,7 +210,7 @@ def _checked(likelihoods: Any, counts: Any, start: Any) -> tuple[Tensor, Tensor,
     v = _vector("counts", counts, L.shape[:-1], values)
     pi = _vector("start", start, (*L.shape[:-2], L.shape[-1]), values)
     if not bool((pi > 0).all()):
-        # What start leaves out has no likelihood, so that neither scales nor gap are those of other problems.
+        # Components that start leaves out get no likelihood, so that they change neither scales nor gap.
         allowed = (pi > 0).to(values)
         L = L * (allowed if L.is_sparse else allowed.unsqueeze(-2))
         L = L.coalesce() if L.is_sparse else L

@@ -1,1 +1,1 @@
-"""Where favor meets other libraries."""
+"""Integrations with other libraries."""

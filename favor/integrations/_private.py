@@ -144,8 +144,7 @@ class MaskPattern(NamedTuple):
 
 
 def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
-    """Tells what a mask function of transformers does; None if it is not a pattern known here, such as a prefix or
-    blocks.
+    """Tells what a mask function of transformers does; None for unknown patterns, such as a prefix or blocks.
 
     transformers combines masks as nested functions, and the parts are found in their closures.
     """

@@ -221,7 +221,7 @@ def _account(module: nn.Module, keys: int, account: str) -> None:
 
 
 def _local(sees: Visibility) -> str:
-    """Says how a layer that the model meant to be local runs: exactly, as the model meant it."""
+    """Says how a layer runs that is local in the model: exactly, as the model defines it."""
     if sees.reach is None:
         return "local: exact, with a mask of all pairs"
     return f"local: exact, keys at most {sees.reach} tokens away"

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from favor.kernels import StreamState
 from favor.landmark.causal_selected import crop
 
-CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` hands on
+CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` passes on
 KEEP = ("all", "state")
 _logger = logging.getLogger("favor")
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("favor")
 class StreamLayer(CacheLayerMixin):
     """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or M groups of keys.
 
-    `update` hands on the new keys unchanged, marked with this layer, so that the attention function finds the state.
+    `update` passes on the new keys unchanged, marked with this layer, so that the attention function finds the state.
 
     Attributes:
         state: of `favor.kernels.extend`.
@@ -51,7 +51,7 @@ class StreamLayer(CacheLayerMixin):
         """Does nothing: the state knows its sizes when it has seen a token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
+        """Passes on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
 
         Raises:
             RuntimeError: if attention did not read the tokens of the last call.
@@ -122,7 +122,7 @@ class StreamLayer(CacheLayerMixin):
         """
         if self.place is None or self.length != key.shape[-2]:
             raise ValueError(
-                "a FavorCache is for causal layers, and this one is not; use transformers' DynamicCache for it."
+                "a FavorCache is for causal layers, and this layer is not causal; use transformers' DynamicCache here."
             )
         cache, number = self.place
         layer = DynamicLayer()
@@ -280,7 +280,7 @@ class FavorCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hands on the keys and values that attention needs: with a state the new ones, else all that a layer sees.
+        """Passes on the keys and values that attention needs: with a state the new ones, else all that a layer sees.
 
         Layers may differ from what a config says of them. So the first keys of a layer with a window come with a state
         too; if attention reads the state, the layer keeps it from then on, otherwise it keeps its keys.

@@ -33,7 +33,7 @@ class LayerDescription:
         num_features: M, None where nothing is estimated.
         window: length of exact blocks, 0 without a window; the sliding window of a local layer; None for exact
             attention.
-        parameters: "calibrated", "corrected", "of each sequence" or "none".
+        parameters: "calibrated", "corrected", "of each sequence", "none", or that a causal layer takes those of favor+.
         speed: of a forward and a backward pass compared with exact attention over all keys; above 1 is faster.
             Estimated from the measured lengths at which the two take equally long, see `favor.registry.Family`.
         memory: numbers that attention holds per head compared with the L x L weights of exact attention; below 1 is

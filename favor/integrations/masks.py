@@ -1,4 +1,4 @@
-"""What transformers passes besides queries, keys and values: masks, causality, and arguments to refuse.
+"""Arguments that transformers passes besides queries, keys and values: masks, causality, and those to refuse.
 
 Of a mask, linear attention can use only which keys are padding.
 """

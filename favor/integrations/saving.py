@@ -1,4 +1,4 @@
-"""Saving with transformers, which does not save the names of backends: they are kept beside the options."""
+"""Saving with transformers, which does not save the names of backends: they are kept with the options."""
 
 from __future__ import annotations
 

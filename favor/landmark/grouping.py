@@ -160,7 +160,7 @@ def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     rows = key.reshape(columns.shape[0], -1, key.shape[-1])
     parts = [rows]
     if not torch.compiler.is_exporting():  # one graph for every length has no loop
-        # What stays in cache on a CPU; few launches on a GPU.
+        # As much as stays in cache on a CPU; few launches on a GPU.
         numbers = 2**18 if key.device.type == "cpu" else 2**26
         parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
     indices = [_largest(torch.bmm(part.to(columns.dtype), columns).sub_(bias)) for part in parts]

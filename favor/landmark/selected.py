@@ -4,9 +4,9 @@
                                 = exp(scale q_i.c_g)     else, c_g the mean of its group
 
 Which keys are near, in groups or chosen is the only approximation: with all pages chosen this is softmax attention.
-Choosing exact keys beside means of others under one normaliser is known from clustered attention (Vyas et al., 2020),
-MRA-2 (Zeng et al., 2022), RetroInfer and Multipole Attention (2025); means that count as often as they have members
-from ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
+Choosing exact keys together with means of others under one normaliser is known from clustered attention (Vyas et al.,
+2020), MRA-2 (Zeng et al., 2022), RetroInfer and Multipole Attention (2025); means that count as often as they have
+members from ToMe (Bolya et al., 2023). `favor.landmark.pages` says how keys are found.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Selection:
         return Growth.of(self.pages, self.rows)
 
     def cells(self, cells: Tensor, pages: Tensor) -> Tensor:
-        """Gives groups of the keys of pages `[N, Z, n]`, `[N, Z, nP]`, from all, `[N, S]`; -1 for none."""
+        """Gives the group of each key of pages `[N, Z, n]`, `[N, Z, nP]`, given all cells `[N, S]`; -1 for none."""
         missing = -cells.shape[1] % self.size
         of_pages = (pad(cells, (0, missing), value=-1) if missing else cells).unflatten(1, (-1, self.size))
         index = pages.flatten(1).unsqueeze(-1).expand(-1, -1, self.size)

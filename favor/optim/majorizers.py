@@ -239,7 +239,7 @@ def _squared_norm(factor: Tensor) -> Tensor:
 
 
 def mean(logits: Tensor, x: Tensor, weights: Tensor | None = None) -> Kronecker:
-    """Gives C (x) sum_j w_j c_j x_j x_j' with C the weighted mean of B_j and c_j its largest eigenvalue over C."""
+    """Gives C (x) sum_j w_j c_j x_j x_j', C the weighted mean of B_j, c_j its largest eigenvalue relative to C."""
     _check_labels("mean", logits)
     w = row_weights(x, weights)
     factor = bound_factor(bound_coefficients(logits))

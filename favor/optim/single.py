@@ -45,7 +45,7 @@ def single_direction(
 
 
 def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: str) -> Tensor:
-    """Runs `bound_solve` for one row with few calls: exponentials between e^-60 and 1 are summed as float64."""
+    """Runs `bound_solve` for one row with few calls: sums exponentials between e^-60 and 1 directly, in float64."""
     import numpy as np
 
     a, r = logits.double().numpy(), right.double().numpy()

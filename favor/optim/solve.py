@@ -110,7 +110,7 @@ def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
 
 
 def _scan(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
-    """Factors a semiseparable matrix LDL': its scalar state Q follows Moebius maps, substitutions affine ones."""
+    """Solves by LDL' of a semiseparable matrix: its scalar state Q follows Moebius maps, substitutions affine ones."""
     kappa, rho, g = c.kappa.double(), c.rho.double(), c.coupling.double()
     unit = s * kappa
     whole = lam + s * (c.beta.double() + kappa.square() * c.tail.double())

@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def subsampled_frames(frames: Count, width: int = 5, stride: int = 2) -> Count:
-    """Counts encoder frames of feature frames, after two unpadded convolutions with this kernel and stride."""
+    """Counts encoder frames of `frames` feature frames, after two unpadded convolutions of this width and stride."""
     for _ in range(2):
         frames = (frames - width) // stride + 1
     return frames.clamp_min(0) if isinstance(frames, Tensor) else max(0, frames)

@@ -226,7 +226,7 @@ def frame_counts(encoded: ConformerModelOutput) -> Tensor:
 
 
 def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: ConformerConfig) -> Tensor:
-    """Computes the CTC loss of logits `[B, L, V]` with lengths `[B]` and labels `[B, U]` padded with -100; float32."""
+    """Computes the CTC loss of logits `[B, L, V]`, lengths `[B]` and labels `[B, U]` padded with -100, in float32."""
     counts = (labels != IGNORED).sum(-1)
     # cuDNN and half precision have limits of their own; the plain form takes all lengths.
     with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):

@@ -144,7 +144,7 @@ class FromLogits(torch.autograd.Function):
 
 
 class Surroundings:
-    """What a joint network depends on besides its inputs, so that it can be called again: autocast, random numbers."""
+    """Autocast and random numbers that a joint network depends on besides its inputs, to call it again equally."""
 
     def __init__(self, example: Tensor) -> None:
         self.kind = example.device.type

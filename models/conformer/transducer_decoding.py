@@ -24,7 +24,7 @@ class Transducer(Protocol):
         """Gives prediction `[B, 1, P]` after one more token `[B, 1]`, and the state, batch first."""
 
     def join(self, hidden: Tensor, prediction: Tensor) -> Tensor:
-        """Gives logits `[..., V]` of encoder frames `[..., H]` and predictions `[..., P]`; they broadcast."""
+        """Gives logits `[..., V]` of frames `[..., H]` and predictions `[..., P]`; leading dimensions broadcast."""
 
 
 @torch.no_grad()

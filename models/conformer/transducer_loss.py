@@ -179,7 +179,7 @@ def _check_options(reduction: str, clamp: float | None, kernel: str, kernels: Se
 def _checked(
     targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, shape: Sequence[int], blank: int
 ) -> tuple[list[int], list[int], Tensor]:
-    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape`: `[B, T, U + 1, V]`."""
+    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape` is B, T, U + 1, V."""
     batch, frames, width, vocabulary = shape
     layouts = {"targets": (targets, [batch, width - 1]), "logit_lengths": (logit_lengths, [batch])}
     for name, (tensor, expected) in (layouts | {"target_lengths": (target_lengths, [batch])}).items():

@@ -58,5 +58,5 @@ class Joint(nn.Module):
         self.head = nn.Linear(config.joint_hidden_size, config.vocab_size)
 
     def forward(self, hidden: Tensor, prediction: Tensor) -> Tensor:
-        """Computes logits `[..., V]` of `hidden` `[..., H]` and `prediction` `[..., P]`; they broadcast."""
+        """Computes logits `[..., V]` of frames `[..., H]` and predictions `[..., P]`; leading dimensions broadcast."""
         return self.head(torch.tanh(self.encoder_projection(hidden) + self.prediction_projection(prediction)))

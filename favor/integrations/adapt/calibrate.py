@@ -172,8 +172,8 @@ def calibrate(
             with redraw_interval above 0 or from sequences that a window covers.
 
     Source: FAVOR#, equation (14) and Theorems 4.2 and 4.3 with pooled statistics; see `favor.features.WDERF`. Weights:
-        `favor.decomposition.mixture_proportions`; learning them, and the parameters with them, is an addition of this
-        package.
+    `favor.decomposition.mixture_proportions`; learning them, and the parameters with them, is an addition of this
+    package.
 
     Example:
         >>> import torch, favor

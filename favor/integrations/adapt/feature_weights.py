@@ -44,7 +44,7 @@ class _Estimate:
     near: Tensor | None
 
     def matrix(self, weights: Tensor | None = None, near: Tensor | None = None) -> Tensor:
-        """Gives unnormalised attention `[Hk, G, R, S]`, with weights `[Hk, M]` and a factor `[Hk]` of exact ones."""
+        """Gives unnormalised attention `[Hk, G, R, S]`, weighted by `[Hk, M]`, the exact part by a factor `[Hk]`."""
         query = self.query if weights is None else self.query * weights[:, None, None]
         product = query @ self.key.transpose(-1, -2)
         product = product if self.far is None else product * self.far
@@ -245,7 +245,7 @@ class LayerFit:
         )
 
     def _log_queries(self, x: Tensor, parameters: Parameters) -> Tensor:
-        """Log-features of the queries, `[Hk, G, R, M]`."""
+        """Computes the log-features of the queries, `[Hk, G, R, M]`."""
         return self.features.log_phi(x.flatten(1, 2), self.omega, parameters, "query").unflatten(1, x.shape[1:3])
 
     def _divergence(self, sample: Sample, target: Tensor, parameters: Parameters) -> Tensor:

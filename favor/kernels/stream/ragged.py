@@ -23,9 +23,7 @@ class Waiting:
 
     @classmethod
     def of(cls, real: Tensor, block: int) -> Waiting:
-        """Finds these tokens from a mask of real ones, `[B, T]`, and the length of a block; the first one begins a
-        block.
-        """
+        """Finds these tokens from a mask of real ones `[B, T]` and the length of a block; the first begins a block."""
         rank = real.cumsum(1)
         kept = real & (rank > rank[:, -1:] // block * block)
         longest = int(kept.sum(1).max())
