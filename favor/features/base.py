@@ -58,9 +58,17 @@ class RandomFeatures(Family, ABC):
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Draws omega `[*batch_shape, num_features, head_dim]`; see `favor.features.omega.draw_omega`.
+        """Draws omega, the random directions, on the CPU in float64; see `favor.features.draw_omega`.
 
-        Pairs of opposite directions (`antithetic`) are the default of the families that gain from them.
+        Args:
+            num_features, head_dim: M and d.
+            orthogonal: whether directions are orthogonal in blocks of d (default), or independent.
+            antithetic: whether directions come in opposite pairs; by default in families that gain from pairs.
+            generator: CPU generator; the global one by default.
+            batch_shape: leading dimensions, such as the number of heads.
+
+        Returns:
+            `[*batch_shape, num_features, head_dim]`.
         """
         return draw_omega(
             num_features,
@@ -75,7 +83,7 @@ class RandomFeatures(Family, ABC):
 class PositiveFeatures(RandomFeatures):
     """Positive random features: a DERF whose parameters come in closed form from statistics of the data.
 
-    A subclass says how by `fit_moments`; everything else is the same for all of them.
+    A subclass says how by `fit_moments`; all of them share everything else.
 
     Args:
         alpha: see `RandomFeatures`.

@@ -80,8 +80,8 @@ class StreamLayer(CacheLayerMixin):
             raise RuntimeError(
                 "a layer did not read the state of its FavorCache, so that its last tokens saw no earlier ones, or the "
                 "last pass was refused: then call reset() and begin again. The cache is for causal layers with a FAVOR "
-                'backend (attn_implementation="favor#"), in models that hand their cached keys to attention as '
-                "they are; a model that also has sliding windows needs FavorCache(model.config). Other models need "
+                'backend (attn_implementation="favor#"), in models that pass their cached keys to attention '
+                "unchanged; a model that also has sliding windows needs FavorCache(model.config). Other models need "
                 "transformers' DynamicCache."
             )
 

@@ -19,8 +19,7 @@ def note(first: FirstPass, layer: int, account: str, keys: int) -> None:
     Args:
         first: of the model.
         layer: number of the layer.
-        account: what it ran, such as "linear: landmark, M = 256, window 0" or "exact: fewer keys than exact_below =
-            1024".
+        account: what it ran, such as "linear: landmark, M = 256, window 0".
         keys: number of keys.
     """
     thread = threading.get_ident()

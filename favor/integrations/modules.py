@@ -59,7 +59,7 @@ def _parts_around(name: str) -> list[str]:
 
 
 def _is_beside(name: str, others: Sequence[str]) -> bool:
-    """Tells whether one of other modules neither holds a module nor is in it."""
+    """Tells whether one of the other modules neither holds a module nor is in it."""
     return any(not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.") for other in others)
 
 

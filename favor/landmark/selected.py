@@ -74,9 +74,7 @@ class Selection:
         if not (call.is_causal or call.use_statistics):
             rows = 1
         if call.is_causal:
-            Growth.of(
-                pages, rows
-            )  # refuses too few pages at once, not only when a sequence is long enough to need them
+            Growth.of(pages, rows)  # refuses too few pages now, before a long sequence needs them
         return cls(pages, size, rows, call.kernel)
 
     @property
