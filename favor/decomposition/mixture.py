@@ -23,7 +23,7 @@ class Proportions(NamedTuple):
     Attributes:
         proportions: pi `[..., K]`, nonnegative, with sum 1.
         objective: sum_j v_j log(L pi)_j / sum v, `[...]`.
-        gap: how far the conditions of optimality are from holding, `[...]`: the larger of max_k g_k - 1 and
+        gap: distance from the conditions of optimality, 0 at the optimum, `[...]`: the larger of max_k g_k - 1 and
             max_k |pi_k (g_k - 1)|, for g of `mixture_proportions`.
         n_iter: iterations made.
         converged: whether every problem met `tol`.

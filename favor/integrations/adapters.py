@@ -22,7 +22,7 @@ _FILE = "favor.json"
 
 
 def watch_adapters() -> None:
-    """Makes peft, if it is imported, save the backend of a model beside its adapters, and take it up again with them.
+    """Makes peft, if it is imported, save the backend of a model beside its adapters, and use it again with them.
 
     peft saves only the adapters and loads their base model anew, which would otherwise run exact attention. Only the
     first call after the import has an effect.

@@ -1,4 +1,4 @@
-"""Loading with transformers: names of backends are checked, taken up again, and refused if no layer reads them."""
+"""Loading with transformers: names of backends are checked, used again, and refused if no layer reads them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every par
 
 
 def register_loading() -> None:
-    """Makes every model of transformers check the name of its backend, keep it when saved, and take it up again."""
+    """Makes every model of transformers check the name of its backend, keep it when saved, and use it again."""
     at_choice_of_backend(_choose)
     after_construction(_built)
     at_missing_weights(_refuse_missing)

@@ -87,7 +87,7 @@ class ConformerStream:
             What `feed_features` returns for the features that are complete.
 
         Raises:
-            TypeError: for integers. ValueError: without an extractor, for several channels, or samples that are not finite.
+            TypeError: for integers. ValueError: without an extractor, or for samples of several channels or not finite.
         """
         extractor = self.feature_extractor
         if extractor is None or self.batch_size != 1:

@@ -50,7 +50,7 @@ def convert(
         **options: fields of `FavorConfig`, as in `favor.configure`.
 
     Returns:
-        The model. `save_pretrained` writes all choices and the name of the backend, and `from_pretrained` takes them up
+        The model. `save_pretrained` writes all choices and the name of the backend, and `from_pretrained` uses them
         again if `favor` is imported.
 
     Raises:
