@@ -258,7 +258,7 @@ class FavorCache(DynamicCache):
         >>> import torch, favor
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, eos_token_id=None, **sizes))
         >>> model = favor.configure(model, "landmark", num_features=4, selected_keys=0, exact_below=0)
         >>> cache = favor.FavorCache(model.config)
         >>> ids = torch.arange(6)[None]
