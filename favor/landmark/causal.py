@@ -32,16 +32,16 @@ class Groups:
     value: Tensor
 
     def mean(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """Mean of each group, given its sum, `key` or `value`."""
+        """Gives the mean of each group, given its sum, `key` or `value`."""
         return (sums / self.counts.clamp(min=1).unsqueeze(-1)).to(dtype)
 
     def joined(self, counts: Tensor, key: Tensor, value: Tensor) -> Groups:
-        """These groups and tokens that are groups of their own."""
+        """Gives these groups together with tokens that become groups of their own."""
         pairs = ((self.counts, counts), (self.key, key), (self.value, value))
         return Groups(*(torch.cat(pair, 2) for pair in pairs))
 
     def fewer(self, cells: Tensor, number: int) -> Groups:
-        """Groups of groups, given the number of the new group of each, `[B, Hk, n]`."""
+        """Joins groups to larger ones, given the number of the new group of each, `[B, Hk, n]`."""
         counts, key, value = sums_of(cells, number, self.counts.unsqueeze(-1), self.key, self.value)
         return Groups(counts.squeeze(-1), key, value)
 
@@ -58,10 +58,10 @@ def attention(
     block: int,
     state: StreamState | None = None,
 ) -> Tensor:
-    """Each token attends to its own block up to itself, and to the groups of all earlier tokens.
+    """Attends from each token to its own block up to itself, and to the groups of all earlier tokens.
 
-    After a block its keys join the groups, and where there are then more than M, they are grouped again, as the queries
-    of the block choose. So no token sees anything of a later one. Keys before the first query are groups of their own
+    After a block its keys join the groups. If there are then more than M groups, they are grouped again, as the queries
+    of the block choose. So no token sees anything of a later token. Keys before the first query are groups of their own
     until the end of the first block.
 
     Args:
@@ -72,7 +72,7 @@ def attention(
         scale: of the logits.
         block: length of a block.
         state: what earlier tokens left, changed in place; S is then L. It holds groups and the tokens of the last block
-            if that is not complete. No gradient but for the first piece.
+            if that block is not complete. Only the first piece gets gradients.
 
     Returns:
         `[B, Hk, G, L, dv]`.
@@ -144,9 +144,9 @@ def cut(tokens: Tokens, block: int, state: StreamState | None) -> tuple[Groups, 
 
 
 class Pieces:
-    """Pieces `[..., l, dv]` of an output of so many tokens, one after the other.
+    """Pieces `[..., l, dv]` of an output of `length` tokens, one after the other.
 
-    Where nobody asks for a gradient each is written to its place at once, so that none is held twice.
+    If no gradient is needed, each piece is written to its place at once, so that no piece is held twice.
     """
 
     def __init__(self, length: int) -> None:
@@ -155,7 +155,7 @@ class Pieces:
         self.whole: Tensor | None = None
 
     def append(self, piece: Tensor) -> None:
-        """Adds the next one."""
+        """Adds the next piece."""
         if self.whole is None:
             if self.apart or piece.requires_grad or not plain(piece):
                 self.apart.append(piece)
@@ -165,17 +165,17 @@ class Pieces:
         self.number += piece.shape[-2]
 
     def joined(self) -> Tensor:
-        """All of them."""
+        """Gives the whole output."""
         return torch.cat(self.apart, -2) if self.whole is None else self.whole
 
 
 def length_of(tokens: Tokens) -> int:
-    """How many tokens there are."""
+    """Counts the tokens."""
     return tokens[1].shape[2] if tokens else 0
 
 
 def split_complete(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
-    """Tokens of which only those in complete blocks count, and the others; () if there are none."""
+    """Gives tokens of which only those in complete blocks count, and the other tokens; () if there are none."""
     query, counts, key, value = tokens
     waiting = Waiting.of(counts[:, 0] > 0, block)
     done = (query, counts.masked_fill(waiting.kept.unsqueeze(1), 0.0), key, value)
@@ -186,12 +186,12 @@ def split_complete(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
 
 
 def joined_tokens(earlier: Tensor, later: Tensor) -> Tensor:
-    """One after the other, `[..., T]` counts or `[..., T, w]` rows."""
+    """Joins tokens one after the other, `[..., T]` counts or `[..., T, w]` rows."""
     return torch.cat([earlier, later], -1 if earlier.ndim == 3 else -2)
 
 
 def checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
-    """`_read`, computed again in the backward pass: it would keep a mask of queries times keys."""
+    """Runs `_read`, again in the backward pass, since it would otherwise keep a mask of queries times keys."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
         return _read(rows, groups, tokens, scale)
     out: Tensor = checkpoint(_read, rows, groups, tokens, scale, use_reentrant=False, preserve_rng_state=False)
@@ -199,7 +199,7 @@ def checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale
 
 
 def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
+    """Computes the output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
     _, counts, key, value = tokens
     far_key, far_value = (groups.mean(sums, key.dtype) for sums in (groups.key, groups.value))
     pairs = ((far_key, key), (far_value, value), (groups.counts, counts))
@@ -212,18 +212,18 @@ def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float
 def regrouped(
     features: Landmarks, groups: Groups, tokens: Tokens, number: int, scale: float
 ) -> tuple[Groups, Tensor | None]:
-    """The groups with a complete block in them, at most M, and the new group of each; None if all are as they were."""
+    """Gives the groups with a complete block in them, at most M, and the new group of each; None if none changed."""
     rows, counts, key, value = tokens
     joined = groups.joined(counts, key.to(groups.key.dtype), value.to(groups.key.dtype))
     if joined.counts.shape[2] <= number:
         return joined, None
     real, there = _mask((counts > 0).repeat(1, 1, rows.shape[2])), _mask(joined.counts > 0)
-    # Not in half precision, which would group otherwise than the means that are kept.
+    # Not in half precision, whose groups would differ from those of the means that are kept.
     means = joined.mean(joined.key, joined.key.dtype)
     cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
     return joined.fewer(cells, number), cells
 
 
 def _mask(counted: Tensor) -> Tensor | None:
-    """None where all count, which saves time on a CPU; on a GPU it would take longer to ask."""
+    """Gives None if all tokens count, which saves time on a CPU; on a GPU this test would take longer."""
     return None if on_cpu(counted) and bool(counted.all()) else counted

@@ -31,7 +31,7 @@ from favor.landmark.growth import choose_growing, choose_next
 from favor.landmark.pages import Pages, filled
 from favor.landmark.selected import Selection
 
-SHARES = 12  # of the sections, one at a time where there is no gradient, which saves memory
+SHARES = 12  # parts of the sections, one at a time if there is no gradient, which saves memory
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Kept(Groups):
 
     @property
     def pages(self) -> Pages:
-        """The pages, of all heads in one dimension."""
+        """Gives the pages, with all heads in one dimension."""
         return Pages(self.page_mean.flatten(0, 1), self.page_there.flatten(0, 1))
 
 
@@ -74,14 +74,14 @@ class Setting:
 def attention(
     setting: Setting, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, state: StreamState | None
 ) -> Tensor:
-    """Each token attends to its own section up to itself, to chosen earlier keys and to the groups of the others.
+    """Attends from each token to its own section up to itself, to chosen earlier keys and to groups of the others.
 
     Args:
-        setting: see there.
+        setting: options of the sequence, a `Setting`.
         query: `[B, Hk, G, L, d]`.
         key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, S >= L; hidden ones zeros, and at the end if S is L.
         counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
-        state: what earlier tokens left, changed in place; it keeps all keys. No gradient but for the first piece.
+        state: what earlier tokens left, changed in place; it keeps all keys. Only the first piece gets gradients.
 
     Returns:
         `[B, Hk, G, L, dv]`.
@@ -144,7 +144,7 @@ class _Sections:
     """Some sections of a sequence: what each of them sees, collected, and then attended to at once.
 
     Args:
-        setting: see there.
+        setting: options of the sequence, a `Setting`.
         query: of these sections, `[B, Hk, G, l, d]`.
         tokens: counts, keys and values of the whole sequence.
         past: how many tokens come before these sections.
@@ -174,14 +174,14 @@ class _Sections:
             seen.append(own)
 
     def attend(self) -> Tensor:
-        """Attention of all sections, `[B, Hk, G, L, dv]`."""
+        """Computes the attention of all sections, `[B, Hk, G, L, dv]`."""
         key, value, selection, block = self.key, self.value, self.setting.selection, self.setting.block
         most = max(1, *(counts.shape[2] for counts in self.far[0]))
 
         def stacked(parts: list[Tensor]) -> Tensor:
             missing = [most - part.shape[2] for part in parts]
             rows = [pad(part, (0, 0, 0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
-            parts.clear()  # they are not held twice
+            parts.clear()  # so that no part is held twice
             return torch.stack(rows, 2).flatten(0, 1)
 
         def near(tensor: Tensor) -> Tensor:
@@ -212,13 +212,13 @@ class _Sections:
 
 
 def _numbered(counts: Tensor, first: int) -> Tensor:
-    """Tokens as groups of their own, from number `first` on; -1 for those that do not count."""
+    """Numbers tokens as groups of their own, from `first` on; -1 for tokens that do not count."""
     cells = first + torch.arange(counts.shape[2], device=counts.device).expand(counts.shape)
     return cells.masked_fill(counts == 0, -1)
 
 
 def _regrouped(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) -> tuple[Groups, Tensor]:
-    """Groups with a complete section in them, and the group of each token."""
+    """Gives the groups with a complete section in them, and the group of each token."""
     cells = torch.cat([cells, _numbered(tokens[1], groups.counts.shape[2])], 2)
     groups, moved = regrouped(setting.features, groups, tokens, setting.number, setting.scale)
     if moved is not None:
@@ -228,7 +228,7 @@ def _regrouped(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) 
 
 
 def _indexed(selection: Selection, kept: Kept) -> Kept:
-    """The kept tokens with pages over them; their own are moved together where others lie between them."""
+    """Gives the kept tokens with pages over them; if other tokens lie between them, moves the kept ones together."""
     length = kept.tokens_key.shape[2]
     cells = kept.cells[:, :, :length]
     real = cells >= 0
@@ -278,7 +278,7 @@ def _next(setting: Setting, fresh: Tokens, state: StreamState) -> Tensor:
 
 
 def _extended(setting: Setting, kept: Kept, tokens: Tokens) -> Kept:
-    """The kept tokens and one more section."""
+    """Gives the kept tokens and one more section."""
     groups, cells = _regrouped(setting, kept, kept.cells, tokens)
     key, value = torch.cat([kept.tokens_key, tokens[2]], 2), torch.cat([kept.tokens_value, tokens[3]], 2)
     grouped = {"counts": groups.counts, "key": groups.key, "value": groups.value}
@@ -288,7 +288,7 @@ def _extended(setting: Setting, kept: Kept, tokens: Tokens) -> Kept:
 def _operands(
     setting: Setting, kept: Kept, query: Tensor, near: tuple[Tensor, Tensor, Tensor], chosen: tuple[Tensor, Tensor]
 ) -> SelectedOperands:
-    """The operands of blocks of queries `[N, Z, R, d]` in one section, all of which see the near keys."""
+    """Makes the operands for blocks of queries `[N, Z, R, d]` in one section, which all see the near keys."""
     counts, key, value = (tensor.flatten(0, 1).unsqueeze(1) for tensor in near)
     if not kept.cells.shape[2]:  # there is no page yet
         chosen = (chosen[0][..., :0], chosen[1][..., :0])
@@ -314,7 +314,7 @@ def _operands(
 
 
 def _read_one(setting: Setting, kept: Kept, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of one more token `[B, Hk, G, 1, dv]`, with what its block has chosen by now."""
+    """Computes the output of one more token `[B, Hk, G, 1, dv]`, with what its block has chosen so far."""
     query, counts, key, value = tokens
     selection, rows = setting.selection, setting.selection.rows
     now = query[:, :, :, -1]  # [B, Hk, G, d]
@@ -333,7 +333,7 @@ def _read_one(setting: Setting, kept: Kept, tokens: Tokens) -> tuple[Tensor, Ten
 
 
 def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of the last tokens of a section `[B, Hk, G, l, dv]`, with what the block of the last one has chosen."""
+    """Computes the output of the last tokens of a section `[B, Hk, G, l, dv]`, and what the last block has chosen."""
     query, counts, key, value = tokens
     selection, rows, lead = setting.selection, setting.selection.rows, counts.shape[:2]
     real = counts[:, 0] > 0

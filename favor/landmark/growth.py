@@ -1,10 +1,11 @@
 """The choice of pages in causal layers: the set of a block of queries grows with each of them.
 
 The first query of a block chooses its best pages, each later one adds the best that the set lacks. A query sees the
-pages that it and the queries before it chose, so nothing of a later query shows.
+pages that it and the queries before it chose, so no query depends on a later one.
 
-The search is most of the work of a long sequence, so a later query looks at less: pages are dealt out to classes in
-turns, and of each class it sees the best page only. Neighbours, which often matter together, are in different classes.
+The search is most of the work of a long sequence, so a later query looks at fewer pages: pages are put into classes in
+turn, and of each class the query sees the best page only. Neighbours, which often matter together, are in different
+classes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Growth:
 
     @classmethod
     def of(cls, number: int, rows: int) -> Growth:
-        """A quarter for the first of so many rows, and more where the rest cannot be shared out evenly.
+        """Gives a quarter of the pages to the first of `rows` queries, and more if the rest cannot be divided evenly.
 
         Raises:
             ValueError: if there are fewer pages than rows.
@@ -55,17 +56,17 @@ class Growth:
 
     @property
     def looks(self) -> int:
-        """Pages that a later query looks at."""
+        """Number of pages that a later query looks at."""
         return LOOKS * self.later
 
     @property
     def classes(self) -> tuple[int, int]:
-        """Classes for the first query and for later ones, powers of two: page p is in class p modulo this number."""
+        """Numbers of classes for the first query and for later ones, powers of two: page p is in class p mod this."""
         least = (max(_CLASSES * self.first, self.number, _LEAST), max(_CLASSES * self.looks, _LEAST))
         return 1 << (least[0] - 1).bit_length(), 1 << (least[1] - 1).bit_length()
 
     def slots(self, row: int) -> tuple[int, int]:
-        """Where the pages that a row adds stand among those of its block: begin and end."""
+        """Tells where the pages that a row adds stand among those of its block: begin and end."""
         return (0, self.first) if row == 0 else (self.first + (row - 1) * self.later, self.first + row * self.later)
 
 
@@ -77,7 +78,7 @@ def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -
         pages: of the keys.
         query: `[N, F, Z, R, d]`: F sections of Z blocks.
         until: how many pages each section may choose from, those before it, `[F]` or `[N, F]`, not falling.
-        growth: how many.
+        growth: how many pages each query adds.
 
     Returns:
         The pages of each block, `[N, F, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
@@ -150,7 +151,7 @@ def choose_next(
 def _candidates(
     pages: Pages, query: Tensor, until: Tensor, growth: Growth, memory: Buffer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best pages of queries `[N, Z, R, d]`, best first, among the first `until` `[N]`.
+    """Finds the best pages of queries `[N, Z, R, d]`, best first, among the first `until` `[N]`.
 
     Returns:
         For the first query of each block, which pages there are and the pages, `[N, Z, n]`; for the later ones (if
@@ -179,9 +180,9 @@ def _candidates(
 
 
 def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor, Tensor]:
-    """The `number` largest of the largest scores of each class, `[..., number]`: which are there, and their places.
+    """Finds the `number` largest of the largest scores of each class, `[..., number]`: which exist, and their places.
 
-    The maximum of a class finds its place too, in one reading of all scores: the place is written into the last bits
+    The maximum of a class finds its place too, in one pass over all scores: the place is written into the last bits
     of each score, in place.
     """
     members = scores.shape[-1] // classes
@@ -190,13 +191,13 @@ def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor,
     place = torch.arange(members, dtype=bits.dtype, device=bits.device).repeat_interleave(classes)
     bits.bitwise_and_(~low).bitwise_or_(place)
     values, own = scores.unflatten(-1, (members, classes)).amax(-2).topk(number, -1)
-    is_there = values > torch.finfo(values.dtype).min / 2  # its last bits are other ones now
+    is_there = values > torch.finfo(values.dtype).min / 2  # its last bits have changed
     places = (values.view(bits.dtype) & low).long() * classes + own
     return is_there, places.masked_fill_(~is_there, 0)
 
 
 def _added(seen: Tensor, best: Tensor, is_fresh: Tensor, number: int) -> Tensor:
-    """The first `number` of the best pages `[looks, ...]` that are not among those seen `[slots, ...]`; -1 for none."""
+    """Gives the first `number` best pages `[looks, ...]` that are not among those seen `[slots, ...]`; -1 for none."""
     is_fresh = is_fresh & ~(best == seen.unsqueeze(1)).any(0)
     place = torch.where(is_fresh, is_fresh.cumsum(0) - 1, number).clamp(max=number)
     return best.new_full((number + 1, *best.shape[1:]), -1).scatter(0, place, best)[:number]

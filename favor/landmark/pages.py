@@ -2,8 +2,8 @@
 
 A page is found by the logit of its mean key. Neighbours need no sorting and lie side by side in memory, and new pages
 are appended to old ones. Pages are known from Quest (Tang et al., 2024), which bounds the logits inside a page one
-coordinate after another. On the models measured for docs/selected_keys.md, pages of 4 found the needles by their mean
-alone, and a bound, mean plus spread, chose no better.
+coordinate after another. On the models measured for docs/selected_keys.md, pages of 4 found the needles by their means
+alone; a bound (mean plus spread) did not choose better.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Scores of pages at a time: few launches on a GPU; on a CPU what stays in cache, and no more than a little memory.
+# Scores of pages at a time: few launches on a GPU; on a CPU as many as stay in cache and take little memory.
 _SCORES, _SCORES_OF_GPU = 2**21, 2**27
 
 
 def filled(rows: Tensor, size: int) -> Tensor:
-    """Rows `[..., T, w]`, with zeros (False) at the end if their number is no multiple of `size`."""
+    """Gives rows `[..., T, w]`, with zeros (False) at the end if their number is not a multiple of `size`."""
     missing = -rows.shape[-2] % size
     return pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -49,11 +49,11 @@ class Pages:
 
     @property
     def scores_at_a_time(self) -> int:
-        """How many scores to hold at a time."""
+        """Gives how many scores to hold at a time."""
         return min(_SCORES, 2 * self.mean.numel()) if self.mean.device.type == "cpu" else _SCORES_OF_GPU
 
     def scores(self, query: Tensor) -> Tensor:
-        """Products of queries `[N, n, d]` with the means of the pages, `[N, n, p]`; -inf for absent pages."""
+        """Multiplies queries `[N, n, d]` with the means of the pages, `[N, n, p]`; -inf for absent pages."""
         found = query.to(self.mean.dtype) @ self.mean.transpose(1, 2)
         absent = ~self.there.unsqueeze(1)
         return found.masked_fill_(absent, -torch.inf) if bool(absent.any()) else found
@@ -69,7 +69,7 @@ def choose(
         pages: of the keys.
         query: `[N, Z, R, d]`, zeros for queries that do not count.
         number: of pages.
-        near: pages that each block does not choose from, begin and end, `[Z]`: their tokens are exact as it is.
+        near: pages from which no block chooses, begin and end, `[Z]`: their tokens are exact already.
 
     Returns:
         The pages of each block, `[N, Z, n]`, and the first row that sees each: 0, or R for absent pages.

@@ -18,7 +18,7 @@ from favor.kernels.eager import selected_step
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2
 from favor.kernels.operands import SelectedOperands
 
-# Numbers of the keys and values that are gathered at a time, and at most an eighth of all there are: what stays in
+# Numbers of the keys and values that are gathered at a time, at most an eighth of all of them: as much as stays in
 # cache on a CPU, few launches on a GPU.
 _NUMBERS, _NUMBERS_OF_GPU = 2**21, 2**26
 _SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
@@ -35,7 +35,8 @@ class _Part:
         pages: of each block, `[xzn]`.
         key: of these pages, `[xz, K, d]`.
         place: row of the weights of the groups of each chosen key, `[xzK]`.
-        late: which rows do not see a page since a later one chose it, `[xz, n, R]`; None if no row of the head.
+        late: which rows do not see a page since a later one chose it, `[xz, n, R]`; None if there is no such row in the
+            head.
         hidden: which rows do not see a key of a page, broadcasts to `[xz, n, P, R]`; None if all see all.
     """
 
@@ -92,7 +93,7 @@ class _Head:
             self.page_norm = _norms(self.key_table.unflatten(1, (given.page_size, -1))).amax(1)
 
     def _last(self) -> Tensor:
-        """The last near key that each row sees, `[Z, R]`."""
+        """Gives the last near key that each row sees, `[Z, R]`."""
         length, device = self.near_key.shape[1], self.query.device
         if self.given.first < 0:
             return torch.full((self.blocks, self.size), length - 1, device=device)
@@ -131,7 +132,7 @@ class _Head:
         return _Part(f, z, query.flatten(1, 2), columns, pages, key, place.flatten(), late, hidden)
 
     def value(self, part: _Part, memory: str) -> Tensor:
-        """The values of the pages of a part, `[xz, K, dv]`."""
+        """Gives the values of the pages of a part, `[xz, K, dv]`."""
         rows = self.memory[memory].rows(self.value_table, part.pages)
         return rows.view(*part.key.shape[:2], self.far_value.shape[-1])
 
@@ -142,9 +143,9 @@ class _Head:
         return numbers
 
     def large(self, part: _Part) -> Tensor | None:
-        """Rows whose logits may be so large that exponentials need a shift, `[x, zR]`; None if there are none.
+        """Marks rows whose logits may be so large that exponentials need a shift, `[x, zR]`; None if there are none.
 
-        Judged by |q| |k|, of the keys that a row sees: nothing hangs on others, not even rounding.
+        The test uses |q| |k| of the keys that a row sees: nothing depends on other keys, not even rounding.
         """
         if self.is_small:
             return None
@@ -165,7 +166,7 @@ class _Head:
         return is_large if bool(is_large.any()) else None
 
     def logits(self, part: _Part) -> _Weights:
-        """Logits in base 2, -inf for near keys that a row does not see; other ones have any."""
+        """Computes logits in base 2, -inf for near keys that a row does not see; any for other hidden keys."""
         columns = part.rows.transpose(1, 2)
         far = self.memory["far"].product(self.far_key[part.f], columns)
         near = self.memory["near"].product(self.near_key[part.f], columns)
@@ -176,7 +177,7 @@ class _Head:
         return _Weights(far, near, self.memory["own"].product(part.key, part.columns))
 
     def _later(self, part: _Part) -> Tensor:
-        """-inf for near keys that a row does not see since they come later, `[T, zR]`, else 0."""
+        """Gives -inf for near keys that a row does not see since they come later, `[T, zR]`, else 0."""
         edges = (part.z.start, part.rows.shape[1])
         if edges not in self.later:
             place = torch.arange(self.near_key.shape[1], device=part.rows.device)
@@ -185,7 +186,7 @@ class _Head:
         return self.later[edges]
 
     def largest(self, logits: _Weights, part: _Part) -> Tensor:
-        """The largest logit of each row, `[x, zR]`; 0 if it sees nothing."""
+        """Gives the largest logit of each row, `[x, zR]`; 0 if it sees nothing."""
         tops = [t.amax(1) for t in (logits.far, logits.near) if t.shape[1]]
         if logits.far.shape[1]:
             tops[0].masked_fill_(self.nothing[part.f], -torch.inf)
@@ -197,9 +198,9 @@ class _Head:
         return top.masked_fill(top == -torch.inf, 0.0)
 
     def exponentials(self, logits: _Weights, part: _Part, top: Tensor | None) -> tuple[_Weights, Tensor]:
-        """Weights 2^(logits - top), in place, and those that chosen keys have in their groups, `[xz, K, R]`.
+        """Computes weights 2^(logits - top), in place, and those that chosen keys have in their groups, `[xz, K, R]`.
 
-        None for `top` is 0, where logits are small.
+        None for `top` means 0, for small logits.
         """
         far, near, own = logits.far, logits.near, logits.own
         if top is None:
@@ -217,7 +218,7 @@ def _memory(given: SelectedOperands) -> dict[str, Buffer]:
 
 
 def _by_page(rows: Tensor, size: int) -> Tensor:
-    """Rows `[S, w]` by page, `[pages, P w]`."""
+    """Gives rows `[S, w]` by page, `[pages, P w]`."""
     missing = -len(rows) % size
     return (pad(rows, (0, 0, 0, missing)) if missing else rows).reshape(-1, size * rows.shape[-1])
 
@@ -239,7 +240,7 @@ def _is_small(given: SelectedOperands) -> bool:
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
-    """Output `[N, F, Z, R, dv]` and logarithms of the normalisers, `[N, F, Z, R]`, inf for rows that see nothing."""
+    """Computes output `[N, F, Z, R, dv]` and logarithms of normalisers `[N, F, Z, R]`, inf for rows without keys."""
     if selected_step.takes(given):
         return selected_step.forward(given)
     dtype, given = given.query.dtype, given.raised()
@@ -258,7 +259,7 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
             changes = head.hide(part, weights.own.sub_(replaced), 0.0)
             total = (head.counts[part.f].to(weights.far.dtype).unsqueeze(1) @ weights.far).squeeze(1)
             total = total + weights.near.sum(1) + changes.sum(1).view_as(total)
-            own_values = head.value(part, "key")  # in the place of the keys, which have done their work
+            own_values = head.value(part, "key")  # in the memory of the keys, which are no longer needed
             values = torch.bmm(changes.transpose(1, 2), own_values).view(*part.rows.shape[:2], -1)
             values.baddbmm_(weights.far.transpose(1, 2), head.weighted[part.f])
             if weights.near.shape[1]:
@@ -272,7 +273,7 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
 
 
 def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, far key and value, near key and value, key and value."""
+    """Computes the gradients of query, far key and value, near key and value, key and value."""
     dtype, given = given.query.dtype, given.raised()
     grad, out = grad.to(lse.dtype), out.to(lse.dtype)
     read = (given.query, given.far_key, given.far_value, given.near_key, given.near_value)
@@ -292,7 +293,7 @@ def backward(grad: Tensor, given: SelectedOperands, out: Tensor, lse: Tensor) ->
             if large is not None:
                 inverse.masked_fill_(large.view_as(level), 1.0)
                 top = level.flatten(1).masked_fill(~large, 0.0)
-            # Weights that are not divided by the normaliser meet slopes that are.
+            # The weights are not divided by the normaliser, but the slopes are.
             slopes = g * inverse.unsqueeze(-1), share * inverse
             weights, replaced = head.exponentials(head.logits(part), part, top)
             for weight in (weights.own, replaced):

@@ -15,14 +15,14 @@ _NUMBERS = 2**22  # of the keys and values that are gathered, at most
 
 
 def takes(given: SelectedOperands) -> bool:
-    """Whether these operands are those of single queries that see all near keys, and few of them."""
+    """Tells whether these operands are those of single queries that see all near keys, and few of them."""
     blocks = given.query.shape[:3].numel()
     gathered = blocks * given.cell.shape[-1] * (given.key.shape[-1] + given.value.shape[-1])
     return given.query.shape[1] == given.query.shape[3] == 1 and given.first < 0 and gathered <= _NUMBERS
 
 
 def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
-    """Output `[N, 1, Z, 1, dv]` and logarithms of the normalisers, `[N, 1, Z, 1]`, inf for rows that see nothing."""
+    """Computes output `[N, 1, Z, 1, dv]` and logarithms of normalisers `[N, 1, Z, 1]`, inf for rows without keys."""
     dtype = given.counts.dtype
     query = given.query[:, 0, :, 0].to(dtype) * given.scale  # [N, Z, d]
     counts, far_key, far_value = given.counts[:, 0], given.far_key[:, 0].to(dtype), given.far_value[:, 0].to(dtype)
@@ -50,7 +50,7 @@ def forward(given: SelectedOperands) -> tuple[Tensor, Tensor]:
 
 
 def _chosen(rows: Tensor, given: SelectedOperands) -> Tensor:
-    """Rows `[N, S, w]` of the chosen pages, `[N, Z, nP, w]`; those after the last token are the last one."""
+    """Gives rows `[N, S, w]` of chosen pages, `[N, Z, nP, w]`; places after the last token give the last row."""
     place = given.pages[:, 0].unsqueeze(-1) * given.page_size + torch.arange(given.page_size, device=rows.device)
     place = place.flatten(1).clamp(max=max(rows.shape[1] - 1, 0))  # [N, Z n P]
     found = rows.gather(1, place.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
@@ -58,7 +58,7 @@ def _chosen(rows: Tensor, given: SelectedOperands) -> Tensor:
 
 
 def _gathered(logits: Tensor, cell: Tensor) -> Tensor:
-    """Logits `[N, Z, M]` of the group of each key `[N, Z, K]`; any for keys without one."""
+    """Gives the logits `[N, Z, M]` of the group of each key `[N, Z, K]`; any number for keys without a group."""
     if not logits.shape[-1]:
         return logits.new_zeros(cell.shape)
     return logits.gather(-1, cell.clamp(min=0))
