@@ -1,4 +1,4 @@
-"""Draws docs/images/speed.png from committed results: how many times as fast as exact attention, by length."""
+"""Draws docs/images/speed.png from committed results: how many times as fast as exact attention, at each length."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,12 @@ PANEL = "bidirectional, forward"
 
 
 def speeds(name: str, method: str) -> dict[int, float]:
-    """Length -> times as fast as PyTorch's fastest exact attention, in the run of one result file."""
+    """Gives, for each length, how many times as fast a method is as PyTorch's fastest exact attention (more is better).
+
+    Args:
+        name: a result file of eval/results, without its ending; both times are of the run that it holds.
+        method: the method, as the file names it.
+    """
     cells = json.loads((ROOT / f"eval/results/{name}.json").read_text())["cells"]
     wanted = [cell for cell in cells if (cell["panel"], cell["method"], cell["status"]) == (PANEL, method, "ok")]
     return {cell["length"]: cell["speedup"] for cell in wanted if cell["speedup"]}

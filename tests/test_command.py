@@ -174,7 +174,10 @@ def test_ctrl_c_says_how_to_go_on(start, replaced, monkeypatch):
     assert (code, said) == (130, "\nfavor train glue: stopped at step 4; go on with --resume, from checkpoint-4\n")
     monkeypatch.setattr(command, "import_module", during_import)
     code, _, said = start("train", "glue")
-    assert (code, said) == (130, "\nfavor train glue: stopped before it began; the same command starts it again\n")
+    assert (code, said) == (
+        130,
+        "\nfavor train glue: stopped before the program began; the same command starts it again\n",
+    )
 
 
 def test_programs_have_the_name_that_the_user_typed(start, replaced):

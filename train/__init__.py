@@ -1,4 +1,4 @@
-"""Training programs, one readable file a job; `accelerate launch -m favor.train.glue` starts the first."""
+"""Training programs, one readable file per job. Start one of them with `accelerate launch -m favor.train.glue`."""
 
 from favor._parts import check_root, needs
 

@@ -31,7 +31,7 @@ from favor.train.speech.word_errors import character_errors, word_errors
 
 
 def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
-    """Utterances to train on, those of each evaluation split, and what was left out of each."""
+    """Loads the utterances to train on, those of each evaluation split, and a report on what each of them left out."""
     data, prepared = arguments.data, Path(arguments.train.output_dir) / "prepared"
     source, reports = data.data_dir or HUB, {}
 
@@ -59,7 +59,15 @@ def errors(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
 def evaluate(
     run: loop.Run, model: Any, loaders: dict[str, Any], evaluation: dict[str, list[Utterance]], tokenizer: Any
 ) -> dict[str, Any]:
-    """Error rates of greedy search on each split, of the weights of `model`."""
+    """Measures the error rates of `model` with greedy search on each split.
+
+    Args:
+        run: the training, for its place in the history.
+        model: whose weights are evaluated.
+        loaders: batches of each split.
+        evaluation: utterances of each split.
+        tokenizer: that of the model.
+    """
     model.eval()
     # Each process has its own statistics of batch normalisation; those of the first are saved.
     for buffer in model.buffers():
@@ -82,7 +90,7 @@ def train_model(
     data: tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]],
     folder: Path,
 ) -> dict[str, Any]:
-    """The whole training; model and processor end up in `folder`. Returns what the results say of it."""
+    """Runs the whole training and saves the model and the processor in `folder`; returns the entries of the results."""
     train, seed = arguments.train, DEFAULT_SEED if arguments.train.seed is None else arguments.train.seed
     accelerator = loop.make_accelerator(train, folder)
     utterances, evaluation, reports = data
@@ -144,7 +152,16 @@ def train_and_evaluate(
     evaluation: dict[str, list[Utterance]],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """All epochs; returns the last entry of the history."""
+    """Runs all epochs; returns the last entry of the history.
+
+    Args:
+        run: the training.
+        arguments: how often to evaluate.
+        model: whose weights are evaluated.
+        loaders: batches of each split.
+        evaluation: utterances of each split.
+        tokenizer: that of the model.
+    """
     accelerator, progress, last_epoch = run.accelerator, run.progress, -(-run.total_steps // run.steps_per_epoch)
     for epoch in loop.epochs(run, arguments):
         if epoch % arguments.eval_epochs and epoch < last_epoch:
@@ -191,14 +208,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
-    # What comes next in these processes may read the folder.
+    # The next program in these processes may read the folder.
     accelerator.wait_for_everyone()
     accelerator.print(f"{report.describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
     return results
 
 
 def start() -> None:
-    """Runs the program in processes of its own."""
+    """Runs the program and ends its processes."""
     main()
     # Not in `main`: several trainings may follow one another in the processes of one launch.
     Accelerator().end_training()

@@ -1,4 +1,4 @@
-"""Go on with the training of a causal language model (LLaMA and its like), with exact or FAVOR attention."""
+"""Continue the training of a causal language model, such as LLaMA, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from favor.train.text import language
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Samples whose labels are their own tokens, the same in every epoch.
+    """A data set of samples whose labels are their own tokens, unchanged in every epoch.
 
     Args:
         ids: tokens `[n, length]`.

@@ -37,7 +37,7 @@ RESULTS = "distillation.json"
 
 
 def endless(loader: Any) -> Any:
-    """Batches of a loader, again and again."""
+    """Yields the batches of a loader again and again, without end."""
     while True:
         count = 0
         for batch in loader:
@@ -48,7 +48,7 @@ def endless(loader: Any) -> Any:
 
 
 def layers_of(model: transformers.PreTrainedModel, sample: Tensor) -> tuple[dict[int, tuple[int, int]], bool]:
-    """Key heads and head_dim of every attention layer, and whether the queries of any must not see each other."""
+    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes."""
     seen: list[Observation] = []
     with torch.no_grad(), observe(model.eval(), seen.append):
         model(input_ids=sample)
@@ -65,11 +65,20 @@ def learn_parameters(
     loader: Any,
     arguments: DistillArguments,
 ) -> list[float]:
-    """Learns a correction of the parameters and stores what comes of it; returns the loss of every step."""
+    """Learns a correction of the parameters and stores the corrected parameters; returns the loss of every step.
+
+    Args:
+        accelerator: of the run.
+        model: with linear attention.
+        shapes: key heads and head_dim of every attention layer.
+        kind: "calibrated" or "corrected", the statistics to store.
+        loader: batches of tokens.
+        arguments: steps and learning rates.
+    """
     options = model.config.favor
     family, family_options = feature_family(arguments.attn_implementation, favor.FavorConfig.from_dict(options))
     modules = attention_modules(model)
-    # Layers that stay exact altogether have nothing to learn.
+    # A layer whose heads are all exact has nothing to learn.
     shapes = {n: s for n, s in shapes.items() if len(stored_choice(modules[n]).get("exact_heads", ())) < s[0]}
     if not shapes:
         return []
@@ -107,7 +116,15 @@ def learn_outputs(
     loader: Any,
     arguments: DistillArguments,
 ) -> list[float]:
-    """Trains all weights so that the outputs match those of the exact model; returns the loss of every step."""
+    """Trains all weights so that the outputs match those of the exact model; returns the loss of every step.
+
+    Args:
+        accelerator: of the run.
+        model: with linear attention, to be trained.
+        teacher: the model with exact attention.
+        loader: batches of tokens.
+        arguments: steps and learning rates.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0, fused=True)
     student, optimizer = accelerator.prepare(model, optimizer)
     total = arguments.model_steps
@@ -130,7 +147,7 @@ def learn_outputs(
 
 
 def distance(output: Any, goal: Any) -> Tensor:
-    """Kullback-Leibler divergence of the predictions where there are logits, else relative error of hidden states."""
+    """Gives the Kullback-Leibler divergence of the predictions; without logits, the relative error of hidden states."""
     if getattr(goal, "logits", None) is not None:
         log_p, log_q = goal.logits.float().log_softmax(-1), output.logits.float().log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -139,10 +156,10 @@ def distance(output: Any, goal: Any) -> Tensor:
 
 
 def finite(loss: Tensor, step: int) -> float:
-    """The loss as a number.
+    """Gives the loss as a number.
 
     Raises:
-        FloatingPointError: if it is not finite.
+        FloatingPointError: if the loss is not finite.
     """
     value = loss.item()
     if not math.isfinite(value):
@@ -155,7 +172,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parse_arguments(argv)
     check_model(arguments.model_name_or_path)
     check_text(arguments.train_file)
-    # A pooler or another head may have no part in the loss.
+    # The loss may not depend on a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(kwargs_handlers=[parallel])
     set_seed(arguments.seed)

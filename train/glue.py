@@ -28,7 +28,7 @@ from favor.train.text.metrics import load_glue_metric
 
 
 def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
-    """The pretrained model with a head for the task; see `favor.train.common.pretrained.load_switched`."""
+    """Loads the pretrained model with a head for the task, as `favor.train.common.pretrained.load_switched` does."""
 
     def adapt(config: Any) -> None:
         labels = task.labels or ("score",)
@@ -42,7 +42,15 @@ def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers
 def prepare_run(
     arguments: Arguments, data: GlueData, tokenizer: Any, seed: int, folder: Path
 ) -> tuple[loop.Run, dict[str, Any]]:
-    """The training of one seed, at the last checkpoint if it is resumed, and loaders of the development sets."""
+    """Prepares the training of one seed, or resumes it at its last checkpoint, and the loaders for evaluation.
+
+    Args:
+        arguments: all arguments of the program.
+        data: samples of the task.
+        tokenizer: that of the checkpoint.
+        seed: of this training.
+        folder: of its checkpoints.
+    """
     train = arguments.train
     accelerator = loop.make_accelerator(train, folder)
     model = load_model(arguments.model, data.task, seed)
@@ -60,7 +68,7 @@ def prepare_run(
 
 @torch.no_grad()
 def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Scores on the development sets, and whether the predictions are constant.
+    """Computes the scores on the development sets, and whether the predictions are constant.
 
     Raises:
         FloatingPointError: if a logit is not finite.
@@ -86,7 +94,14 @@ def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[st
 
 
 def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> dict[str, Any]:
-    """One whole training: the model and its tokenizer end up in `folder`; returns what the results say of it."""
+    """Trains with one seed and saves the model and its tokenizer in `folder`; returns the entry of the results.
+
+    Args:
+        arguments: all arguments of the program.
+        data: samples of the task.
+        seed: of this training.
+        folder: of the saved model and the checkpoints.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     tokenizer = load_tokenizer(arguments.model)
@@ -129,7 +144,7 @@ def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) ->
 
 
 def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
-    """Prints what there is to know before the training: rows left out, options without effect, the baseline."""
+    """Prints, before the training, how many rows were left out, which options have no effect, and the baseline."""
     if data.skipped.count:
         accelerator.print(f"skipped {data.skipped.count} malformed rows, first {'; '.join(data.skipped.first)}")
     if note := arguments.model.without_effect():
@@ -189,7 +204,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
-    """Model card, then `all_results.json`, which marks the run as finished."""
+    """Writes the model card, then `all_results.json`, which marks the run as finished."""
     if accelerator.is_main_process:
         (folder / "README.md").write_text(glue_report.model_card(task, results, folder.resolve().name))
         checkpoint.write_json(folder / checkpoint.RESULTS, results)

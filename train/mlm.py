@@ -1,4 +1,4 @@
-"""Go on with the pre-training of a masked language model, with exact or FAVOR attention."""
+"""Continue the pre-training of a masked language model, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from favor.train.text import language
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
-    """Samples with some tokens masked, at least one; item `epoch * length + index` is one as masked in that epoch.
+    """A data set of samples with some tokens masked, at least one per sample.
+
+    Item `epoch * length + index` is sample `index` with the masks of that epoch.
 
     Args:
         ids: tokens `[n, length]`.
         tokenizer: with a token for masking.
-        probability: part of the tokens to predict; special ones are never chosen.
-        seed: of the masks.
+        probability: fraction of the tokens to predict; special tokens are never chosen.
+        seed: draws the masks.
 
     Raises:
         ValueError: if the tokenizer has no token for masking.

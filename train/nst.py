@@ -1,4 +1,4 @@
-"""Noisy student training: a teacher transcribes speech without transcripts, a student is trained on both."""
+"""Noisy student training: a teacher transcribes unlabelled speech, and a student learns from all transcripts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Task:
     """Holds what all generations share.
 
     Attributes:
-        nst, student: the arguments, and those of `favor.train.asr`.
-        rest: the latter as words.
+        nst, student: the arguments of this program, and those of `favor.train.asr`.
+        rest: the arguments of `favor.train.asr` as words.
+        accelerator: of all processes.
         unlabelled: speech without its transcripts.
-        references: transcripts by id, as far as there are any; only for reports.
-        development: what the scores are fitted on, None for the labels themselves.
+        references: transcripts by id, of the utterances that have one; only for reports.
+        development: speech that the scores are fitted on; None fits them on the labels themselves.
     """
 
     nst: NstArguments
@@ -50,15 +51,21 @@ class Task:
 
     @property
     def folder(self) -> Path:
-        """Of all results."""
+        """Folder of all results."""
         return Path(self.nst.output_dir)
 
 
 def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator: Accelerator) -> None:
     """Makes sure that the run may write to its folder, and records its settings there.
 
+    Args:
+        nst: the arguments of this program.
+        student: the arguments of `favor.train.asr`.
+        accelerator: of all processes.
+
     Raises:
-        ValueError: as `checkpoint.open_run`. More generations than before are allowed.
+        ValueError: if the folder holds another run, as in `checkpoint.open_run`. A resumed run may have another number
+            of generations.
     """
     folder, free = Path(nst.output_dir), ("output_dir", "generations")
     settings = {name: value for name, value in asdict(nst).items() if name not in free}
@@ -78,7 +85,7 @@ def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator
 
 
 def load(task: Task) -> None:
-    """Finds the speech to label, parts it from its transcripts, and the speech to fit the scores on."""
+    """Loads the speech to label, keeps its transcripts apart, and loads the speech to fit the scores on."""
     nst, data = task.nst, task.student.data
     options = {"max_bad": data.limit, "resample": data.resample}
     with task.accelerator.main_process_first():
@@ -96,10 +103,10 @@ def load(task: Task) -> None:
 
 
 def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, ConformerProcessor]:
-    """A saved model, in evaluation on this process's device, and its processor.
+    """Loads a saved model, in evaluation mode on this process's device, and its processor.
 
     Raises:
-        ValueError: if it is no Conformer for CTC or Transducer.
+        ValueError: if the model is not a Conformer for CTC or Transducer.
     """
     config = ConformerConfig.from_pretrained(folder)
     found = saved_architecture(config)
@@ -111,13 +118,20 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
 
 
 def own_processor(task: Task) -> str | None:
-    """Folder of the student's processor if it is not the teacher's."""
+    """Gives the folder of the student's processor; None if the student uses the teacher's."""
     model = task.student.model
     return model.model_name_or_path or model.processor_name_or_path
 
 
 def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence[Utterance]]) -> ConformerProcessor:
-    """Labels each part of the speech into a folder of its name, all processes together; returns the processor."""
+    """Labels each part of the speech, all processes together; returns the teacher's processor.
+
+    Args:
+        task: what all generations share.
+        teacher: folder of its model.
+        folder: where each part gets a folder of its name.
+        parts: utterances by name.
+    """
     accelerator, student = task.accelerator, task.student
     model, processor = load_teacher(teacher, accelerator)
     identity = fingerprint(teacher)
@@ -139,7 +153,13 @@ def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence
 
 
 def choose(task: Task, teacher: Path, folder: Path) -> None:
-    """Labels the speech, filters the labels, and leaves a manifest and a report in a generation's folder."""
+    """Labels the speech, filters the labels, and writes a manifest and a report into a generation's folder.
+
+    Args:
+        task: what all generations share.
+        teacher: folder of its model.
+        folder: of the generation.
+    """
     parts: dict[str, Sequence[Utterance]] = {"labels": task.unlabelled}
     if task.development is not None:
         parts["fit"] = task.development
@@ -176,13 +196,13 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
 
 
 def compare(labels: Sequence[PseudoLabel], references: dict[str, str]) -> dict[str, float] | None:
-    """Error rates in percent of those labels that have a transcript to compare with; None if none has."""
+    """Computes error rates in percent of the labels that have a transcript; None if no label has one."""
     pairs = [(references[one.id], one.text) for one in labels if one.id in references]
     return asr.errors(pairs) if pairs else None
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A command line without some options of one value each."""
+    """Removes some options, of one value each, from a command line."""
     kept: list[str] = []
     options = {f"--{name}" for name in names}
     for place, word in enumerate(words):
@@ -193,7 +213,13 @@ def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def train(task: Task, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """The results of a training with the given arguments; a finished one is not done again."""
+    """Trains with the given words and returns the results; a finished training is only read.
+
+    Args:
+        task: what all generations share.
+        folder: of the training.
+        words: arguments of `favor.train.asr`.
+    """
     done = folder / checkpoint.RESULTS
     found = checkpoint.read_json(done) if done.exists() else None
     # Nobody writes before all have looked.
@@ -205,7 +231,13 @@ def train(task: Task, folder: Path, words: Sequence[str]) -> dict[str, Any]:
 
 
 def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
-    """One student: labels of the teacher, training; returns its line of the results."""
+    """Makes one student: labels by the teacher, then training; returns the student's entry of the results.
+
+    Args:
+        task: what all generations share.
+        number: of the generation, from 1.
+        teacher: folder of its model.
+    """
     folder = task.folder / f"gen_{number}"
     if not (folder / checkpoint.RESULTS).exists():
         task.accelerator.print(f"\ngeneration {number}: {teacher} labels {len(task.unlabelled)} utterances")
@@ -220,13 +252,19 @@ def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
 
 
 def entry(number: int, folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Gives the entries of the results that every generation has."""
+    """Gives the values that the results hold of every generation.
+
+    Args:
+        number: of the generation.
+        folder: of its model.
+        results: of its training.
+    """
     kept = {name: results.get(name) for name in ("metrics", "utterances", "hours", "steps")}
     return {"generation": number, "folder": str(folder), **kept}
 
 
 def first_generation(task: Task) -> tuple[Path, dict[str, Any]]:
-    """The first teacher, given or trained, and its line of the results."""
+    """Finds the folder of the first teacher, given or trained here, and its entry of the results."""
     if task.nst.teacher is None:
         folder = task.folder / "gen_0"
         return folder, entry(0, folder, train(task, folder, task.rest))
@@ -236,7 +274,7 @@ def first_generation(task: Task) -> tuple[Path, dict[str, Any]]:
 
 
 def table(generations: Sequence[dict[str, Any]]) -> str:
-    """Generations a line: numbers of pseudo-labels, their word error rate, and error rates of the model."""
+    """Makes a table with a line per generation: numbers of pseudo-labels and error rates of labels and of the model."""
     names = list(dict.fromkeys(name for one in generations for name in one["metrics"] or ()))
     rows = [["generation", "labelled", "kept", "dropped", "pseudo-label wer", "of those kept", *names]]
     for one in generations:
@@ -257,7 +295,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         argv: the command line without the program's name. Default None: `sys.argv`.
 
     Raises:
-        ValueError: for arguments or speech that cannot be used, or a teacher of whose labels none is left.
+        ValueError: for arguments or speech that cannot be used, or if no label of a teacher is left.
     """
     nst, student, rest = parse_arguments(argv)
     for path in (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path):

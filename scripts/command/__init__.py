@@ -1,1 +1,1 @@
-"""The command `favor`. It stands beside the package `favor`, so that its help does not import torch."""
+"""The command `favor`. It is not inside the package `favor`, so that its help does not import torch."""

@@ -1,4 +1,4 @@
-"""`python -m favor_command` is the command `favor`."""
+"""Runs the command `favor` as `python -m favor_command`."""
 
 from favor_command.command import cli
 

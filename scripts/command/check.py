@@ -18,7 +18,10 @@ from favor_command.program import Parser, program
 
 NAME = "favor check"
 KEPT = ("exact", "local", "refused")
-FOOT = "linear and local: speed and memory of attention alone, estimated; exact attention over all keys is 1"
+FOOT = (
+    "linear and local: speed (more is better) and memory (less is better) of attention alone, estimated; "
+    "exact attention over all keys is 1"
+)
 
 
 def parse_arguments(words: Sequence[str] | None) -> Any:
@@ -27,7 +30,7 @@ def parse_arguments(words: Sequence[str] | None) -> Any:
     parser.add_argument("model", help="folder with a config.json, or a name that transformers can resolve")
     parser.add_argument("--length", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="numbers of tokens")
     models.add_options(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is to run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device that the model would run on")
     return parser.parse_args(words)
 
 
@@ -58,7 +61,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tuple[list[str], bool]:
-    """The lines to print for a switched model, and whether some layer is linear at one of the lengths."""
+    """Gives the lines to print for a switched model, and whether some layer is linear at one of the lengths.
+
+    Args:
+        model: after `favor.configure`.
+        backend: its name, for the last line.
+        lengths: numbers of tokens.
+        device: "cpu" or "cuda".
+    """
     import favor
 
     lengths = sorted(set(lengths))
@@ -75,7 +85,7 @@ def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tup
     lines += [f"{kind} at {', '.join(map(str, at))}: {why}" for (kind, why), at in reasons.items()]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and positions < lengths[-1]:
-        lines.append(f"the config has {positions} positions: the model was made for texts of up to so many tokens")
+        lines.append(f"the config has {positions} positions: the model was made for texts of at most that many tokens")
     counts = Counter(kind_of(layer) for layer in described[-1])
     total = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no attention layers"
     lines.append(f"{type(model).__name__} with {backend} on {device}, {lengths[-1]} tokens: {total}")
@@ -83,12 +93,12 @@ def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tup
 
 
 def kind_of(layer: Any) -> str:
-    """Is "linear" for a layer that runs any family of linear attention, else what it runs."""
+    """Gives "linear" for a layer that runs any family of linear attention, else "exact", "local" or "refused"."""
     return layer.runs if layer.runs in KEPT else "linear"
 
 
 def cell(layer: Any) -> str:
-    """Says what a layer runs, with its cost where that is not the one of exact attention."""
+    """Says what a layer runs, and its cost if that differs from the cost of exact attention over all keys."""
     kind = kind_of(layer)
     return f"{kind}, speed {layer.speed:g}, memory {layer.memory:g}" if kind in ("linear", "local") else kind
 

@@ -1,4 +1,4 @@
-"""The command `favor`: finds the program that its words name, and starts it. Only that program is imported."""
+"""The command `favor`: finds the program that its arguments name, and starts it. Only that program is imported."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from favor_command.programs import ROOT, Folder, Program
 
 HELP = ("-h", "--help")
 VERSION = "--version"
-BEFORE = "stopped before it began; the same command starts it again"
+BEFORE = "stopped before the program began; the same command starts it again"
 
 
 def cli() -> NoReturn:
-    """Starts what the words of this process name."""
+    """Starts the program that the command line of this process names."""
     run(sys.argv[1:])
 
 
 def run(words: Sequence[str]) -> NoReturn:
-    """Starts the program that words name, with those that are left; ends this process.
+    """Starts the program that the first words name, with the remaining words as its arguments; ends this process.
 
     Args:
-        words: of the command line, without the name of the command.
+        words: the command line, without the name of the command.
     """
     debug, rest = DEBUG in words, [word for word in words if word != DEBUG]
     name = COMMAND
@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> NoReturn:
             explain(name, found)
         word = rest.pop(0)
         if word == VERSION and found is ROOT:
-            from importlib.metadata import version  # would be half of the time of a help
+            from importlib.metadata import version  # imported here because it would double the time of --help
 
             print(f"{COMMAND} {version('favor')}")
             sys.exit(0)
@@ -51,10 +51,10 @@ def run(words: Sequence[str]) -> NoReturn:
 
 
 def explain_program(options: str) -> None:
-    """Prints the options of a program and ends this process; returns if there is no module of them.
+    """Prints the options of a program and ends this process; returns if the program has no module of options.
 
-    `import favor` takes seconds, because it imports torch and transformers. So the package is put in its place without
-    being executed: modules below it can be imported, and those with options need nothing else of it.
+    `import favor` takes seconds, because it imports torch and transformers. So an empty package is put in its
+    place, and its code is not executed. Its modules can still be imported, and modules of options need nothing else.
 
     Args:
         options: name of the module with the program's `parse_arguments`.
@@ -65,14 +65,14 @@ def explain_program(options: str) -> None:
         sys.modules[package] = module_from_spec(spec)
     if find_spec(options) is not None:
         import_module(options).parse_arguments(HELP[1:])
-    # The program explains itself, with the whole package.
+    # No module of options: the program explains itself, which needs the whole package.
     for name in set(sys.modules) - before:
         if name.partition(".")[0] == package:
             del sys.modules[name]
 
 
 def member(name: str, folder: Folder, word: str) -> Program | Folder:
-    """Finds what a word names in a folder; ends this process with the nearest name if it names nothing."""
+    """Finds what a word names in a folder; if it names nothing, ends this process with the nearest name as a hint."""
     members = folder.members()
     known = word.replace("-", "_")
     if known in members:
@@ -80,7 +80,7 @@ def member(name: str, folder: Folder, word: str) -> Program | Folder:
     if word.startswith("-"):
         hint = did_you_mean(word, [*HELP, DEBUG, *([VERSION] if folder is ROOT else [])])
         return end(f"{name}: error: unknown option {word}{hint or ': --help lists all'}", MENDABLE)
-    # A name that belongs one level further down is worth a hint too; the first that has it.
+    # If a folder one level deeper has the name, hint at the first such folder.
     folders = {outer: own for outer, own in members.items() if isinstance(own, Folder)}
     deeper = next((f": did you mean {outer} {known}?" for outer, own in folders.items() if known in own.members()), "")
     hint = deeper or did_you_mean(known, members) or ": --help lists all"
@@ -88,7 +88,7 @@ def member(name: str, folder: Folder, word: str) -> Program | Folder:
 
 
 def explain(name: str, folder: Folder) -> NoReturn:
-    """Prints the names of a folder in groups, with a line for each, and ends this process."""
+    """Prints the names of a folder in groups, one line per name, and ends this process."""
     width = max(map(len, folder.members()))
     lines = [f"usage: {name} COMMAND [OPTION ...]", "", f"{name}: {folder.line}"]
     for title, group in folder.groups.items():

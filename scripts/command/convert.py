@@ -2,9 +2,9 @@
 
     favor convert FOLDER OUT --attn_implementation landmark --num_features 128
 
-The weights stay as they are: what changes is the backend and its options in config.json, which `from_pretrained` takes
-up after `import favor`. No data is needed. Quality is that of the model with another attention and without training:
-measure it, and see `favor train distill` and `favor train mlm` for models that need some.
+The weights do not change. config.json gets the backend and its options, which `from_pretrained` reads after
+`import favor`. No data is needed. The model is not trained for its new attention, so its quality may be lower:
+measure it. `favor train distill` and `favor train mlm` train a model that needs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from favor_command.check import kind_of
 from favor_command.program import Parser, program
 
 NAME = "favor convert"
-LONG = 2**24  # tokens at which no layer is exact for being short
+LONG = 2**24  # tokens; no text of this length is short enough for exact attention
 PREPROCESSING = ("*token*", "*process*", "*vocab*", "*.model")
 NONE = "no tokenizer or processor was found"
 
@@ -43,13 +43,13 @@ def main(words: Sequence[str] | None = None) -> int:
         The exit code, 0.
 
     Raises:
-        ValueError: if there is no such model, it cannot be switched, or the folder is there already.
+        ValueError: if there is no such model, it cannot be switched, or the folder already exists and is not empty.
     """
     arguments = parse_arguments(words)
     if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
         raise ValueError(f"expected a new folder or an empty one, got {arguments.out}")
     config = models.read_config(arguments.model)
-    # What cannot be switched is said before any weights are read.
+    # Refuse a model that cannot be switched before any weights are read.
     switchable(models.without_weights(config), arguments)
     kind = models.model_class(config)
     model = kind.from_pretrained(models.location(arguments.model), trust_remote_code=False)
@@ -71,10 +71,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
-    """Counts the layers of a model that are linear in long texts, and all; switches it first if arguments are given.
+    """Counts the layers of a model that are linear in long texts, and all its layers.
+
+    Args:
+        model: on any device.
+        arguments: options to switch the model with first. Default None: it is already switched.
 
     Raises:
-        ValueError: if none is linear.
+        ValueError: if no layer is linear.
     """
     import favor
 
@@ -89,11 +93,11 @@ def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
 
 
 def save_preprocessing(model: str, out: Path) -> str:
-    """Saves the tokenizer or processor of a model, and says which, or that there is none."""
+    """Saves the tokenizer or processor of a model; returns the name of its class, or that none was found."""
     from transformers import AutoProcessor
 
     place = Path(models.location(model))
-    # Without any file of one, transformers makes up an empty tokenizer.
+    # If a folder has no file of a tokenizer, transformers makes an empty one: do not save that.
     if place.is_dir() and not any(path for pattern in PREPROCESSING for path in place.glob(pattern)):
         return NONE
     try:

@@ -1,4 +1,4 @@
-"""Models by folder or name, without their weights where those are not needed."""
+"""Models by folder or name, without their weights where the weights are not needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONFIG = "config.json"
 
 
 def location(model: str) -> str:
-    """Gives a folder with the user's home written out, and a name of the hub as it is."""
+    """Gives the path of a folder with ~ replaced by the user's home; a name of the hub is returned unchanged."""
     folder = Path(model).expanduser()
     return str(folder) if folder.exists() else model
 
@@ -22,7 +22,7 @@ def read_config(model: str) -> Any:
         model: a folder, or a name of the hub that transformers can resolve.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such model.
     """
     from transformers import AutoConfig
 
@@ -48,15 +48,15 @@ def without_weights(config: Any) -> Any:
     import torch
     from transformers import AutoModel
 
-    # transformers goes through the list where a model has several base classes.
+    # transformers iterates over this list for models with several base classes, and fails if it is None.
     config.architectures = getattr(config, "architectures", None) or []
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is computed there, such as initial weights
+        warnings.simplefilter("ignore")  # warnings about computing initial weights on the meta device
         return AutoModel.from_config(config, trust_remote_code=False).eval()
 
 
 def model_class(config: Any) -> Any:
-    """The class that a saved model was saved from, with its head; AutoModel if its config names none."""
+    """Finds the class of a saved model, with its head; AutoModel if its config names no class."""
     import transformers
 
     import favor.models
@@ -68,7 +68,7 @@ def model_class(config: Any) -> Any:
 
 
 def add_options(parser: Any) -> None:
-    """Adds the options of attention that a model is looked at, or saved, with."""
+    """Adds the options of attention with which a model is checked or saved."""
     parser.add_argument(
         "--attn_implementation", help="backend; default: that of the model if it is one of favor, else landmark"
     )
@@ -76,13 +76,15 @@ def add_options(parser: Any) -> None:
         "--num_features", type=int, help="random features or landmarks per head; default: that of the model"
     )
     parser.add_argument(
-        "--window", type=int, help="length of exact blocks beside the estimate; default: that of the model"
+        "--window", type=int, help="tokens of a block in which attention is exact; default: that of the model"
     )
-    parser.add_argument("--exact_below", help="exact attention below so many keys, or auto; default: that of the model")
+    parser.add_argument(
+        "--exact_below", help="exact attention below this number of keys, or auto; default: that of the model"
+    )
 
 
 def chosen_options(arguments: Any) -> dict[str, Any]:
-    """The options of `favor.FavorConfig` that a user gave."""
+    """Gives the options of `favor.FavorConfig` that a user gave."""
     names = ("num_features", "window", "exact_below")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if str(given.get("exact_below", "")).isdigit():
@@ -91,7 +93,7 @@ def chosen_options(arguments: Any) -> dict[str, Any]:
 
 
 def switch(model: Any, arguments: Any) -> str:
-    """Switches a model to the backend that was asked for; returns its name."""
+    """Switches a model to the backend and options that a user chose; returns the backend's name."""
     import favor
 
     running = model.config._attn_implementation
@@ -101,7 +103,7 @@ def switch(model: Any, arguments: Any) -> str:
 
 
 def never_asks(model: Any) -> bool:
-    """Tells whether no attention layer of a model asks transformers for a backend, so that none can be switched."""
+    """Tells whether no attention layer of a model asks transformers for a backend. Such a model cannot be switched."""
     from favor.integrations.loading import check_dispatch, never_dispatches
 
     try:

@@ -1,6 +1,6 @@
-"""How all programs talk to their user: one parser, errors in one line, Ctrl-C that says how to go on.
+"""How all programs talk to their user: one parser, errors in one line, a message after Ctrl-C that says how to go on.
 
-Nothing heavy is imported here, so that a command is explained at once.
+Nothing heavy is imported here, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 
 DEBUG = "--debug"
-# Exit codes: of argparse for what a user can mend, and of a shell for Ctrl-C.
+# Exit codes: that of argparse for an error that a user can mend, and that of a shell for Ctrl-C.
 MENDABLE, STOPPED = 2, 130
 COMMAND = "favor"
 ERRORS = (ValueError, OSError, ImportError, FloatingPointError, SafetensorError)
-# What accelerate tells the processes it starts; it ends with a traceback of its own if one of them fails.
+# Set by accelerate in the processes that it starts. If one of them fails, accelerate prints a traceback of its own.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"
-# Seconds in which a launcher has ended the other processes once the first one has said what is wrong.
+# Seconds that the other processes wait: by then the first one has said what is wrong and the launcher has ended them.
 PATIENCE = 2.0
 
 
 def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
     """Makes the function that a command line starts.
 
-    It exits with what `main` returns if that is a number, else with 0. An error that a user can mend is one line and
-    exit code 2, Ctrl-C is one line and exit code 130; with `--debug` both show their traceback.
+    The function exits with the number that `main` returns, or with 0 if `main` returns no number. An error that a user
+    can mend gives one line and exit code 2. Ctrl-C gives one line and exit code 130. With `--debug` both show their
+    traceback.
 
     Args:
-        name: of the program, for its messages.
-        main: the program, with the arguments of this process.
+        name: the program's name, for its messages.
+        main: the program; it reads the arguments of this process itself.
     """
 
     def cli() -> None:
         debug = DEBUG in sys.argv[1:]
-        # The program does not know it, nor does the command that its results name.
+        # The program does not know --debug, and the command recorded in its results does not have it.
         sys.argv[1:] = [word for word in sys.argv[1:] if word != DEBUG]
         with in_one_line_errors(called(name), debug):
             result = main()
@@ -54,16 +55,16 @@ def in_one_line_errors(name: str, debug: bool, stopped: str = "stopped") -> Iter
     """Ends this process with one line for an error that a user can mend, and for Ctrl-C.
 
     Args:
-        name: of the program, for its messages.
+        name: the program's name, for its messages.
         debug: show tracebacks instead.
-        stopped: what to say of a Ctrl-C that says nothing itself.
+        stopped: the message for a Ctrl-C that has no message of its own.
     """
     try:
         yield
     except KeyboardInterrupt as error:
         if debug:
             raise
-        # A line of its own: ^C and a bar of progress end none.
+        # Start a new line: neither ^C nor a progress bar ends its line.
         end(f"\n{name}: {str(error) or stopped}", STOPPED)
     except ERRORS as error:
         if debug:
@@ -72,28 +73,28 @@ def in_one_line_errors(name: str, debug: bool, stopped: str = "stopped") -> Iter
 
 
 def called(name: str) -> str:
-    """The name by which the user called a program: that of the command `favor` if it started the program."""
+    """Gives the name by which the user called a program: `favor ...` if the command `favor` started it."""
     return sys.argv[0] if sys.argv[0].startswith(f"{COMMAND} ") else name
 
 
 def end(message: str, code: int) -> NoReturn:
-    """Says a last line and ends this process; of several that say the same, only the first is heard."""
+    """Prints a last line and ends this process; of several processes with this line, only the first one prints it."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
-    launched = "; what follows is of accelerate launch" if LAUNCHED in os.environ else ""
+    launched = "; the lines below are from accelerate launch" if LAUNCHED in os.environ else ""
     print(message + launched, file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def in_one_line(error: Exception) -> str:
-    """The message of an error, without line breaks and numbers of the operating system."""
+    """Gives the message of an error, without line breaks and without the error number of the operating system."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question for the nearest known word, to stand behind an error; empty if none is near."""
+    """Makes a question with the nearest known word, to append to an error; empty if no word is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {near[0]}?" if near else ""
 
@@ -103,7 +104,7 @@ def _shown(value: Any) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a description as it is written, and the default of an option whose help does not say it."""
+    """Shows a description unchanged, and adds the default of an option whose help does not say it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -118,13 +119,13 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest option for one that it does not know.
+    """A parser whose errors are one line, with the nearest known option after an unknown one.
 
-    An option may be written with hyphens or underscores, and is listed with underscores.
+    An option may be written with hyphens or underscores; help lists it with underscores.
 
     Args:
-        program: its name in messages.
-        text: the program's docstring, shown as it is written.
+        program: the program's name in messages.
+        text: the program's docstring, shown unchanged.
         abbreviations: whether the first letters of an option are enough.
     """
 
@@ -133,21 +134,21 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Takes options with hyphens as those with underscores."""
+        """Parses words in which an option may have hyphens in place of underscores."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._spelled(word) for word in words], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses a command line, and ends the program for words that it does not know."""
+        """Parses a command line; ends the program if a word is unknown."""
         found, rest = self.parse_known_args(args, namespace)
         self.refuse(rest)
         return found
 
     def refuse(self, rest: Sequence[str], others: Iterable[str] = ()) -> None:
-        """Ends the program if there are words left.
+        """Ends the program if some words are unknown.
 
         Args:
-            rest: the words.
+            rest: the unknown words.
             others: options of another program that were possible too.
         """
         if not rest:
@@ -159,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option {options[0]}{did_you_mean(options[0], known) or ': --help lists all'}")
 
     def options(self) -> list[str]:
-        """The names of all options."""
+        """Gives the names of all options."""
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The table of what the command `favor` starts: groups of names, each with its module and a line of help."""
+"""The table of programs that the command `favor` starts: groups of names, each with its module and a line of help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Program:
     """A program that is started by name.
 
     Attributes:
-        module: where its `cli` is.
-        line: what it does.
+        module: the module with its `cli`.
+        line: one line of help.
     """
 
     module: str
@@ -32,12 +32,12 @@ Groups = dict[str, dict[str, "Program | Folder"]]
 
 @dataclass(frozen=True)
 class Folder:
-    """A word that another name follows.
+    """A name such as `train`, which the name of one of its programs follows.
 
     Attributes:
-        line: what the programs do.
+        line: one line of help.
         groups: the programs by name, in groups by title.
-        note: what stands below the list.
+        note: the text below the list.
     """
 
     line: str
@@ -54,8 +54,8 @@ TRAIN = Folder(
     {
         "text": {
             "glue": Program("favor.train.glue", "fine-tune a pretrained model on a GLUE task"),
-            "mlm": Program("favor.train.mlm", "go on with the pre-training of a masked language model"),
-            "clm": Program("favor.train.clm", "go on with the training of a causal language model"),
+            "mlm": Program("favor.train.mlm", "continue the pre-training of a masked language model"),
+            "clm": Program("favor.train.clm", "continue the training of a causal language model"),
             "distill": Program("favor.train.distill", "bring linear attention close to a model's exact attention"),
         },
         "speech": {
@@ -69,9 +69,9 @@ EVAL = Folder(
     "measure: tables, figures, error rates",
     {
         "quality": {
-            "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, head by head"),
+            "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
-            "feature_weights": Program("favor.eval.feature_weights", "weights of random features beside more of them"),
+            "feature_weights": Program("favor.eval.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
             "kernel_classification": Program("favor.eval.kernel_classification", "Figure 3 of the FAVOR# paper"),
             "variance": Program("favor.eval.variance", "variance of features: Figure 2 of the FAVOR# paper"),
@@ -79,8 +79,8 @@ EVAL = Folder(
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
             "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
-            "decoding": Program("favor.eval.decoding", "a token in generation with selected keys"),
-            "generation": Program("favor.eval.generation", "a token in generation and what its cache holds"),
+            "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
+            "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
             "transducer_loss": Program("favor.eval.transducer_loss", "the Transducer loss"),
         },
         "language models": {
@@ -97,10 +97,10 @@ EVAL = Folder(
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
         "optimizers and decompositions": {
-            "decomposition": Program("favor.eval.decomposition.__main__", "beside what scikit-learn has"),
+            "decomposition": Program("favor.eval.decomposition.__main__", "compared with scikit-learn"),
             "exact_step": Program("favor.eval.exact_step", "what an exact step on one example costs"),
             "head_optimizer": Program("favor.eval.head_optimizer", "optimizers of a softmax output layer"),
-            "majorization": Program("favor.eval.majorization", "bound majorization beside other optimizers"),
+            "majorization": Program("favor.eval.majorization", "bound majorization compared with other optimizers"),
         },
     },
     "The demo is favor demo, the report in a browser favor report.",
@@ -109,8 +109,8 @@ ROOT = Folder(
     "linear attention for models of transformers",
     {
         "first steps": {
-            "demo": Program("favor.eval.demo.__main__", "see exact and linear attention at work, offline"),
-            "check": Program("favor_command.check", "what each layer of a model would run, and its cost"),
+            "demo": Program("favor.eval.demo.__main__", "compare exact and linear attention on an example, offline"),
+            "check": Program("favor_command.check", "which attention each layer of a model would run, and its cost"),
             "report": Program("favor.eval.report.__main__", "errors and times on your model and text, for a browser"),
             "convert": Program("favor_command.convert", "save a model that runs linear attention from now on"),
         },

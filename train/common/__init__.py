@@ -1,1 +1,1 @@
-"""What all training programs share."""
+"""Parts that all training programs share."""

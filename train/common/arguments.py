@@ -1,6 +1,6 @@
-"""Command-line arguments of `train/glue.py`, and what other programs share: checked before anything runs.
+"""Command-line arguments of `train/glue.py` and those that programs share. They are checked before anything runs.
 
-Only checks import `favor` and transformers, so that a program explains its options at once.
+Only the checks import `favor` and transformers, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from favor.train.common.program import DataclassParser, did_you_mean
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 DEFAULT_SEED = 42
-# How the parser shows the option of that name.
+# How help shows the option lr_scheduler_type.
 SCHEDULE = {
     "help": "Schedule of the learning rate: linear, cosine, constant, or another of transformers.SchedulerType.",
     "metavar": "NAME",
 }
-# Arguments on which the result of a run does not depend.
+# Arguments that do not change the result of a run.
 FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
 
 
 def option(default: Any, text: str) -> Any:
-    """Makes a dataclass field with a help text, in which a percent sign is only that."""
+    """Makes a dataclass field with a help text; a percent sign in the text needs no escape."""
     return field(default=default, metadata={"help": text.replace("%", "%%")})
 
 
 def check_positive(arguments: Any, *names: str) -> None:
-    """Raises ValueError for a named value that is given and not above 0."""
+    """Raises ValueError if one of the named values is given and is not above 0."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
@@ -35,7 +35,7 @@ def check_positive(arguments: Any, *names: str) -> None:
 
 
 def check_backend(name: str | None) -> None:
-    """Raises ValueError for an attention backend that transformers does not know; a kernel of the hub has a / in it."""
+    """Raises ValueError for an attention backend that transformers does not know; a name with / is one of the hub."""
     from transformers import AttentionInterface
 
     import favor
@@ -48,7 +48,7 @@ def check_backend(name: str | None) -> None:
 
 
 def check_schedule(name: str) -> None:
-    """Raises ValueError for a schedule of the learning rate that transformers does not know."""
+    """Raises ValueError for a learning rate schedule that transformers does not know."""
     from transformers import SchedulerType
 
     known = [kind.value for kind in SchedulerType]
@@ -64,23 +64,25 @@ class BackendArguments:
 
     attn_implementation: str | None = option(
         None,
-        "landmark, favor+, favor++, favor#, another of favor.BACKENDS, sdpa or eager. Default: what the checkpoint "
-        "says, else the model's own.",
+        "landmark, favor+, favor++, favor#, another of favor.BACKENDS, sdpa or eager. Default: that of the checkpoint, "
+        "else the model's own.",
     )
-    num_features: int | None = option(None, "Random features a head. Default: the checkpoint's, else 256.")
+    num_features: int | None = option(None, "Random features per head. Default: the checkpoint's, else 256.")
     features: str | None = option(
         None, "Features of favor#: wderf (default), cderf, sderf, saderf, aderf, or landmark."
     )
     factorization: str | None = option(None, "How favor# factors: auto (default), eigh, cholesky, newton_schulz.")
-    window: int | None = option(None, "Exact attention inside blocks of so many tokens. Default 0: none.")
-    statistics: str | None = option(None, "batch (default), or calibrated or corrected: what the checkpoint stores.")
+    window: int | None = option(None, "Tokens of a block in which attention is exact. Default 0: no blocks.")
+    statistics: str | None = option(None, "batch (default), or what the checkpoint stores: calibrated or corrected.")
     exact_below: str | None = option(
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
     selected_keys: int | None = option(
         None, "Keys that landmarks attend to exactly. Default: 256 for landmark, else 0."
     )
-    redraw_interval: int | None = option(None, "Forward passes between new random features. Default 0: never.")
+    redraw_interval: int | None = option(
+        None, "Forward passes after which random features are drawn anew. Default 0: never."
+    )
 
     def __post_init__(self) -> None:
         """Checks the backend and its options; raises ValueError."""
@@ -94,7 +96,7 @@ class BackendArguments:
             raise ValueError(f"features is an option of favor#, not of {self.attn_implementation}")
 
     def favor_options(self) -> dict[str, Any]:
-        """The options of the FAVOR backends that were given."""
+        """Gives the options of the FAVOR backends that the user set."""
         names = (
             "num_features",
             "features",
@@ -110,7 +112,7 @@ class BackendArguments:
         return options
 
     def without_effect(self) -> str | None:
-        """Gives a remark on options given for exact attention; None if there are none."""
+        """Gives a remark on options that exact attention does not use; None if there are none."""
         if self.attn_implementation not in ("sdpa", "eager") or not self.favor_options():
             return None
         return f"{self.attn_implementation} is exact attention: it does not use {', '.join(self.favor_options())}"
@@ -121,8 +123,8 @@ class ModelArguments(BackendArguments):
     """The model and its attention."""
 
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
-    ignore_mismatched_sizes: bool = option(False, "Replace a head made for another number of labels by a new one.")
-    trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
+    ignore_mismatched_sizes: bool = option(False, "Replace a head for another number of labels by a new head.")
+    trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.")
     allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
     dropout: float | None = option(None, "Every dropout probability of the model. Default: those of the checkpoint.")
 
@@ -138,12 +140,14 @@ class DataArguments:
     """The task and its samples."""
 
     task_name: str = field(metadata={"help": "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."})
-    data_dir: str | None = option(None, "GLUE's folder, or the task's, as TSV files. Default: nyu-mll/glue on the hub.")
-    max_length: int = option(128, "Tokens after which a sample is cut.")
+    data_dir: str | None = option(
+        None, "Folder of GLUE, or of the task, with TSV files. Default: nyu-mll/glue on the hub."
+    )
+    max_length: int = option(128, "Greatest number of tokens of a sample; the rest is cut off.")
     pad_to_max_length: bool = option(False, "Pad every sample to max_length, not only to the longest of its batch.")
-    max_train_samples: int | None = option(None, "Train on the first so many samples only.")
-    max_eval_samples: int | None = option(None, "Evaluate on the first so many samples only.")
-    skip_bad_rows: bool = option(False, "Leave out and count malformed rows of TSV files instead of stopping.")
+    max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.")
+    max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.")
+    skip_bad_rows: bool = option(False, "Leave out malformed rows of TSV files and count them, instead of stopping.")
 
     def __post_init__(self) -> None:
         """Checks the numbers; raises ValueError."""
@@ -152,25 +156,27 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """The optimization and where its results go."""
+    """The optimization and its output folder."""
 
     output_dir: str = field(metadata={"help": "Folder of all results."})
     learning_rate: float = option(5e-5, "Peak learning rate.")
-    weight_decay: float = option(0.01, "Weight decay of matrices; biases and normalisations have none.")
+    weight_decay: float = option(0.01, "Weight decay of matrices; biases and normalisations are not decayed.")
     num_train_epochs: float = option(3.0, "Epochs.")
     max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
-    gradient_accumulation_steps: int = option(1, "Forward and backward passes an optimizer step.")
+    gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimizer step.")
     lr_scheduler_type: str = field(default="linear", metadata=SCHEDULE)
-    num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: by warmup_ratio.")
-    warmup_ratio: float = option(0.0, "Warm-up as a part of all steps.")
+    num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: warmup_ratio decides.")
+    warmup_ratio: float = option(0.0, "Warm-up as a fraction of all steps.")
     max_grad_norm: float = option(
-        1.0, f"Gradients are clipped to this norm, but for a head with {SOFTMAX_BOUND}; 0: no clipping."
+        1.0, f"Gradients are clipped to this norm, except those of a head with {SOFTMAX_BOUND}; 0: no clipping."
     )
-    mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: what accelerate launch says, else no.")
-    seed: int | None = option(None, "Seed of new weights, order, dropout and random features. Default 42.")
-    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: none are written.")
-    resume: bool = option(False, "Continue from the last checkpoint; finished seeds are not trained again.")
-    overwrite_output_dir: bool = option(False, "Start again in a folder that holds a run.")
+    mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: that of accelerate launch, else no.")
+    seed: int | None = option(None, "Seed of new weights, order of samples, dropout and random features. Default 42.")
+    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
+    resume: bool = option(False, "Continue from the last checkpoint; a finished seed is not trained again.")
+    overwrite_output_dir: bool = option(
+        False, "Start again in a folder that holds a run; its checkpoints and results are deleted."
+    )
     report_to: str = option("none", "tensorboard or none.")
 
     def __post_init__(self) -> None:
@@ -196,10 +202,10 @@ class RunArguments:
 
 @dataclass(kw_only=True)
 class BatchedRunArguments(RunArguments):
-    """Batches of so many samples."""
+    """Sizes of batches."""
 
-    per_device_train_batch_size: int = option(32, "Samples a process and a forward pass.")
-    per_device_eval_batch_size: int = option(64, "The same in evaluation.")
+    per_device_train_batch_size: int = option(32, "Samples per process and forward pass.")
+    per_device_eval_batch_size: int = option(64, "Samples per process and forward pass in evaluation.")
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
@@ -212,10 +218,10 @@ class TrainArguments(BatchedRunArguments):
     """Several seeds, and the order of the samples."""
 
     seeds: list[int] | None = field(
-        default=None, metadata={"help": "Several seeds: one training each, then mean and standard deviation."}
+        default=None, metadata={"help": "Several seeds: one training per seed, then mean and standard deviation."}
     )
     group_by_length: bool = option(
-        False, "Put samples of about the same length into one batch: less padding, another order."
+        False, "Put samples of about the same length into one batch: less padding, but another order."
     )
 
     def __post_init__(self) -> None:
@@ -232,10 +238,11 @@ class HeadArguments:
     """The optimizer of the output layer."""
 
     head_optimizer: str = option(
-        ADAMW, f"Of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound, no weight decay)."
+        ADAMW,
+        f"Optimizer of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound, no weight decay).",
     )
     head_learning_rate: float | None = option(
-        None, f"Its peak learning rate. Default: 1 for {SOFTMAX_BOUND}, else that of the body."
+        None, f"Peak learning rate of the output layer. Default: 1 for {SOFTMAX_BOUND}, else that of the other layers."
     )
     head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
     head_curvature: str | None = option(
@@ -271,12 +278,12 @@ class ArgumentGroups:
     def parse(
         cls: type[Groups], argv: list[str] | None, description: str | None = None, program: str = "favor"
     ) -> Groups:
-        """Reads a command line; options that it does not know end the process, see `Parser.refuse`.
+        """Reads a command line; an unknown option ends the process, as `Parser.refuse` says.
 
         Args:
-            argv: the words without the program's name. None is those of this process.
-            description: of the program, for its help.
-            program: its name.
+            argv: the words without the program's name. None reads those of this process.
+            description: text of the program's help.
+            program: the program's name.
 
         Raises:
             ValueError: for a value that cannot be used; the message says which, and what was expected.
@@ -290,7 +297,7 @@ class ArgumentGroups:
         return DataclassParser(program, description, [hints[group.name] for group in fields(cls)])  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument with its value."""
+        """Gives every argument with its value."""
         groups = [asdict(getattr(self, group.name)) for group in fields(self)]  # type: ignore[arg-type]
         return {name: value for group in groups for name, value in group.items()}
 
@@ -302,7 +309,7 @@ class ArgumentGroups:
 
 @dataclass
 class Arguments(ArgumentGroups):
-    """All arguments of a fine-tuning; its `settings` are those of one seed."""
+    """All arguments of a fine-tuning; `settings` leaves out the seeds."""
 
     free: ClassVar[tuple[str, ...]] = (*FREE, "seed", "seeds")
 

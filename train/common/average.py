@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, which is evaluated and saved in place of the last ones."""
+"""Exponential moving average of the weights, which is evaluated and saved in place of the last weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.optim.swa_utils import AveragedModel
 
 
 def weight_average(model: torch.nn.Module, decay: float) -> AveragedModel:
-    """An average of a model's weights, to be updated after every optimizer step.
+    """Makes an average of a model's weights, to be updated after every optimizer step.
 
     The decay grows with the steps, min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten.
-    Buffers are those of the model.
+    Buffers are copied from the model.
 
     Args:
-        model: whose weights are averaged, on its device.
+        model: the model whose weights are averaged, on its device.
         decay: of the average, in [0, 1).
 
     Returns:
-        With `update_parameters(model)`, `module` and a state for checkpoints.
+        The average, with `update_parameters(model)`, `module` and a state for checkpoints.
     """
 
     def average(averaged: Tensor, new: Tensor, count: Tensor | int) -> Tensor:

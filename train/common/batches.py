@@ -1,4 +1,4 @@
-"""Orders of samples that a resumed run finds again."""
+"""Orders of samples that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 
 class EpochSampler(Sampler[int]):
-    """A random order that depends on the seed and the epoch alone, so that a resumed run finds the same one.
+    """A random order that depends on the seed and the epoch alone, so that a resumed run repeats it.
 
     Args:
         length: number of samples.
         seed: seed of the run.
-        tokens: length of each sample, to put samples of about the same length into one batch (as
-            transformers' `LengthGroupedSampler` does, but batches in random order), or None for a plain permutation.
+        tokens: length of each sample, to put samples of about the same length into one batch; transformers'
+            `LengthGroupedSampler` does so too, but here the batches come in random order. None is a plain permutation.
         batch_size: samples of a batch; needed with `tokens`.
     """
 
@@ -37,7 +37,7 @@ class EpochSampler(Sampler[int]):
         if self.tokens is None:
             yield from order
             return
-        # Alike in length inside a batch, in no order from batch to batch; what fills no batch is of any length.
+        # Lengths are alike inside a batch, and batches are in random order. A last, smaller batch has any lengths.
         full = self.length // self.batch_size
         kept, rest = order[: full * self.batch_size], order[full * self.batch_size :]
         if kept:
@@ -49,7 +49,7 @@ class EpochSampler(Sampler[int]):
 
 
 def mix(*numbers: int) -> int:
-    """One seed from several non-negative numbers, different for different numbers in all but freak cases."""
+    """Makes one seed from several non-negative numbers; two lists of numbers almost never give the same seed."""
     result = 0
     for number in numbers:
         result = (result * 0x9E3779B97F4A7C15 + number + 1) % 2**63

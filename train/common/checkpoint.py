@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any instant leaves usable, and what a resumed run needs to know."""
+"""Checkpoints that stay usable if the process is killed at any time, and all that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from favor.train.common import state as files
 KEEP = 2
 RESULTS = "all_results.json"
 SETTINGS = "settings.json"
-# No process holds the whole model, so that none could write all of it.
+# With these no process holds the whole model, so no process can write it.
 SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 @dataclass
 class Progress:
-    """Counts how far a run is: optimizer steps done, sum of their losses, and one entry for each evaluated epoch."""
+    """Keeps the progress of a run: optimizer steps done, sum of their losses, and one entry for each finished epoch."""
 
     step: int = 0
     loss_sum: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """For `States`."""
+        """Gives the progress as a dictionary, for `States`."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class States:
 
     Attributes:
         accelerator: of the run.
-        parts: objects with `state_dict` and `load_state_dict` by name; their states are the same in all processes.
+        parts: objects with `state_dict` and `load_state_dict`, by name; their states are equal in all processes.
     """
 
     accelerator: Accelerator
@@ -71,11 +71,11 @@ class States:
 
     @property
     def own(self) -> str:
-        """Name of what differs between processes."""
+        """Name of the file with the state that differs between processes."""
         return f"process_{self.accelerator.process_index}"
 
     def write(self, folder: Path) -> None:
-        """Writes the files of this process; the first one writes those of all."""
+        """Writes the file of this process; the first process also writes those that all processes share."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.accelerator.is_main_process:
             for name, part in self.parts.items():
@@ -91,7 +91,7 @@ class States:
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".pkl", ".bin"))
         if pickled:
             raise files.DamagedError(
-                f"it holds {pickled[0]}, a pickle, which can run code: go on with the earlier favor that wrote it"
+                f"it holds {pickled[0]}, a pickle, which can run code: continue with the earlier favor that wrote it"
             )
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
         for name, part in self.parts.items():
@@ -106,18 +106,23 @@ class States:
             raise files.DamagedError(f"{self.own} does not fit this run ({type(error).__name__}: {error})") from error
 
     def nbytes(self) -> int:
-        """Bytes of a checkpoint, about."""
+        """Gives about the number of bytes of a checkpoint."""
         return sum(files.tensor_bytes(part.state_dict()) for part in self.parts.values())
 
 
 def save_checkpoint(states: States, folder: Path, step: int) -> None:
-    """Writes `folder/checkpoint-STEP` and removes all but the last two.
+    """Writes `folder/checkpoint-STEP` and removes all checkpoints except the last two.
 
-    The files go to another name first and the folder is renamed when they are complete: a `checkpoint-STEP` that exists
-    is whole, whenever the process is killed. All processes call this.
+    The files go to a folder of another name, which is renamed when they are complete. So a `checkpoint-STEP` that
+    exists is whole, even if the process is killed. All processes call this function.
+
+    Args:
+        states: all that the checkpoint holds.
+        folder: of the run.
+        step: the number in its name.
 
     Raises:
-        OSError: in all processes if one of them cannot write; those before stay, the unfinished one is removed.
+        OSError: in all processes if one of them cannot write. The unfinished checkpoint is removed, earlier ones stay.
     """
     accelerator, partial, final = states.accelerator, folder / "checkpoint.partial", folder / f"checkpoint-{step}"
     if accelerator.is_main_process:
@@ -138,9 +143,9 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     if problems:
         if accelerator.is_main_process:
             remove(partial)
-        after = "there is no checkpoint before it"
+        after = "there is no earlier checkpoint"
         if whole := checkpoints(folder):
-            after = f"{whole[-1].name} is whole: make room and go on with --resume"
+            after = f"{whole[-1].name} is whole: free some space and continue with --resume"
         raise OSError(f"{problems[0]}; {after}")
     if accelerator.is_main_process:
         os.replace(partial, final)
@@ -150,10 +155,10 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
 
 
 def resume(states: States, folder: Path) -> Path | None:
-    """Takes over the last checkpoint that can be used; returns its folder, None if there are none.
+    """Loads the last checkpoint that can be used; returns its folder, or None if there are no checkpoints.
 
-    All processes call this. A checkpoint that cannot be used is named in a warning and gets another name, so that the
-    next of its number can take its place.
+    All processes call this function. A checkpoint that cannot be used is named in a warning and renamed, so that a new
+    checkpoint of its number can take its place.
 
     Raises:
         ValueError: if there are checkpoints and none can be used.
@@ -183,7 +188,7 @@ def resume(states: States, folder: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> None:
-    """Renames a checkpoint so that no run takes it for one."""
+    """Renames a damaged checkpoint, so that no run uses it."""
     aside = path.with_name(f"{path.name}.damaged")
     remove(aside)
     path.rename(aside)
@@ -198,7 +203,13 @@ def remove(path: Path) -> None:
 
 
 def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
-    """Saves a model, and what belongs to it, as transformers does; raises OSError as `writing`."""
+    """Saves a model and its tokenizer or processor, as transformers does; raises OSError as `writing` does.
+
+    Args:
+        folder: where they are saved.
+        model: the model.
+        *others: objects with `save_pretrained`.
+    """
     with writing(folder, lambda: files.tensor_bytes(model.state_dict())):
         for part in (model, *others):
             part.save_pretrained(folder)
@@ -206,10 +217,10 @@ def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
 
 @contextmanager
 def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Raises OSError with the path, what it needs and what is free if what happens inside cannot write.
+    """Raises OSError with the path, its size and the free space if the code inside the context cannot write.
 
     Args:
-        path: of what is written.
+        path: the file or folder that is written.
         size: gives its bytes.
     """
     try:
@@ -217,12 +228,12 @@ def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
         raise OSError(
-            f"cannot write {path}, which needs about {size() / 1e6:.1f} MB where {free / 1e6:.1f} MB are free: {error}"
+            f"cannot write {path}, which needs about {size() / 1e6:.1f} MB; {free / 1e6:.1f} MB are free: {error}"
         ) from error
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Lists the complete checkpoints of a run, oldest first."""
     numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     return [path for match, path in sorted(((m, p) for m, p in numbered if m), key=lambda pair: int(pair[0][1]))]
 
@@ -233,13 +244,13 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
     Args:
         folder: the run's folder, existing or not.
         settings: everything the result depends on.
-        resume: continue what is there.
-        overwrite: start again where something is.
-        there: whether the folder holds a run. Default None: it does with a checkpoint or results.
+        resume: continue the run in the folder.
+        overwrite: start the run in the folder again.
+        there: whether the folder holds a run. Default None: it does if it has a checkpoint or results.
 
     Raises:
-        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, both are, the run to resume
-            had other settings, or they cannot be read.
+        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, if both are set, or if the
+            run to resume had other settings or settings that cannot be read.
     """
     if resume and overwrite:
         raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
@@ -262,10 +273,10 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
 
 
 def saved_settings(folder: Path) -> dict[str, Any] | None:
-    """Settings of the run in a folder, or those that its checkpoints have a copy of; None if it has none at all.
+    """Reads the settings of the run in a folder, or the copy in a checkpoint; None if there is no such file.
 
     Raises:
-        ValueError: if there are some and none can be read.
+        ValueError: if there are such files and none can be read.
     """
     problem = None
     for place in (folder, *reversed(checkpoints(folder))):
@@ -274,14 +285,14 @@ def saved_settings(folder: Path) -> dict[str, Any] | None:
                 return read_json(place / SETTINGS)
         except ValueError as error:
             problem = problem or error
-            warnings.warn(f"{error}; looking for the copy of a checkpoint", stacklevel=2)
+            warnings.warn(f"{error}; looking for the copy in a checkpoint", stacklevel=2)
     if problem is not None:
-        raise ValueError(f"{problem}: remove it to go on without a comparison of the settings")
+        raise ValueError(f"{problem}: remove the file to continue without a comparison of the settings")
     return None
 
 
 def start_run(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    """Creates a run's folder and records its settings; with `overwrite`, removes what an earlier run left."""
+    """Creates a run's folder and records its settings; with `overwrite`, removes the files of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
         for path in folder.glob("checkpoint*"):
@@ -294,7 +305,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads an object of JSON.
 
     Raises:
-        ValueError: if the file holds something else; the message names it.
+        ValueError: if the file holds something else; the message names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -306,7 +317,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file that is either complete or not there."""
+    """Writes a JSON file, so that it is either complete or missing."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(partial, path)

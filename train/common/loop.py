@@ -1,4 +1,4 @@
-"""The training loop of all programs: optimizer steps, checkpoints, resuming in the middle of an epoch."""
+"""The training loop of all programs: optimizer steps, checkpoints, and resuming in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from favor.train.common.batches import mix
 
 @dataclass
 class Run:
-    """One training: what `accelerator.prepare` returned, and how far it is.
+    """One training: the objects that `accelerator.prepare` returned, and the progress.
 
     Attributes:
         clipped: the parameters whose gradients are clipped.
-        states: what a checkpoint holds.
+        states: all that a checkpoint holds.
         after_step: called after every optimizer step.
-        seconds: of every optimizer step.
+        seconds: duration of every optimizer step.
     """
 
     accelerator: Accelerator
@@ -51,7 +51,7 @@ class Run:
 
 
 def make_accelerator(arguments: RunArguments, folder: Path, kwargs_handlers: list[Any] | None = None) -> Accelerator:
-    """The accelerator of one training, as `accelerate launch` and the arguments set it up."""
+    """Makes the accelerator of one training, set up by `accelerate launch` and the arguments."""
     if arguments.report_to == "tensorboard":
         needs("train", "tensorboard")
     return Accelerator(
@@ -72,26 +72,27 @@ def start(
     clipped: list[torch.nn.Parameter],
     **others: Any,
 ) -> Run:
-    """A run at its beginning, or at its last checkpoint if it is resumed.
+    """Makes a run at its beginning, or at its last checkpoint if it is resumed.
 
     Args:
-        accelerator: that prepared everything.
+        accelerator: the one that prepared everything.
         prepared: model, optimizer and training loader.
         arguments: steps, schedule, resuming.
         seed: of the run.
         folder: of its checkpoints.
         clipped: the parameters whose gradients are clipped.
-        **others: what else belongs into a checkpoint, with `state_dict` and `load_state_dict`.
+        **others: further parts of a checkpoint, with `state_dict` and `load_state_dict`.
 
     Raises:
-        ValueError: if there are checkpoints to resume from and none can be used, or none can be written of this model.
+        ValueError: if there are checkpoints to resume from and none can be used, or if this model cannot be written to
+            a checkpoint.
     """
     model, optimizer, train_loader = prepared
     steps_per_epoch = math.ceil(len(train_loader) / arguments.gradient_accumulation_steps)
     total_steps = arguments.max_train_steps or math.ceil(arguments.num_train_epochs * steps_per_epoch)
     warmup = arguments.num_warmup_steps
     warmup = math.ceil(arguments.warmup_ratio * total_steps) if warmup is None else warmup
-    # Around the bare optimizer: a prepared scheduler would advance once for each process.
+    # The scheduler has the bare optimizer: a prepared scheduler would advance once for each process.
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
     progress = checkpoint.Progress()
     parts = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
@@ -121,19 +122,19 @@ def start(
 
 @contextmanager
 def stoppable(run: Run) -> Iterator[None]:
-    """Gives a KeyboardInterrupt the words that say where the run was stopped and how it goes on."""
+    """Gives a KeyboardInterrupt a message that says where the run was stopped and how to continue it."""
     try:
         yield
     except KeyboardInterrupt as error:
         saved = checkpoint.checkpoints(run.folder)
-        after = f"go on with --resume, from {saved[-1].name}" if saved else "it has no checkpoint to go on from"
+        after = f"continue with --resume, from {saved[-1].name}" if saved else "it has no checkpoint to continue from"
         raise KeyboardInterrupt(f"stopped at step {run.progress.step}; {after}") from error
 
 
 def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
-    """Trains what is left, epoch after epoch; yields the number of each, from 1, when it is over.
+    """Trains the remaining epochs; yields the number of each epoch, from 1, when the epoch is over.
 
-    The caller appends an entry to `run.progress.history` before it goes on.
+    The caller appends an entry to `run.progress.history` before it asks for the next epoch.
     """
     quiet = not run.accelerator.is_local_main_process
     with tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet) as bar:
@@ -143,7 +144,7 @@ def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
 
 
 def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
-    """Trains from where the run is to the end of the epoch, or of all steps.
+    """Trains from the present step to the end of the epoch, or of all steps.
 
     Raises:
         FloatingPointError: if the loss is not finite.
@@ -151,7 +152,7 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
     accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
     done = (progress.step - epoch * run.steps_per_epoch) * arguments.gradient_accumulation_steps
     batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader
-    # Both: each passes on to the sampler, when it is iterated, the epoch that it holds itself.
+    # Set it on both: each loader, when it is iterated, passes its own epoch on to the sampler.
     for loader in (run.train_loader, batches):
         loader.set_epoch(epoch)
     run.model.train()
@@ -160,7 +161,7 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
     for index, batch in enumerate(batches, done):
         if progress.step == run.total_steps:
             break
-        # Dropout depends on the place in the run alone, so that a resumed run repeats it.
+        # Dropout depends on the place in the run alone, so that a resumed run repeats its masks.
         torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
         with accelerator.accumulate(run.model):
             loss = run.model(**batch).loss

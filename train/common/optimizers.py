@@ -13,10 +13,10 @@ from favor.train.common.arguments import SOFTMAX_BOUND, HeadArguments, RunArgume
 
 
 def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
-    """The output layer: the last linear layer of a model with one output a label.
+    """Finds the output layer: the last linear layer of a model with one output per label.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such layer.
     """
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
     if not heads:
@@ -27,7 +27,7 @@ def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
 def make_optimizer(
     model: nn.Module, arguments: RunArguments, head_arguments: HeadArguments, num_labels: int
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """The optimizer, and the parameters whose gradients are to be clipped.
+    """Makes the optimizer; returns it and the parameters whose gradients are to be clipped.
 
     AdamW decays matrices alone: biases and normalisations are vectors. The softmax bound has a step length of its own,
     so its gradient is not clipped.
@@ -35,11 +35,11 @@ def make_optimizer(
     Args:
         model: with an output layer of `num_labels`.
         arguments: learning rate and weight decay.
-        head_arguments: of the output layer.
-        num_labels: of the task; 1 is a regression.
+        head_arguments: options of the output layer.
+        num_labels: number of labels of the task; 1 is a regression.
 
     Raises:
-        ValueError: if the softmax bound is asked for without a softmax.
+        ValueError: if `head_arguments` asks for the softmax bound and the task is a regression.
     """
     rate, decay = head_arguments.head_learning_rate, arguments.weight_decay
     bound = head_arguments.head_optimizer == SOFTMAX_BOUND
@@ -61,7 +61,7 @@ def make_optimizer(
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay on matrices alone."""
+    """Makes parameter groups with weight decay on matrices alone."""
     parameters = list(parameters)
     decayed, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""Pretrained models as their checkpoints name them."""
+"""Pretrained models, of the classes that their checkpoints name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_model(path: str | None) -> None:
-    """Raises ValueError if there is no model in a folder and none of that name on the hub; None is no model."""
+    """Raises ValueError if a path is neither the folder of a model nor the name of one on the hub; None passes."""
     if path is None:
         return
     folder = Path(path).expanduser()
@@ -42,12 +42,12 @@ def check_model(path: str | None) -> None:
 
 
 def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
-    """A model of the class its checkpoint names, in float32 and with exact attention.
+    """Loads a model of the class that its checkpoint names, in float32 and with exact attention.
 
     Args:
-        path: folder or hub name; transformers' own models and those of the zoo.
-        performer: load a model of transformers as its counterpart of the zoo if there is one, such as Performer BERT,
-            whose saved folder remembers its backend.
+        path: folder or hub name, of a model of transformers or of the zoo.
+        performer: load a model of transformers as its counterpart in the zoo if there is one, such as Performer BERT.
+            The saved folder of the counterpart remembers its backend.
 
     Raises:
         ValueError: if there is no such class, or the zoo has the model but not with the head of the checkpoint.
@@ -68,15 +68,15 @@ def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
 def load_switched(
     arguments: ModelArguments, auto_class: Any, seed: int, adapt: Callable[[Any], None]
 ) -> PreTrainedModel:
-    """Loads a pretrained model to train, in float32, its attention switched.
+    """Loads a pretrained model to train, in float32 and with the chosen attention.
 
-    With a FAVOR backend a model of transformers becomes its counterpart of the zoo if there is one, such as Performer
+    With a FAVOR backend a model of transformers becomes its counterpart in the zoo if there is one, such as Performer
     BERT, so that the saved folder remembers the backend.
 
     Args:
         arguments: model, backend and its options.
-        auto_class: of transformers, for the head.
-        seed: draws what the checkpoint lacks and the random features.
+        auto_class: the Auto class of transformers with the wanted head.
+        seed: draws weights that the checkpoint lacks, and the random features.
         adapt: changes the configuration before the model is made.
 
     Raises:
@@ -105,7 +105,9 @@ def load_switched(
             **remote,
         )
     except OSError as error:
-        raise ValueError(f"{error}\nWeights in a pickle file that you trust: add --allow_pickle_weights.") from error
+        raise ValueError(
+            f"{error}\nIf the weights are in a pickle file that you trust, add --allow_pickle_weights."
+        ) from error
     if model.config._attn_implementation in favor.BACKENDS:
         return favor.configure(model, **options, seed=seed)
     if options and backend is None:
@@ -114,7 +116,7 @@ def load_switched(
 
 
 def load_tokenizer(arguments: ModelArguments) -> Any:
-    """The checkpoint's tokenizer; one without a padding token pads with its end-of-text token."""
+    """Loads the checkpoint's tokenizer; if it has no padding token, it pads with its end-of-text token."""
     tokenizer = AutoTokenizer.from_pretrained(
         arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
     )
@@ -131,10 +133,10 @@ def check_positions(model: PreTrainedModel, max_length: int) -> None:
 
 
 def positions_of(model: PreTrainedModel) -> tuple[int, int | None]:
-    """The first position of a model and how many it has, None if there is no limit."""
+    """Gives the first position of a model and the number of its positions, None if there is no limit."""
     positions = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if positions is not None and name.endswith("position_embeddings") and padding is not None:
-            return padding + 1, positions - padding - 1  # RoBERTa counts from there
+            return padding + 1, positions - padding - 1  # RoBERTa's first position follows the padding index
     return 0, positions

@@ -1,4 +1,4 @@
-"""How all programs talk to their user: what the command `favor` has, and a parser for dataclasses."""
+"""How all programs talk to their user: the parts of the command `favor`, and a parser for dataclasses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 
 
 class DataclassParser(Parser):
-    """A parser whose options are the fields of dataclasses, in a group for each class that adds some.
+    """A parser whose options are the fields of dataclasses, in one group per class that adds fields.
 
-    A field is a `str`, `int`, `float` or `bool`, one of these or None, or a list of them. One without a default is
-    required. Its metadata are arguments of `add_argument`, such as `help`.
+    A field is a `str`, `int`, `float` or `bool`, one of these or None, or a list of them. A field without a default is
+    required. The metadata of a field are arguments of `add_argument`, such as `help`.
 
     Args:
-        program: its name in messages.
-        text: the program's docstring, shown as it is written.
+        program: the program's name in messages.
+        text: the program's docstring, shown unchanged.
         kinds: the dataclasses.
     """
 
@@ -45,13 +45,13 @@ class DataclassParser(Parser):
         self.usage = " ".join([self.prog, *needed, "[OPTION ...]"])
 
     def parse(self, words: Sequence[str] | None) -> tuple[Any, ...]:
-        """The dataclasses of a command line; None is that of this process. Raises ValueError as they do."""
+        """Makes the dataclasses from a command line; None reads that of this process. Raises ValueError as they do."""
         found, rest = self.parse_some(words)
         self.refuse(rest)
         return found
 
     def parse_some(self, words: Sequence[str] | None) -> tuple[tuple[Any, ...], list[str]]:
-        """The dataclasses of a command line, and the words that are for none of them."""
+        """Makes the dataclasses from a command line; returns them and the words that belong to none of them."""
         given, rest = self.parse_known_args(words)
         found = [kind(**{field.name: getattr(given, field.name) for field in fields(kind)}) for kind in self.kinds]
         return tuple(found), rest
@@ -62,7 +62,7 @@ def _names(kind: type) -> set[str]:
 
 
 def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field."""
+    """Gives the arguments of `add_argument` for a field."""
     kind = next((own for own in get_args(hint) if own is not NoneType), hint) if NoneType in get_args(hint) else hint
     settings = dict(field.metadata)
     if get_origin(kind) is list:

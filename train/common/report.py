@@ -1,4 +1,4 @@
-"""What the results of every training say: memory, versions, and scores in one line."""
+"""Entries of the results of every training: memory, versions, and scores in one line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PACKAGES = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluat
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak: allocated on this process's GPU in this training, or resident in this process on a CPU.
+    """Gives peak bytes: allocated on this process's GPU in this training, or resident in this process on a CPU.
 
-    The second counts from the start of the process: of several seeds, the later ones cannot show less.
+    Resident memory has its peak since the start of the process, so a later seed cannot show less than an earlier one.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -26,23 +26,23 @@ def peak_memory(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on."""
+    """Gives the versions of Python and of the packages that a result depends on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def load_line(model: PreTrainedModel, folder: Path | str, auto_class: type | None = None) -> str:
-    """Says in one line how the saved model is loaded again.
+    """Says in one line how to load the saved model.
 
     Args:
-        model: that was saved.
-        folder: where.
-        auto_class: of transformers that loads it. Default None: the model's own class.
+        model: the model that was saved.
+        folder: where it was saved.
+        auto_class: class of transformers that loads it. Default None: the model's own class.
     """
     return f'load it, after import favor, with {(auto_class or type(model)).__name__}.from_pretrained("{folder}")'
 
 
 def describe(scores: dict[str, float], std: dict[str, float | None] | None = None) -> str:
-    """Scores in one line: `accuracy 0.8410 ± 0.0100, f1 0.9001 ± 0.0080`."""
+    """Writes scores in one line: `accuracy 0.8410 ± 0.0100, f1 0.9001 ± 0.0080`."""
     deviations = std or {}
     parts = []
     for name, value in scores.items():

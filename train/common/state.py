@@ -1,8 +1,8 @@
 """The state of a training in files that hold no code: tensors as safetensors, all else as JSON.
 
-A state is a tree of dictionaries, lists and tuples with numbers, texts and tensors at its ends, as `state_dict` of
-models, optimizers and schedulers gives it. `write` makes two files of it, `NAME.json` and `NAME.safetensors`. Reading
-them can fail, but it cannot run anything, whoever wrote them.
+A state is a tree of dictionaries, lists and tuples with numbers, texts and tensors as leaves, such as the `state_dict`
+of models, optimizers and schedulers. `write` writes it into two files, `NAME.json` and `NAME.safetensors`. To read them
+can fail, but cannot run any code, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write(folder: Path, name: str, tree: Any) -> None:
     """Writes a state as `name.json` and `name.safetensors` into a folder.
 
     Raises:
-        TypeError: for something in it that is neither a container nor a number, text or tensor.
+        TypeError: if the state holds something that is neither a container nor a number, text or tensor.
         OSError, SafetensorError: if the files cannot be written.
     """
     tensors: dict[str, Tensor] = {}
@@ -39,10 +39,10 @@ def write(folder: Path, name: str, tree: Any) -> None:
 
 
 def read(folder: Path, name: str) -> Any:
-    """Reads what `write` wrote; tensors are on the CPU.
+    """Reads a state that `write` wrote; tensors are on the CPU.
 
     Raises:
-        DamagedError: if a file is missing or not as `write` writes it; the message names it.
+        DamagedError: if a file is missing or not one that `write` wrote; the message names the file.
     """
     path = folder / f"{name}.safetensors"
     try:
@@ -55,17 +55,23 @@ def read(folder: Path, name: str) -> Any:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Bytes that the tensors of a state take in its file."""
+    """Counts the bytes that the tensors of a state take in its file."""
     tensors: dict[str, Tensor] = {}
     _encode(tree, "", tensors, {})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    """What JSON can hold of a value; its tensors go into `tensors`, each once.
+    """Turns a value into one that JSON can hold; puts its tensors into `tensors`, each once.
 
-    A dictionary is written as a list of pairs, since keys of JSON are texts and those of optimizers are numbers, and an
-    object of JSON always says what stands in its place: {"dict": ...}, {"tuple": ...} or {"tensor": NAME}.
+    A dictionary is written as a list of pairs, since keys of JSON are texts and keys of optimizers are numbers. An
+    object of JSON always names a kind of value: {"dict": ...}, {"tuple": ...} or {"tensor": NAME}.
+
+    Args:
+        value: a part of the state.
+        path: its place in the state, the name of its tensor.
+        tensors: tensors by name, to be added to.
+        known: names of the tensors that were added, to be added to.
     """
     if value is None or isinstance(value, PLAIN):
         return value
@@ -76,7 +82,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Any, 
         if identity not in known:
             known[identity] = path if path not in tensors else f"{path}#{len(tensors)}"
             own = own.cpu().contiguous()
-            # A file holds no views.
+            # A file cannot hold a view: copy the view's own elements.
             tensors[known[identity]] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
         return {"tensor": known[identity]}
     if isinstance(value, dict):
@@ -105,7 +111,7 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators of random numbers of this process are: Python's, NumPy's and PyTorch's."""
+    """Gives the states of this process's random number generators: Python's, NumPy's and PyTorch's."""
     own: dict[str, Any] = dict(np.random.get_state(legacy=False))
     own["state"] = {"key": own["state"]["key"].tolist(), "pos": own["state"]["pos"]}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -113,7 +119,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Sets the generators as `random_state` found them."""
+    """Sets the random number generators to the states that `random_state` gave."""
     random.setstate(state["python"])
     words = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": words}})

@@ -4,8 +4,8 @@ r"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exac
         --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
 
 Without `--data_dir` the corpus comes from the hub (`openslr/librispeech_asr`). The output folder gets the model (the
-average of the weights, with `--ema_decay`), its processor and `all_results.json`. Runs on CPU, one GPU, or several, as
-`accelerate launch` sets it up.
+average of the weights, with `--ema_decay`), its processor and `all_results.json`. `accelerate launch` decides whether
+the program runs on a CPU, one GPU or several.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ from favor.train.speech.arguments import Arguments
 
 
 def parse_arguments(words: Sequence[str] | None) -> Arguments:
-    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     return Arguments.parse(words, __doc__, "favor-asr")

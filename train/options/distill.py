@@ -3,11 +3,12 @@ r"""Gives a pretrained model linear attention that is close to its exact attenti
     accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
         --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
 
-Three steps, each optional but the first: parameters of the estimator in closed form; `attention_steps` of learning a
-correction of them, each layer against exact attention on the same queries, keys and values, while the weights of the
-model stay as they are; `model_steps` of training all weights so that the outputs of the whole model match those of the
-exact one. `--feature_weights` takes the place of the second: weights of the features, and parameters for the very
-directions the model will use, see `favor.calibrate`. The folder loads with `from_pretrained`.
+There are three stages. First, the parameters of the estimator come from a closed form. Second, `attention_steps` steps
+learn a correction of them: each layer is compared with exact attention on its own queries, keys and values, and the
+weights of the model do not change. Third, `model_steps` steps train all weights, so that the outputs of the whole model
+match those of the exact model. The second and third are optional. `--feature_weights` replaces the second stage: it
+learns weights of the features, and parameters for exactly the directions that the model will use (`favor.calibrate`).
+`from_pretrained` loads the output folder.
 """
 
 from __future__ import annotations
@@ -30,29 +31,33 @@ class DistillArguments:
     train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
     output_dir: str = field(metadata={"help": "Folder of the distilled model."})
     attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
-    num_features: int = option(256, "Random features a head.")
-    features: str | None = option(None, "Features of favor#; their closed form is the start. Default wderf.")
-    window: int = option(0, "Exact attention inside blocks of so many tokens.")
+    num_features: int = option(256, "Random features per head.")
+    features: str | None = option(None, "Features of favor#. Default wderf.")
+    window: int = option(0, "Tokens of a block in which attention is exact; 0: no blocks.")
     exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
     layers: str = option("all", "all, or auto: heads that cannot be estimated stay exact, within flop_budget.")
-    flop_budget: float = option(0.5, "Operations of attention as a fraction of exact attention's, for --layers auto.")
+    flop_budget: float = option(
+        0.5, "Operations of attention, as a fraction of those of exact attention, for --layers auto."
+    )
     max_length: int = option(512, "Tokens of a sample.")
     statistics: str | None = option(
         None, "corrected: a correction of each sequence's parameters (default of encoders); calibrated: fixed ones."
     )
-    per_device_train_batch_size: int = option(2, "Samples a process and a step.")
-    calibration_samples: int = option(8, "Samples behind the closed form.")
+    per_device_train_batch_size: int = option(2, "Samples per process and step.")
+    calibration_samples: int = option(8, "Samples from which the closed form is computed.")
     feature_weights: bool = option(
-        False, "Learn weights of the features (with favor#, and parameters to go with them)."
+        False, "Learn weights of the features (with favor#, also parameters that go with them)."
     )
     attention_steps: int | None = option(
         None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
     )
-    attention_learning_rate: float = option(5e-4, "Peak learning rate of these, with a cosine schedule.")
-    model_steps: int = option(0, "Steps of training the whole model against the exact one; 0 (default) for none.")
-    model_learning_rate: float = option(2e-5, "Peak learning rate of these, with warm-up and a linear schedule.")
+    attention_learning_rate: float = option(5e-4, "Peak learning rate of the attention steps, with a cosine schedule.")
+    model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
+    model_learning_rate: float = option(
+        2e-5, "Peak learning rate of the model steps, with warm-up and a linear schedule."
+    )
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
-    seed: int = option(0, "Of the order of samples, dropout and random features.")
+    seed: int = option(0, "Seed of the order of samples, dropout and random features.")
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
@@ -61,8 +66,8 @@ class DistillArguments:
         check_positive(self, "max_length", "per_device_train_batch_size", "calibration_samples")
         if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):
             raise ValueError(
-                "feature_weights learns calibrated parameters for fixed directions: without attention_steps and with "
-                "statistics calibrated"
+                "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps, and "
+                "leave out statistics or set it to calibrated"
             )
         if self.attn_implementation not in registry.BACKENDS:
             known = ", ".join(registry.BACKENDS)
@@ -73,7 +78,7 @@ class DistillArguments:
         landmarks = not self.family.takes_parameters
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
             raise ValueError(
-                "landmarks have no parameters to learn: without attention_steps, feature_weights and statistics; "
+                "landmarks have no parameters to learn: leave out attention_steps, feature_weights and statistics; "
                 "model_steps trains the model"
             )
         if self.attention_steps is None:
@@ -88,7 +93,7 @@ class DistillArguments:
                 f"{self.attn_implementation!r}"
             )
         if self.statistics == "corrected" and not self.attention_steps:
-            raise ValueError("statistics corrected is what attention_steps learn; set attention_steps above 0")
+            raise ValueError("attention_steps learns the statistics corrected: set attention_steps above 0")
         if self.statistics not in (None, "calibrated", "corrected"):
             raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
         if self.exact_below != "auto" and not self.exact_below.isdecimal():
@@ -102,12 +107,12 @@ class DistillArguments:
         return registry.family_of(self.attn_implementation, self.features)
 
     def options(self) -> dict[str, Any]:
-        """Options of the backend."""
+        """Gives the options of the backend."""
         exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
         names = ("num_features", "features", "window", "seed")
         return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
 
 
 def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
-    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     return DataclassParser(NAME, __doc__, [DistillArguments]).parse(words)[0]

@@ -1,12 +1,12 @@
-r"""Go on with the pre-training of a masked language model, with exact or FAVOR attention.
+r"""Continue the pre-training of a masked language model, with exact or FAVOR attention.
 
     accelerate launch -m favor.train.mlm --model_name_or_path bert-base-uncased --train_file book.txt \
         --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/adapted
 
-A model that was trained with softmax attention adapts to its estimate this way before it is fine-tuned, as the papers'
-models were pre-trained with the attention they are fine-tuned with. Text is cut into samples of equal length; which of
-their tokens are masked changes with every epoch. `--head_optimizer softmax_bound` and `--untie_head` give the output
-layer weights of its own. The output folder gets the model, its tokenizer and `all_results.json`.
+A model that was trained with softmax attention adapts in this way to the estimate of it before it is fine-tuned. In the
+papers, models are pre-trained and fine-tuned with the same attention. Text is cut into samples of equal length; other
+tokens are masked in every epoch. `--untie_head` gives the output layer weights of its own, which `--head_optimizer
+softmax_bound` needs. The output folder gets the model, its tokenizer and `all_results.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from favor.train.text import arguments
 class MaskingArguments(arguments.TextArguments):
     """How the text is masked."""
 
-    mlm_probability: float = option(0.15, "Part of the tokens to predict; of these 80 % masked, 10 % replaced.")
+    mlm_probability: float = option(
+        0.15, "Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced."
+    )
 
     def __post_init__(self) -> None:
         """Checks the numbers; raises ValueError."""
@@ -39,5 +41,5 @@ class Arguments(arguments.Arguments):
 
 
 def parse_arguments(words: Sequence[str] | None) -> Arguments:
-    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     return Arguments.parse(words, __doc__, "favor-mlm")

@@ -23,10 +23,10 @@ ARCHITECTURES = ("ctc", "transducer")
 
 @dataclass(kw_only=True)
 class SpeechModelArguments(BackendArguments):
-    """The model: a new one of a preset, or one to go on from."""
+    """The model: a new one of a preset, or one to continue from."""
 
     model_name_or_path: str | None = option(
-        None, "Hub name or folder of a model to go on from, with its processor. Default: a new model."
+        None, "Hub name or folder of a model to continue from, with its processor. Default: a new model."
     )
     processor_name_or_path: str | None = option(
         None, "Hub name or folder whose tokenizer and features a new model takes. Default: new ones."
@@ -34,12 +34,13 @@ class SpeechModelArguments(BackendArguments):
     preset: str = option("small", f"Size of a new model: {', '.join(SIZES)}.")
     architecture: str | None = option(
         None,
-        f"{' or '.join(ARCHITECTURES)}; another than the checkpoint's keeps its encoder. Default: its own, else ctc.",
+        f"{' or '.join(ARCHITECTURES)}; if it is not the checkpoint's, only the encoder is kept. Default: the "
+        "checkpoint's, else ctc.",
     )
-    ctc_weight: float = option(0.0, "Part of a CTC loss beside that of the Transducer: above 0 trains both jointly.")
-    prediction_network: str = option("lstm", "Of a new Transducer: lstm or stateless.")
-    causal: bool = option(False, "A causal encoder, for streaming. Needs normalize none.")
-    dropout: float = option(0.1, "Of a new model, everywhere.")
+    ctc_weight: float = option(0.0, "Weight of a CTC loss added to the Transducer's: above 0 trains both jointly.")
+    prediction_network: str = option("lstm", "Prediction network of a new Transducer: lstm or stateless.")
+    causal: bool = option(False, "Make a causal encoder, for streaming. Needs normalize none.")
+    dropout: float = option(0.1, "Every dropout probability of a new model.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
@@ -55,7 +56,7 @@ class SpeechModelArguments(BackendArguments):
 
 @dataclass(kw_only=True)
 class SpeechDataArguments:
-    """The speech and what is made of it."""
+    """The speech, its features and its augmentation."""
 
     data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
@@ -66,25 +67,28 @@ class SpeechDataArguments:
     extra_manifests: list[str] = field(
         default_factory=list, metadata={"help": "Manifests whose utterances are trained on as well."}
     )
-    max_train_samples: int | None = option(None, "Train on the first so many utterances only.")
-    max_eval_samples: int | None = option(None, "Evaluate on the first so many utterances of a split only.")
+    max_train_samples: int | None = option(None, "Train on this number of utterances only, the first ones.")
+    max_eval_samples: int | None = option(None, "Evaluate on this number of utterances per split only, the first ones.")
     max_bad: float = option(
-        0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
+        0.0, "Most utterances to leave out because they cannot be used: a number, or below 1 a fraction of all."
     )
-    resample: bool = option(False, "Convert audio that has not 16000 Hz instead of refusing it.")
-    tokenizer_type: str = option("unigram", "Of a new tokenizer, trained on the transcripts: unigram, bpe, char.")
-    vocab_size: int | None = option(None, "Its size. Default: 256, or all characters.")
+    resample: bool = option(False, "Convert audio of other rates to 16000 Hz instead of refusing it.")
+    tokenizer_type: str = option("unigram", "Kind of a new tokenizer, trained on the transcripts: unigram, bpe, char.")
+    vocab_size: int | None = option(None, "Tokens of a new tokenizer. Default: 256, or all characters.")
     num_mel_bins: int = option(80, "Mel bins of a new model.")
-    normalize: str = option("utterance", "Of the features of a new model, utterance or none: fixed constants.")
+    normalize: str = option(
+        "utterance", "Normalisation of a new model's features: utterance, or none for fixed constants."
+    )
     speeds: list[float] = field(
-        default_factory=lambda: [0.9, 1.0, 1.1], metadata={"help": "Speeds of the audio to draw from; 1: none."}
+        default_factory=lambda: [0.9, 1.0, 1.1],
+        metadata={"help": "Speed factors of the audio to draw from; 1 alone: no change."},
     )
     dither: float = option(1e-5, "Standard deviation of noise added to the samples in training.")
     frequency_masks: int = option(2, "Frequency masks of SpecAugment.")
-    frequency_width: int = option(27, "Their greatest width, in bins.")
+    frequency_width: int = option(27, "Greatest width of a frequency mask, in bins.")
     time_masks: int = option(10, "Time masks of SpecAugment.")
-    time_part: float = option(0.05, "Their greatest width, as a part of the utterance.")
-    num_workers: int = option(0, "Processes that read and featurise audio ahead. Default 0: none.")
+    time_part: float = option(0.05, "Greatest width of a time mask, as a fraction of the utterance.")
+    num_workers: int = option(0, "Processes that read audio and compute features ahead. Default 0: none.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
@@ -99,22 +103,23 @@ class SpeechDataArguments:
 
     @property
     def limit(self) -> int | float:
-        """`max_bad` as `favor.train.speech.data.Skipped` takes it."""
+        """The option `max_bad` as a number or a fraction, as `favor.train.speech.data.Skipped` takes it."""
         return self.max_bad if 0 < self.max_bad < 1 else int(self.max_bad)
 
 
 @dataclass(kw_only=True)
 class SpeechTrainArguments(RunArguments):
-    """The optimization, with batches by seconds of audio."""
+    """The optimization, with batches measured in seconds of audio."""
 
-    max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, a process and a forward pass.")
+    max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, per process and forward pass.")
     learning_rate: float = option(1e-3, "Peak learning rate.")
     num_train_epochs: float = option(50.0, "Epochs.")
     lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
-    warmup_ratio: float = option(0.1, "Warm-up as a part of all steps.")
+    warmup_ratio: float = option(0.1, "Warm-up as a fraction of all steps.")
     ema_decay: float = option(
         0.999,
-        "Of the average of the weights that is evaluated and saved; less in the first steps. 0: the last weights.",
+        "Decay of the average of the weights that is evaluated and saved; less in the first steps. 0: no average, the "
+        "last weights.",
     )
     eval_epochs: int = option(1, "Epochs between evaluations; the last epoch is always evaluated.")
 
@@ -138,7 +143,7 @@ class Arguments(ArgumentGroups):
 
 
 def check_choice(arguments: Any, name: str, allowed: Any) -> None:
-    """Raises ValueError for a named value that is not among the allowed ones."""
+    """Raises ValueError if the value of an argument is not among the allowed ones."""
     if getattr(arguments, name) not in allowed:
         names = ", ".join(choice for choice in allowed if choice is not None)
         raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")

@@ -1,4 +1,4 @@
-"""Augmentation of speech: masks on the features, speed of the waveform; and resampling, which is the same filter."""
+"""Augmentation of speech: masks on the features, speed of the waveform. Resampling uses the filter of the speed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 class SpecAugment:
     """Masks bands of frequency and stretches of time, drawn anew for every utterance.
 
-    Widths are drawn uniformly from 0 to the greatest, then places uniformly from those where the mask fits. Masks may
-    overlap. SpecAugment (Park et al. 2019, arXiv:1904.08779, section 2) without time warping; time masks are at most a
-    part of the utterance's own length (Park et al. 2019b, arXiv:1912.05533, section 3); the numbers are those of the
-    Conformer paper (arXiv:2005.08100, section 3.1).
+    Widths are drawn uniformly from 0 to the greatest width, then places uniformly from those where the mask fits. Masks
+    may overlap. This is SpecAugment (Park et al. 2019, arXiv:1904.08779, section 2) without time warping. The greatest
+    width of a time mask is a fraction of the utterance's own length (Park et al. 2019b, arXiv:1912.05533, section 3).
+    The defaults are those of the Conformer paper (arXiv:2005.08100, section 3.1).
 
     Args:
         frequency_masks: number of frequency masks. Default 2.
-        frequency_width: their greatest width in bins. Default 27.
+        frequency_width: greatest width of a frequency mask in bins. Default 27.
         time_masks: number of time masks. Default 10.
-        time_part: their greatest width as a part of the utterance's frames. Default 0.05.
-        value: of masked features. Default 0, the mean of normalised features.
+        time_part: greatest width of a time mask as a fraction of the utterance's frames. Default 0.05.
+        value: the value of masked features. Default 0, the mean of normalised features.
 
     Raises:
         ValueError: for a number out of range.
@@ -49,12 +49,12 @@ class SpecAugment:
             )
 
     def __call__(self, features: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Masked copies of features.
+        """Gives masked copies of features.
 
         Args:
             features: `[B, T, F]`, right padded.
-            lengths: real frames `[B]`; padding is left as it is.
-            generator: draws the masks, on its own device. Default None: torch's, on the features' device.
+            lengths: real frames `[B]`; time masks lie within these.
+            generator: draws the masks, on its own device. Default None: PyTorch's generator of the features' device.
 
         Returns:
             `[B, T, F]`.
@@ -75,7 +75,7 @@ class SpecAugment:
 
 
 def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: torch.Generator | None) -> Tensor:
-    """Union of `count` random stretches of at most `widths [B]` inside `lengths [B]`, as `[B, size]` booleans."""
+    """Draws `count` random stretches of at most `widths [B]` inside `lengths [B]`; returns their union `[B, size]`."""
     device = lengths.device if generator is None else generator.device
     drawn = torch.rand(2, len(lengths), count, generator=generator, device=device)
     wide, place = drawn.to(lengths.device)
@@ -88,7 +88,7 @@ def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: to
 
 
 def resample(waveform: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
-    """A waveform at another sampling rate, by scipy's polyphase filter (Kaiser window).
+    """Gives a waveform at another sampling rate, by scipy's polyphase filter (Kaiser window).
 
     Args:
         waveform: samples `[n]`.
@@ -107,13 +107,13 @@ def resample(waveform: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 
 def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
-    """A waveform played faster or slower, its pitch with it.
+    """Gives a waveform played faster or slower; its pitch changes too.
 
     Speed perturbation of Ko et al. 2015, "Audio augmentation for speech recognition".
 
     Args:
         waveform: samples `[n]`.
-        factor: > 1 is faster; taken as the nearest fraction with a denominator up to 100. Usual are 0.9 and 1.1.
+        factor: > 1 is faster; the nearest fraction with a denominator up to 100 is used. Usual are 0.9 and 1.1.
 
     Returns:
         `[ceil(n / factor)]`, of the same type.
@@ -127,7 +127,7 @@ def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
-    """`ratio` times as many samples of the same sound."""
+    """Gives `ratio` times as many samples of one sound."""
     if ratio == 1:
         return waveform
     # Slow to import, and most runs neither resample nor change the speed.

@@ -1,4 +1,4 @@
-"""Batches of speech: samples made on access, batches of similar length in an order that a resumed run finds again."""
+"""Batches of speech: samples made on access, and batches of similar length in an order that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Key = tuple[int, int]
 
 
 class SpeechDataset(Dataset):
-    """Features and labels of utterances, read from disk and computed on access.
+    """A data set of features and labels of utterances, read from disk and computed on access.
 
     `dataset[epoch, index]` depends on the seed, the epoch and the index alone, whichever worker or process makes it;
-    `dataset[index]` is that of epoch 0.
+    `dataset[index]` is the sample of epoch 0.
 
     Args:
-        utterances: with their lengths, see `prepare`.
+        utterances: with their lengths, which `prepare` finds.
         processor: a `ConformerProcessor`.
-        speeds: factors of `change_speed`, one of them drawn for each sample. Default (1.0,): none. Usual for training
-            are (0.9, 1.0, 1.1).
+        speeds: factors of `change_speed`, one of them drawn for each sample. Default (1.0,): no change. Usual for
+            training are (0.9, 1.0, 1.1).
         dither: standard deviation of noise on the samples. Default 0.
-        augment: masks the features. Default None: nothing does.
-        seed: of speeds, noise and masks. Default 0.
+        augment: masks the features. Default None: no masks.
+        seed: draws speeds, noise and masks. Default 0.
         resample: whether audio of another rate is resampled. Default False.
 
     Raises:
-        ValueError: for no utterances, one without its length, or no speed.
+        ValueError: if there are no utterances or no speeds, or an utterance has no length.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class SpeechDataset(Dataset):
         return len(self.utterances)
 
     def __getitem__(self, key: int | Key) -> dict[str, Any]:
-        """One sample.
+        """Makes one sample.
 
         Returns:
             `input_features [T, F]`, `labels [U]` and the `index` of the utterance.
 
         Raises:
-            ValueError: if the audio cannot be read; the message names it.
+            ValueError: if the audio cannot be read; the message names the file.
         """
         epoch, index = (0, key) if isinstance(key, int) else key
         utterance = self.utterances[index]
@@ -92,12 +92,12 @@ class SpeechDataset(Dataset):
 
 
 def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:
-    """A batch of samples of `SpeechDataset`.
+    """Makes a batch of samples of `SpeechDataset`.
 
     Args:
-        samples: see there.
-        with_index: adds `index [B]`, so that an evaluation knows which utterances it has seen, and which twice. Not for
-            a model's arguments. Default False.
+        samples: items of a `SpeechDataset`.
+        with_index: adds `index [B]`, so that an evaluation knows which utterances it has seen, and which twice. It is
+            not an argument of a model. Default False.
 
     Returns:
         `input_features [B, T, F]` padded with 0, `attention_mask [B, T]` bool, `labels [B, U]` padded with -100.
@@ -115,35 +115,36 @@ def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict
 
 
 class DurationBatchSampler(Sampler[list[Key]]):
-    """Batches of utterances of similar length, with at most so many seconds of padded audio.
+    """A sampler of batches: utterances of similar length, at most `max_seconds` of padded audio per batch.
 
-    Utterances are sorted by length and cut into buckets of `batches_per_bucket` batches, whose number of utterances
-    follows from the longest of the bucket. Each epoch shuffles every bucket, cuts it into batches, and shuffles the
-    batches. The order depends on the seed and the epoch alone, and there are as many batches in every epoch, so that a
-    place in the run is a number of steps.
+    Utterances are sorted by length and cut into buckets of `batches_per_bucket` batches. The longest utterance of a
+    bucket decides how many utterances its batches have. Each epoch shuffles every bucket, cuts it into batches, and
+    shuffles the batches. The order depends on the seed and the epoch alone, and every epoch has the same number of
+    batches, so that a number of steps says the place in the run.
 
     A batch is a list of keys `(epoch, index)` for `SpeechDataset`: workers need not be told the epoch.
 
-    Give it to `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and that to `accelerator.prepare`, with
-    accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Batch i then goes to process
-    i % n, and the first batches come again at the end of the epoch so that every process has `ceil(len(sampler) / n)`
-    of them. `loader.set_epoch(epoch)` reaches the sampler, also with several processes; a loader from
-    `skip_first_batches` passes it on with one process only, so call it on the prepared loader as well. In an evaluation
-    with several processes utterances of the first batches may come twice: gather `index` too, see `collate`.
-    `gather_for_metrics` does not know how many to drop.
+    Make a `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and give the loader to `accelerator.prepare`,
+    with accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Then batch i goes to
+    process i % n, and the first batches are repeated at the end of the epoch so that every process has
+    `ceil(len(sampler) / n)` batches. `loader.set_epoch(epoch)` reaches the sampler, also with several processes. A
+    loader from `skip_first_batches` passes the epoch on with one process only, so call `set_epoch` on the prepared
+    loader as well. In an evaluation with several processes utterances of the first batches may come twice: gather
+    `index` too, which `collate` adds. `gather_for_metrics` does not know how many to drop.
 
     Args:
         durations: seconds of every utterance, at its own speed.
         max_seconds: greatest length times number of utterances of a batch.
-        seed: of the order. Default 0.
+        seed: draws the order. Default 0.
         speeds: speed factors of the dataset; a batch leaves room for the slowest. Default (1.0,).
-        shuffle: False gives the longest utterances first, as few batches as can be. Default True.
-        batches_per_bucket: more mix utterances better and pad more; without shuffling it is 1. Default 8.
+        shuffle: False gives the longest utterances first, in as few batches as possible. Default True.
+        batches_per_bucket: a greater number mixes utterances better and pads more; without shuffling it is 1.
+            Default 8.
         allow_long: whether an utterance longer than max_seconds is a batch of its own. Default False: it is an error.
-        names: of the utterances, for that error. Default None: their numbers.
+        names: names of the utterances, for this error. Default None: their numbers.
 
     Raises:
-        ValueError: for no utterances, one that is too long, or numbers out of range.
+        ValueError: if there are no utterances, one is too long, or a number is out of range.
 
     Example:
         >>> sampler = DurationBatchSampler([1.0, 2.0, 3.0, 4.0], max_seconds=6.0, shuffle=False)
@@ -190,7 +191,7 @@ class DurationBatchSampler(Sampler[list[Key]]):
 
     @property
     def sampler(self) -> DurationBatchSampler:
-        """Itself: with several processes accelerate looks for `set_epoch` one step further in."""
+        """This sampler itself: with several processes accelerate looks for `set_epoch` in an attribute `sampler`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Utterances: what they are, how their audio is read, and what makes one unusable."""
+"""Utterances: their data, how their audio is read, and which of them cannot be used."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import soundfile
 from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.train.speech.augment import resample as change_rate
 
-# Decoding goes in blocks, because a header may not know how much there is.
+# Audio is decoded in blocks, because a header may not know its length.
 BLOCK_SAMPLES = 1 << 20
 UNKNOWN_FRAMES = 1 << 40
 LISTED = 20
 
 
 class StoredAudio(Protocol):
-    """Audio that lies somewhere else than in a file of its own."""
+    """Audio that is not in a file of its own."""
 
     def read(self) -> bytes:
-        """The bytes of the audio file."""
+        """Gives the bytes of the audio file."""
 
     def __str__(self) -> str:
         """Names the place of the audio."""
@@ -34,15 +34,15 @@ class StoredAudio(Protocol):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One piece of speech and what is said in it.
+    """One piece of speech and its transcript.
 
     Args:
         id: unique name.
         text: normalised transcript.
-        audio: path of an audio file, the bytes of one, or what reads them.
+        audio: path of an audio file, its bytes, or an object that reads them.
         seconds: length of the audio. Default None: not known before `prepare`.
         speaker: who speaks. Default None: not known.
-        chapter: which recording it was cut from. Default None: not known.
+        chapter: the recording that it was cut from. Default None: not known.
     """
 
     id: str
@@ -60,14 +60,14 @@ class Utterance:
 
 @dataclass
 class Skipped:
-    """Counts what is left out and why, up to a limit.
+    """Counts the utterances that are left out and keeps the reasons, up to a limit.
 
     Args:
-        max_bad: a whole number is the greatest number of utterances to leave out, a fraction (float) their greatest
-            part. Default 0: the first one raises.
+        max_bad: a whole number is the greatest number of utterances to leave out, a float is the greatest fraction of
+            all. Default 0: the first one raises.
 
     Attributes:
-        reasons: names and why each is left out, in the order of discovery.
+        reasons: for each name the reason why it is left out, in the order of discovery.
 
     Raises:
         ValueError: for a negative limit or a float above 1.
@@ -85,7 +85,7 @@ class Skipped:
         return len(self.reasons)
 
     def add(self, name: str, reason: str) -> None:
-        """Notes one; raises ValueError if there are now more than a whole `max_bad`."""
+        """Adds an utterance; raises ValueError if `max_bad` is a whole number and there are now more."""
         self.reasons[name] = reason
         if not isinstance(self.max_bad, float) and len(self) > self.max_bad:
             raise ValueError(self.describe(LISTED))
@@ -96,22 +96,22 @@ class Skipped:
             raise ValueError(f"of {total} utterances {self.describe(LISTED)}")
 
     def describe(self, most: int | None = None) -> str:
-        """All names and reasons, a line each; with `most`, the last so many of those found before the search ended."""
+        """Lists all names and reasons, one per line; with `most`, only the last `most` that were found."""
         lines = [f"{name}: {reason}" for name, reason in self.reasons.items()]
         hidden = 0 if most is None else max(0, len(lines) - most)
         head = f"{len(lines)} cannot be used (max_bad is {self.max_bad})"
         if most is not None and not isinstance(self.max_bad, float):
-            head += f"{', the first unusable file' if len(lines) == 1 else ''}; what comes after was not read"
+            head += f"{', the first unusable file' if len(lines) == 1 else ''}; later ones were not read"
         return "\n".join([f"{head}, {hidden} not shown:" if hidden else f"{head}:", *lines[hidden:]])
 
 
 def read_audio(
     source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
 ) -> np.ndarray:
-    """Samples of an audio file of any format that libsndfile knows (FLAC, WAV, MP3, OGG, ...).
+    """Reads the samples of an audio file of any format that libsndfile knows (FLAC, WAV, MP3, OGG, ...).
 
-    A file cut short is noticed if its header says how long it should be, as those of FLAC and most of MP3 do; that of
-    WAV is not enough.
+    A file that is cut short is noticed if its header says its length, as headers of FLAC and of most MP3 files do; the
+    header of a WAV file does not suffice.
 
     Args:
         source: an utterance, a path, or the bytes of a file.
@@ -157,7 +157,7 @@ def read_audio(
 
 
 def _decode(stream: soundfile.SoundFile) -> np.ndarray:
-    """All samples `[n]`, the mean of the channels."""
+    """Decodes all samples `[n]`, the mean of the channels."""
     blocks = []
     while True:
         block = stream.read(BLOCK_SAMPLES, dtype="float32", always_2d=True)
@@ -167,13 +167,13 @@ def _decode(stream: soundfile.SoundFile) -> np.ndarray:
 
 
 def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
-    """Encoder outputs that a transcript needs.
+    """Counts the encoder outputs that a transcript needs.
 
     Args:
-        ids: its tokens.
-        ctc: one for each token, and one for the blank between two equal ones (Graves et al. 2006, section 3.1).
-            Default True. False counts tokens alone: a Transducer could do with less, but such a transcript does not
-            belong to its audio.
+        ids: tokens of the transcript.
+        ctc: count one output per token, and one for the blank between two equal tokens (Graves et al. 2006, section
+            3.1). Default True. False counts tokens alone: a Transducer could work with fewer outputs, but then the
+            transcript does not belong to its audio.
     """
     return len(ids) + (sum(a == b for a, b in itertools.pairwise(ids)) if ctc else 0)
 
@@ -187,13 +187,13 @@ def check_lengths(
     fastest: float = 1.0,
     outputs: Callable[[int], int] = subsampled_frames,
 ) -> list[Utterance]:
-    """Utterances whose transcript fits into their audio.
+    """Selects the utterances whose transcript fits into their audio.
 
     Args:
         utterances: with `seconds`.
         processor: a `ConformerProcessor`.
         skipped: takes the others. Default None: the first one raises.
-        ctc: see `needed_frames`. Default True.
+        ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
 
@@ -223,9 +223,14 @@ def check_lengths(
 
 
 def long_enough(utterances: Sequence[Utterance], processor: Any, skipped: Skipped) -> list[Utterance]:
-    """Utterances that give the encoder a frame at least; the others go to `skipped`, which may raise.
+    """Selects the utterances that give the encoder at least one frame; the others go to `skipped`, which may raise.
 
-    Transcripts do not matter: an evaluation must not leave out what is hard.
+    Transcripts do not matter: an evaluation must not leave out hard utterances.
+
+    Args:
+        utterances: with `seconds`.
+        processor: a `ConformerProcessor`.
+        skipped: takes the others.
     """
     extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
     for utterance in utterances:

@@ -21,7 +21,15 @@ def make_loaders(
     processor: ConformerProcessor,
     seed: int,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
-    """Loaders of the training set, augmented and shuffled by seed and epoch, and of each evaluation split."""
+    """Makes the loader of the training set, augmented and shuffled by seed and epoch, and one per evaluation split.
+
+    Args:
+        arguments: all arguments of the program.
+        utterances: the training set.
+        evaluation: utterances of each evaluation split.
+        processor: that of the model.
+        seed: draws the order and the augmentation.
+    """
     data = arguments.data
     masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
     dataset = SpeechDataset(
@@ -54,13 +62,13 @@ def evaluation_loader(
     num_workers: int = 0,
     choose: Callable[[list[list[Key]]], list[list[Key]]] | None = None,
 ) -> DataLoader:
-    """Loader of utterances as they are, the longest first; each batch has their numbers as `index`.
+    """Makes a loader of utterances without augmentation, the longest first; each batch has their numbers as `index`.
 
     Args:
         utterances: with their lengths.
         processor: of the model.
-        max_seconds: of a batch, padding included; a longer utterance is a batch of its own.
-        resample: see `read_audio`. Default False.
+        max_seconds: seconds of a batch, padding included; a longer utterance is a batch of its own.
+        resample: whether audio of another rate is resampled. Default False.
         num_workers: processes that read audio ahead. Default 0: none.
         choose: takes the batches and returns those to load. Default None: all.
     """

@@ -1,4 +1,4 @@
-"""The model and the processor that a speech training starts from: new ones, or those of a folder."""
+"""The model and the processor at the start of a speech training: new ones, or those of a folder."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize"
 
 
 def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
-    """The processor of a folder, or a new one: a tokenizer of the transcripts, features as the arguments say.
+    """Loads the processor of a folder, or makes a new one: a tokenizer of the transcripts, features as the arguments say.
 
     With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
 
     Raises:
-        ValueError: for options of a new model beside a checkpoint, or a vocabulary the transcripts do not allow.
+        ValueError: for options of a new model together with a checkpoint, or a vocabulary that the transcripts do not
+            allow.
     """
     path, data = _check_new(arguments), arguments.data
     if path is not None:
@@ -51,32 +52,40 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
 
 
 def saved_architecture(config: ConformerConfig) -> str | None:
-    """Tells whether a saved model is "ctc" or "transducer", by its configuration; None if it is neither."""
+    """Reads from a configuration whether a saved model is "ctc" or "transducer"; None if it is neither."""
     return next((name for name, kind in MODELS.items() if kind.__name__ in (config.architectures or ())), None)
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """Tells whether to train "ctc" or "transducer": as the arguments say, else as the checkpoint is, else CTC."""
+    """Says whether to train "ctc" or "transducer": the choice of the arguments, else of the checkpoint, else "ctc"."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     config = ConformerConfig.from_pretrained(arguments.model_name_or_path)
     found = saved_architecture(config)
     if found is None:
         raise ValueError(
-            f"{arguments.model_name_or_path} is {' '.join(config.architectures or ['nothing named'])}: say what to "
-            f"train on its encoder, --architecture {' or '.join(MODELS)}"
+            f"{arguments.model_name_or_path} has the architecture {' '.join(config.architectures or ['none'])}: say what "
+            f"to train on its encoder, --architecture {' or '.join(MODELS)}"
         )
     return found
 
 
 def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
-    """A new model of the preset, or the checkpoint's, its attention switched; the seed draws weights and features."""
+    """Makes a new model of the preset, or loads the checkpoint's, with the chosen attention.
+
+    Args:
+        arguments: all arguments of the program.
+        processor: that of the model.
+        seed: draws new weights and the random features.
+    """
     given, options = arguments.model, arguments.model.favor_options()
     model_class = MODELS[architecture_of(given)]
     set_seed(seed)
     if given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
-        changes: dict[str, Any] = {"architectures": [model_class.__name__]}  # of a Transducer the encoder, for CTC
+        changes: dict[str, Any] = {
+            "architectures": [model_class.__name__]
+        }  # so that CTC can take the encoder of a Transducer
         changes |= {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
         model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
     else:
@@ -104,7 +113,7 @@ def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -
 
 
 def _check_new(arguments: Arguments) -> str | None:
-    """Folder that the processor comes from, if any; raises ValueError for options that then have no effect."""
+    """Gives the folder of the processor, if any; raises ValueError for options that have no effect with it."""
     model, data = arguments.model, arguments.data
     if model.model_name_or_path is not None:
         _refuse(model, "--model_name_or_path", _OF_NEW_MODELS)
@@ -119,12 +128,12 @@ def _check_new(arguments: Arguments) -> str | None:
 def _check_causal(model: SpeechModelArguments, normalize: str) -> None:
     if model.causal and normalize != "none":
         raise ValueError(
-            f"a causal model cannot wait for the whole utterance, and its features have normalize {normalize!r}: add "
-            "--normalize none, or name a processor that has it"
+            f"a causal model cannot wait for the whole utterance, as normalize {normalize!r} of its features does: add "
+            "--normalize none, or name a processor with it"
         )
 
 
 def _refuse(part: Any, given: str, names: Sequence[str]) -> None:
     for entry in fields(part):
         if entry.name in names and getattr(part, entry.name) != entry.default:
-            raise ValueError(f"{entry.name} is for what {given} brings along: leave it out")
+            raise ValueError(f"{entry.name} has no effect, because {given} already decides it: leave it out")

@@ -1,4 +1,4 @@
-"""Decodes every utterance once and remembers which are good and how long they are."""
+"""Decodes every utterance once and remembers which utterances are good and how long they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from favor.train.speech.data import Skipped, Utterance, read_audio
 FINAL, PARTIAL = "checked.jsonl", "checked.partial.jsonl"
 # Records between two fsyncs, for each worker.
 CHUNK = 64
-# A length given by the source may be off by so many seconds.
+# Seconds by which a length that the source gives may be wrong.
 TOLERANCE = 0.1
 
 
@@ -31,20 +31,20 @@ def prepare(
 ) -> list[Utterance]:
     """Decodes every utterance once: finds the bad ones and the length of the others.
 
-    With a folder, each result is appended to `checked.partial.jsonl`, which becomes `checked.jsonl` when all are there:
-    a killed run goes on where it was, and a second run does nothing. A result holds for the same id, place and size of
-    the file; utterances that are new or have changed are decoded, and records of those no longer given stay and do no
-    harm. Bad utterances are remembered too, so that a run with a greater limit goes on. Other settings are an error.
-    The folder is for one process at a time: let the others wait for the first.
+    With a folder, each result is appended to `checked.partial.jsonl`, which becomes `checked.jsonl` when it is complete.
+    So a killed run continues where it was, and a second run decodes nothing. A result is used again if id, place and
+    size of the file are equal. Utterances that are new or have changed are decoded; records of utterances that are no
+    longer given stay and do no harm. Bad utterances are remembered too, so that a run with a greater limit continues.
+    Other settings are an error. The folder is for one process at a time: let the others wait for the first.
 
-    Audio is not stored again: decoding takes a small part of what the features take.
+    Decoded audio is not stored: decoding takes a small part of the time that the features take.
 
     Args:
         utterances: with ids that differ.
-        folder: where results are kept, made if it is not there. Default None: nowhere.
+        folder: where results are kept; it is made if needed. Default None: results are not kept.
         skipped: takes the bad ones. Default None: the first one raises.
-        sampling_rate: see `read_audio`. Default 16000.
-        resample: see `read_audio`. Default False.
+        sampling_rate: wanted rate in Hz. Default 16000.
+        resample: whether audio of another rate is resampled. Default False: it is an error.
         workers: threads that decode. Default 1.
 
     Returns:
@@ -99,12 +99,12 @@ def _identity(utterance: Utterance) -> dict[str, Any]:
 
 
 def _holds(record: dict[str, Any], utterance: Utterance) -> bool:
-    """Tells whether a record is of this utterance as it is now."""
+    """Tells whether a record belongs to this utterance and the present state of its file."""
     return all(record.get(key) == value for key, value in _identity(utterance).items())
 
 
 def _check(utterance: Utterance, settings: dict[str, Any]) -> dict[str, Any]:
-    """The record of one utterance: seconds, or the reason why it is bad."""
+    """Makes the record of one utterance: seconds, or the reason why it is bad."""
     record = _identity(utterance)
     try:
         seconds = len(read_audio(utterance, **settings)) / settings["sampling_rate"]
@@ -118,7 +118,14 @@ def _check(utterance: Utterance, settings: dict[str, Any]) -> dict[str, Any]:
 def _decoded(
     utterances: Sequence[Utterance], settings: dict[str, Any], workers: int, store: _Store | None
 ) -> Iterator[dict[str, Any]]:
-    """Records of utterances in order, each stored before it is given out."""
+    """Yields records of utterances in order; each is stored before it is yielded.
+
+    Args:
+        utterances: to decode.
+        settings: of `read_audio`.
+        workers: threads that decode.
+        store: takes the records, if any.
+    """
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(utterances), CHUNK * workers):
             chunk = utterances[start : start + CHUNK * workers]
@@ -131,7 +138,7 @@ def _decoded(
 
 
 class _Store:
-    """The file of results: a first line with the settings, then a record a line; later records of an id win."""
+    """The file of results: a first line with the settings, then one record per line; the last record of an id counts."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.final, self.partial = folder / FINAL, folder / PARTIAL
@@ -144,7 +151,7 @@ class _Store:
             self._read(path)
 
     def _read(self, path: Path) -> None:
-        """Takes in the whole lines of a file, and cuts off what a killed run left of a line."""
+        """Reads the whole lines of a file, and removes a part of a line that a killed run left."""
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
@@ -162,7 +169,7 @@ class _Store:
             )
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes a record so that it survives the end of the process."""
+        """Writes a record so that it is kept if the process is killed."""
         if self.stream is None:
             if self.final.exists():
                 os.replace(self.final, self.partial)
@@ -173,7 +180,7 @@ class _Store:
         self.stream.flush()
 
     def sync(self) -> None:
-        """Makes the records survive the end of the machine."""
+        """Writes the records to the disk, so that they are kept if the machine stops."""
         if self.stream is not None:
             os.fsync(self.stream.fileno())
 
@@ -183,6 +190,6 @@ class _Store:
             self.stream.close()
 
     def finish(self) -> None:
-        """Everything is there: gives the file its final name."""
+        """Gives the complete file its final name."""
         if self.partial.exists() and (self.stream is not None or not self.final.exists()):
             os.replace(self.partial, self.final)

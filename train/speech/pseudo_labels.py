@@ -1,4 +1,4 @@
-"""Labels that a model gives to speech without transcripts, and the choice of those to train on."""
+"""Labels that a model gives to speech without transcripts, and the choice of labels to train on."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from favor.train.speech.transcribe import search
 
 FINAL, PART = "labels.jsonl", "labels.part-{}.jsonl"
 IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
-# Residuals of a fit, relative to the values, that are rounding alone.
+# Residuals of a fit below this, relative to the values, are rounding alone.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class PseudoLabel:
-    """Holds what a teacher understood of one utterance.
+    """Holds the transcript of one utterance that a teacher found.
 
     Attributes:
-        id: of the utterance.
+        id: id of the utterance.
         audio: absolute path of its file.
-        text: of the best hypothesis, maybe empty.
-        log_prob: its natural logarithm of probability.
-        tokens: its number of tokens, of the teacher's tokenizer.
+        text: the best hypothesis, possibly empty.
+        log_prob: natural logarithm of the probability of this hypothesis.
+        tokens: its number of tokens of the teacher's tokenizer.
         seconds: length of the audio.
     """
 
@@ -51,7 +51,7 @@ class PseudoLabel:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Identity of a saved model with its processor: a hash of weights, configurations and tokenizer.
+    """Computes the identity of a saved model and its processor: a hash of weights, configurations and tokenizer.
 
     Raises:
         ValueError: if the folder holds no weights in safetensors.
@@ -83,23 +83,23 @@ def label(
     num_workers: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> None:
-    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; then call `collect`.
+    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; call `collect` after it.
 
-    Each batch is written and synced as soon as it is done, so that a killed labelling goes on where it was. Batches
+    Each batch is written and synced as soon as it is done, so that a killed labelling continues where it was. Batches
     depend on the utterances alone, so that neither a kill nor the number of shards changes a result. Transcripts of the
-    utterances are not looked at.
+    utterances are not used.
 
     Args:
-        model: a `ConformerForCTC` or `ConformerForTransducer`, on its device; it is set to evaluation.
+        model: a `ConformerForCTC` or `ConformerForTransducer`, on its device; it is set to evaluation mode.
         processor: the model's.
-        utterances: with their lengths, see `prepare`, each in an audio file of its own: a label refers to it by path.
-        folder: where labels are kept, made if it is not there.
-        teacher: identity of the model, see `fingerprint`.
+        utterances: with their lengths, which `prepare` finds, each in an audio file of its own: a label has its path.
+        folder: where labels are kept; it is made if needed.
+        teacher: identity of the model, from `fingerprint`.
         beam_size: hypotheses kept by the search. Default 8.
         max_batch_seconds: padded seconds of a batch. Default 200.
         resample: whether audio of another rate is resampled. Default False.
         num_workers: processes that read audio ahead. Default 0: none.
-        shard: (i, n) does the i-th of n parts, for n processes that label at the same time. Default (0, 1): all.
+        shard: (i, n) labels part i of n, from 0, for n processes that label at the same time. Default (0, 1): all.
 
     Raises:
         ValueError: for audio that is not a file, or a folder with labels of another teacher, beam or `resample`.
@@ -133,7 +133,7 @@ def label(
 def _by_length(
     utterances: Sequence[Utterance], processor: ConformerProcessor
 ) -> tuple[list[Utterance], list[Utterance]]:
-    """Utterances without their texts: those that give a frame of the encoder, and those too short for one."""
+    """Removes the texts; returns the utterances that give the encoder a frame, and those too short for one frame."""
     untold = [dataclasses.replace(utterance, text="") for utterance in utterances]
     long = long_enough(untold, processor, Skipped(1.0))
     known = {utterance.id for utterance in long}
@@ -143,7 +143,16 @@ def _by_length(
 def _transcribed(
     model: Any, processor: ConformerProcessor, utterances: Sequence[Utterance], loader: Any, beam_size: int, show: bool
 ) -> Iterator[list[PseudoLabel]]:
-    """Labels of batch after batch."""
+    """Yields the labels of each batch.
+
+    Args:
+        model: the teacher.
+        processor: that of the teacher.
+        utterances: those of the loader.
+        loader: batches with `index`.
+        beam_size: hypotheses kept by the search.
+        show: show a progress bar.
+    """
     model.eval()
     for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
         indices = batch.pop("index").tolist()
@@ -160,9 +169,9 @@ def _record(utterance: Utterance, text: str, log_prob: float, tokens: int) -> Ps
 
 
 def _append(path: Path, settings: dict[str, Any], batches: Iterator[list[PseudoLabel]]) -> None:
-    """Writes labels so that what is written survives; the file begins with the settings."""
+    """Writes labels, batch by batch to the disk; the file begins with the settings."""
     if path.exists():
-        # What a killed process left of a line.
+        # Remove a part of a line that a killed process left.
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     for batch in batches:
         if not batch:
@@ -176,7 +185,7 @@ def _append(path: Path, settings: dict[str, Any], batches: Iterator[list[PseudoL
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
-    """Settings and labels of a file's whole lines; none of a file without one."""
+    """Reads settings and labels from the whole lines of a file; both are empty for a file without a whole line."""
     content = path.read_bytes()
     try:
         lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
@@ -186,19 +195,19 @@ def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with labels, older ones first: later labels of an id win."""
+    """Lists the files with labels, older ones first: the last label of an id counts."""
     return [path for path in (folder / FINAL, *sorted(folder.glob(PART.format("*")))) if path.exists()]
 
 
 def _known(folder: Path, settings: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, PseudoLabel]]:
-    """Settings and labels by id; raises ValueError if some were made with other settings."""
+    """Reads settings and labels by id; raises ValueError if some labels were made with other settings."""
     known: dict[str, PseudoLabel] = {}
     for path in _files(folder):
         there, labels = _read(path)
         settings = settings or there
         if there and there != settings:
             raise ValueError(
-                f"{path} was made with {there}, not with {settings}: go on with that teacher and these options, "
+                f"{path} was made with {there}, not with {settings}: continue with that teacher and those options, "
                 "or delete the file to label again, or choose another folder."
             )
         known.update((one.id, one) for one in labels)
@@ -206,17 +215,17 @@ def _known(folder: Path, settings: dict[str, Any] | None = None) -> tuple[dict[s
 
 
 def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoLabel]:
-    """Joins what `label` wrote into `labels.jsonl`, once all shards are done. One process calls it.
+    """Joins the files of `label` into `labels.jsonl`, when all shards are done. One process calls this function.
 
     Args:
-        utterances: all that were to be labelled.
-        folder: of the labels.
+        utterances: all utterances that were to be labelled.
+        folder: where `label` wrote.
 
     Returns:
         Labels in the order of the utterances.
 
     Raises:
-        ValueError: if some are missing, or files of different teachers were mixed.
+        ValueError: if some labels are missing, or the files are of different teachers.
     """
     folder = Path(folder)
     settings, known = _known(folder)
@@ -235,7 +244,7 @@ def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoL
 
 @dataclass(frozen=True)
 class ScoreFit:
-    """Fits how log probabilities grow with the number of tokens: S = mu l + beta, give or take sigma sqrt(l)."""
+    """Holds a fit of log probabilities S to numbers of tokens l: S = mu l + beta with deviation sigma sqrt(l)."""
 
     mu: float
     beta: float
@@ -243,18 +252,19 @@ class ScoreFit:
 
 
 def fit_scores(labels: Sequence[PseudoLabel]) -> ScoreFit:
-    """Fits log probabilities S on numbers of tokens l.
+    """Fits log probabilities S to numbers of tokens l.
 
-    mu and beta minimise sum_i (S_i - mu l_i - beta)^2; where all l_i are equal, or there is one label, many do and the
-    smallest mu^2 + beta^2 is taken. sigma is the standard deviation (divisor n) of (S_i - mu l_i - beta) / sqrt(l_i).
-    After Park et al. 2020, "Improved Noisy Student Training for Automatic Speech Recognition", arXiv:2005.09629, on
-    filtering, where S contains a language model's score as well and the fit is on a development set.
+    mu and beta minimise sum_i (S_i - mu l_i - beta)^2. If all l_i are equal, or there is one label, many pairs minimise
+    it, and the pair with the smallest mu^2 + beta^2 is taken. sigma is the standard deviation (divisor n) of
+    (S_i - mu l_i - beta) / sqrt(l_i). After Park et al. 2020, "Improved Noisy Student Training for Automatic Speech
+    Recognition", arXiv:2005.09629, on filtering, where S contains a language model's score as well and the fit is on a
+    development set.
 
     Args:
-        labels: those without tokens are left out.
+        labels: labels without tokens are left out.
 
     Raises:
-        ValueError: if none has tokens.
+        ValueError: if no label has tokens.
     """
     labels = [one for one in labels if one.tokens]
     if not labels:
@@ -267,10 +277,14 @@ def fit_scores(labels: Sequence[PseudoLabel]) -> ScoreFit:
 
 
 def filter_scores(labels: Sequence[PseudoLabel], fit: ScoreFit) -> np.ndarray:
-    """Normalised filtering score s = (S - mu l - beta) / (sigma sqrt(l)) of each label, `[n]`; see `fit_scores`.
+    """Computes the normalised filtering score s = (S - mu l - beta) / (sigma sqrt(l)) of each label, `[n]`.
 
-    Among labels as the fitted ones it has about the same spread at all lengths. It is 0 where sigma is 0 (points on a
-    line, as two always are), and minus infinity without tokens.
+    For labels like the fitted ones the score has about the same spread at all lengths. It is 0 where sigma is 0 (all
+    points on a line, as two points always are), and minus infinity for a label without tokens.
+
+    Args:
+        labels: with log probabilities S and numbers of tokens l.
+        fit: mu, beta and sigma, from `fit_scores`.
     """
     lengths, log_probs = (np.array([getattr(one, key) for one in labels], float) for key in ("tokens", "log_prob"))
     spread = fit.sigma * np.sqrt(np.maximum(lengths, 1))
@@ -281,12 +295,12 @@ def filter_scores(labels: Sequence[PseudoLabel], fit: ScoreFit) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Selection:
-    """Labels to train on.
+    """The labels to train on.
 
     Attributes:
-        kept: in their order.
-        dropped: reasons of the others by id.
-        fit: of the scores.
+        kept: the labels, in their order.
+        dropped: for the id of each other label the reason.
+        fit: the fit of the scores.
     """
 
     kept: list[PseudoLabel]
@@ -309,16 +323,16 @@ def select(
     fastest: float = 1.0,
     max_seconds: float = math.inf,
 ) -> Selection:
-    """Drops labels that a training cannot use, then those with low scores; what is kept passes all conditions.
+    """Drops labels that a training cannot use, then labels with low scores.
 
     Args:
-        labels: of one teacher.
-        processor: of the training; transcripts must fit into their audio.
+        labels: labels of one teacher.
+        processor: processor of the training; transcripts must fit into their audio.
         threshold: scores of `filter_scores` must lie above it. Default None: no threshold.
-        keep: best part of the usable labels, rounded, at least one. Default 1: all.
+        keep: fraction of the usable labels to keep, those with the best scores; rounded, at least one. Default 1: all.
         reference: labels of the same teacher to fit the scores on, e.g. of a development set. Default None: the usable
-            ones.
-        ctc: see `needed_frames`. Default True.
+            labels.
+        ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         max_seconds: longest audio that the training takes. Default: no limit.
 
@@ -326,7 +340,7 @@ def select(
         ValueError: for `keep` outside (0, 1], or if nothing is left; the message counts the reasons.
     """
     if not 0 < keep <= 1:
-        raise ValueError(f"keep must be a part, above 0 and at most 1, got {keep}.")
+        raise ValueError(f"keep must be a fraction, above 0 and at most 1, got {keep}.")
     dropped = {one.id: reason for one in labels if (reason := _unusable(one, max_seconds))}
     usable = [one for one in labels if one.id not in dropped]
     if usable:
@@ -354,11 +368,11 @@ def select(
 
 
 def _unusable(one: PseudoLabel, max_seconds: float) -> str | None:
-    """Why no training can use a label, whatever its score."""
+    """Says why no training can use a label, whatever its score; None if a training can."""
     words = " ".join(one.text.split())
     if not words:
         return "no words"
-    # Such as `<unk>`, which the reader of transcripts would take for a word.
+    # Such as `<unk>`, which would be read as a word.
     if normalize_transcript(words) != words:
         return "symbols that no transcript has"
     return "longer than a batch" if one.seconds > max_seconds else None

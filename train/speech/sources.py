@@ -34,26 +34,27 @@ def load_speech(
     normalize: Normalize = normalize_transcript,
     transcripts: bool = True,
 ) -> tuple[list[Utterance], Skipped]:
-    """Utterances of a source, every one of them decoded once, and what was left out.
+    """Loads the utterances of a source, decodes every one of them once, and reports which were left out.
 
     Args:
         source: a folder in LibriSpeech's layout; a manifest, or a folder that holds `<split>.jsonl`, `<split>.csv` or
             one manifest alone; or, if there is no such path, the name of a dataset of the hub.
         split: e.g. "dev-clean" of a folder, "validation" of the hub; several are joined by "+". Default None: the
             manifest that `source` is, or the only one in it.
-        prepared: folder that remembers the result, a folder below it for each split, see `prepare`. Default None: all
-            audio is decoded each time.
+        prepared: folder where `prepare` keeps its results, in a folder of each split. Default None: all audio is decoded
+            each time.
         config: configuration of a hub dataset. Default None.
         max_bad: utterances that may be left out, a number or a fraction of all. Default 0: the first one raises.
         sampling_rate: wanted rate in Hz. Default 16000.
         resample: whether audio of another rate is resampled as it is read. Default False.
         workers: threads that decode. Default 1.
-        normalize: makes transcripts of the source's texts. Default `normalize_transcript`.
-        transcripts: False takes audio without a transcript too, with the text "": a manifest without the column text,
-            or a folder of audio files, see `read_audio_folder`; no dataset of the hub. Default True: each needs one.
+        normalize: turns the source's texts into transcripts. Default `normalize_transcript`.
+        transcripts: False also takes audio without a transcript, with the text "": a manifest without the column text,
+            or a folder of audio files, as `read_audio_folder` reads it, but no dataset of the hub. Default True: each
+            utterance needs a transcript.
 
     Returns:
-        The utterances, with their lengths, and what was skipped.
+        The utterances, with their lengths, and those that were skipped.
 
     Raises:
         ValueError: if the source cannot be read, or more than `max_bad` utterances are bad; the message names them.
@@ -87,23 +88,23 @@ def load_speech(
 def read_librispeech(
     folder: str | Path, split: str, skipped: Skipped | None = None, normalize: Normalize = normalize_transcript
 ) -> list[Utterance]:
-    """Utterances of an unpacked LibriSpeech (Panayotov et al. 2015, "Librispeech: an ASR corpus ...").
+    """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015, "Librispeech: an ASR corpus ...").
 
     Files are `<folder>[/LibriSpeech]/<split>/<speaker>/<chapter>/<id>.flac` (or .mp3, .wav) and, next to them,
-    `<speaker>-<chapter>.trans.txt` with an id and a transcript a line.
+    `<speaker>-<chapter>.trans.txt` with an id and a transcript per line.
 
     Args:
-        folder: the corpus, or the folder that `LibriSpeech` is in.
+        folder: the corpus, or the folder that holds `LibriSpeech`.
         split: e.g. "dev-clean".
-        skipped: takes audio without a transcript, transcripts without audio and empty ones. Default None: the first
-            raises.
-        normalize: of the texts. Default `normalize_transcript`.
+        skipped: takes audio without a transcript, transcripts without audio and empty transcripts. Default None: the
+            first one raises.
+        normalize: turns texts into transcripts. Default `normalize_transcript`.
 
     Returns:
         Utterances sorted by speaker, chapter and id, without their lengths.
 
     Raises:
-        ValueError: if there is no such split, or nothing in it.
+        ValueError: if there is no such split, or the split is empty.
     """
     skipped = Skipped() if skipped is None else skipped
     root = _root(Path(folder))
@@ -119,7 +120,7 @@ def read_librispeech(
             if name not in audio:
                 skipped.add(f"{name} ({chapter})", f"has a transcript, but no {', '.join(AUDIO)} file")
             elif name not in texts:
-                skipped.add(f"{name} ({audio[name]})", "has no transcript in a .trans.txt file beside it")
+                skipped.add(f"{name} ({audio[name]})", "has no transcript in a .trans.txt file of its folder")
             elif not (text := normalize(texts[name])):
                 skipped.add(f"{name} ({audio[name]})", f"has an empty transcript, normalised from {texts[name]!r}")
             else:
@@ -132,16 +133,16 @@ def read_librispeech(
 def read_audio_folder(
     folder: str | Path, split: str | None = None, normalize: Normalize = normalize_transcript
 ) -> list[Utterance]:
-    """Utterances of all audio files in a folder and those below it, with or without transcripts.
+    """Reads the utterances of all audio files in a folder and below it, with or without transcripts.
 
     Args:
-        folder: e.g. the corpus; with LibriSpeech's name below it, that is meant, as in `read_librispeech`.
-        split: folder below it. Default None: all.
-        normalize: of texts in `.trans.txt` files beside the audio. Default `normalize_transcript`.
+        folder: e.g. the corpus, or the folder that holds `LibriSpeech`.
+        split: folder inside the corpus. Default None: all of it.
+        normalize: turns texts of `.trans.txt` files next to the audio into transcripts. Default `normalize_transcript`.
 
     Returns:
-        Utterances sorted by path, without their lengths; the path below `folder` is the id, "" the text if there is
-        none.
+        Utterances sorted by path, without their lengths. The id is the path below `folder`; the text is "" without a
+        transcript.
 
     Raises:
         ValueError: if there is no audio file.
@@ -168,16 +169,16 @@ def _root(folder: Path) -> Path:
 
 
 def _audio_files(chapter: Path, skipped: Skipped) -> dict[str, Path]:
-    """Audio files by utterance id."""
+    """Finds audio files by utterance id."""
     audio: dict[str, Path] = {}
     for path in sorted(chapter.iterdir()):
         if path.suffix.lower() in AUDIO and audio.setdefault(path.stem, path) != path:
-            skipped.add(f"{path.stem} ({path})", f"is there a second time, beside {audio[path.stem].name}")
+            skipped.add(f"{path.stem} ({path})", f"has the id of another file, {audio[path.stem].name}")
     return audio
 
 
 def _transcripts(chapter: Path) -> dict[str, str]:
-    """Texts by utterance id."""
+    """Reads texts by utterance id."""
     texts: dict[str, str] = {}
     for path in sorted(chapter.glob("*.trans.txt")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -194,24 +195,24 @@ def read_manifest(
     split: str | None = None,
     transcripts: bool = True,
 ) -> list[Utterance]:
-    """Utterances of a table in JSON lines or CSV.
+    """Reads the utterances of a table in JSON lines or CSV.
 
     Columns: `audio`, a path relative to the manifest's folder, and `text`; optional are `id` (default: `audio`),
     `seconds`, which `prepare` then compares with the audio, `speaker` and `chapter`.
 
     Args:
-        path: the manifest (.jsonl, .json with a row a line, or .csv with a header), or a folder.
+        path: the manifest (.jsonl, .json with one row per line, or .csv with a header), or a folder.
         skipped: takes rows that cannot be used. Default None: the first one raises.
-        normalize: of the texts. Default `normalize_transcript`.
+        normalize: turns texts into transcripts. Default `normalize_transcript`.
         split: in a folder, `<split>.jsonl` and so on, or the only manifest of `<split>/`. Default None: the folder's
             only manifest.
-        transcripts: False takes rows without a text too; theirs is "". Default True.
+        transcripts: False also takes rows without a text; their text is "". Default True.
 
     Returns:
         Utterances in the order of the rows.
 
     Raises:
-        ValueError: if there is no manifest, or more than one, or none of its rows can be read.
+        ValueError: if there is no manifest, or more than one, or it has no row that can be read.
     """
     skipped = Skipped() if skipped is None else skipped
     file = _find_manifest(Path(path), split)
@@ -236,7 +237,7 @@ def _named_manifests(folder: Path, split: str) -> list[Path]:
 
 
 def _find_manifest(path: Path, split: str | None) -> Path:
-    """The manifest that a path and a split mean."""
+    """Finds the manifest of a path and a split."""
     if path.is_file():
         if split is not None:
             raise ValueError(f"split must be None for a manifest file, got {split!r} for {path}: give its folder.")
@@ -252,7 +253,7 @@ def _find_manifest(path: Path, split: str | None) -> Path:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and rows; a row that is no JSON is passed on as text."""
+    """Yields line numbers and rows; a row that is not JSON is yielded as text."""
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             try:
@@ -269,15 +270,22 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _from_row(row: Any, folder: Path, normalize: Normalize, transcripts: bool) -> Utterance:
-    """An utterance; raises ValueError for a row that is none."""
+    """Makes an utterance from a row; raises ValueError for a bad row.
+
+    Args:
+        row: an object of JSON or a row of CSV.
+        folder: that of the manifest.
+        normalize: turns texts into transcripts.
+        transcripts: whether the row needs a text.
+    """
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object a line, got {str(row)[:60]!r}")
+        raise ValueError(f"expected one JSON object per line, got {str(row)[:60]!r}")
     needed = ("audio", "text") if transcripts else ("audio",)
     missing = [name for name in needed if not isinstance(row.get(name), str) or not row[name].strip()]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, got {row}")
     if not (text := normalize(str(row.get("text") or ""))) and transcripts:
-        raise ValueError(f"text is empty once normalised from {row['text']!r}")
+        raise ValueError(f"text is empty after normalisation of {row['text']!r}")
     try:
         seconds = float(row["seconds"]) if row.get("seconds") not in (None, "") else None
     except (TypeError, ValueError):
@@ -288,7 +296,7 @@ def _from_row(row: Any, folder: Path, normalize: Normalize, transcripts: bool) -
 
 @dataclass(frozen=True)
 class StoredRow(StoredAudio):
-    """Audio of one row of a dataset, read when it is wanted.
+    """Audio of one row of a dataset, read when it is needed.
 
     Args:
         dataset: with a column "audio" that is not decoded.
@@ -299,7 +307,7 @@ class StoredRow(StoredAudio):
     row: int
 
     def read(self) -> bytes:
-        """The bytes of the audio file, from the dataset or from the path that it gives."""
+        """Gives the bytes of the audio file, from the dataset or from the path that the dataset gives."""
         audio = self.dataset[self.row]["audio"]
         return audio["bytes"] if audio["bytes"] is not None else Path(audio["path"]).read_bytes()
 
@@ -314,7 +322,7 @@ def read_hub(
     skipped: Skipped | None = None,
     normalize: Normalize = normalize_transcript,
 ) -> list[Utterance]:
-    """Utterances of a dataset of the hub, or of a local folder of Parquet files; audio stays where it is.
+    """Loads the utterances of a dataset of the hub, or of a local folder of Parquet files, without reading their audio.
 
     Args:
         name: for `datasets.load_dataset`. Default "openslr/librispeech_asr".
@@ -327,7 +335,7 @@ def read_hub(
         Utterances in the order of the rows.
 
     Raises:
-        ValueError: without a split, or if the dataset has no columns audio and text.
+        ValueError: if there is no split, or the dataset has no columns audio and text.
     """
     if not split:
         raise ValueError(f"split must be given for the hub's {name}, e.g. 'validation'.")
@@ -337,7 +345,7 @@ def read_hub(
 def from_dataset(
     dataset: Dataset, skipped: Skipped | None = None, normalize: Normalize = normalize_transcript
 ) -> list[Utterance]:
-    """Utterances of a `datasets.Dataset` with the columns audio, text and, if there are, id, speaker and chapter.
+    """Makes utterances of a `datasets.Dataset` with the columns audio and text, and optionally id, speaker and chapter.
 
     Args:
         dataset: its column audio is read undecoded, so that no decoder of datasets is needed.
@@ -345,10 +353,10 @@ def from_dataset(
         normalize: of the texts. Default `normalize_transcript`.
 
     Returns:
-        Utterances in the order of the rows; the number of the row is the id where there is none.
+        Utterances in the order of the rows; a row without an id has its number as the id.
 
     Raises:
-        ValueError: without the columns.
+        ValueError: if the columns audio and text are missing.
     """
     skipped = Skipped() if skipped is None else skipped
     names = dataset.column_names

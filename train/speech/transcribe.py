@@ -1,4 +1,4 @@
-"""From batches of speech to text, by CTC or Transducer, greedy or with a beam."""
+"""Text of batches of speech, by CTC or Transducer, with greedy or beam search."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from favor.models.conformer import (
 
 @torch.no_grad()
 def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypothesis]]:
-    """Beam search: hypotheses of each utterance, the most probable first.
+    """Runs a beam search; returns the hypotheses of each utterance, the most probable first.
 
     Args:
         model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
-        beam_size: hypotheses kept.
+        beam_size: number of hypotheses that are kept.
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
     if isinstance(model, ConformerForTransducer):
@@ -34,12 +34,13 @@ def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypot
 
 @torch.no_grad()
 def transcribe(model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int = 1) -> list[str]:
-    """Text of each utterance of a batch.
+    """Gives the text of each utterance of a batch.
 
     Args:
-        model, batch: as in `search`.
+        model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
         tokenizer: a `ConformerTokenizer`.
-        beam_size: 1 (default) is greedy search.
+        beam_size: hypotheses of a beam search. Default 1: greedy search.
     """
     if beam_size > 1:
         tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]

@@ -11,15 +11,15 @@ import jiwer
 
 @dataclass(frozen=True)
 class ErrorCounts:
-    """Edits that turn the references of a data set into its hypotheses, fewest possible for each utterance.
+    """Numbers of edits that turn the references of a data set into its hypotheses, the fewest for each utterance.
 
-    Counts of two sets are added with `+`.
+    `+` adds the counts of two data sets.
 
     Attributes:
         hits: units that are right; a unit is a word or a character.
-        substitutions: units replaced.
+        substitutions: units of the reference that are replaced.
         deletions: units of the reference that are missing.
-        insertions: units that are too many.
+        insertions: units that are not in the reference.
     """
 
     hits: int = 0
@@ -39,9 +39,9 @@ class ErrorCounts:
 
     @property
     def rate(self) -> float:
-        """Errors a unit of the references, over 1 with many insertions.
+        """Errors per unit of the references (less is better); it is above 1 with many insertions.
 
-        Where no reference has a unit it is 0 without an error and inf with one (jiwer gives the number of errors).
+        If no reference has a unit, the rate is 0 without errors and inf with errors (jiwer gives the number of errors).
         """
         if self.reference_length:
             return self.errors / self.reference_length
@@ -57,14 +57,14 @@ class ErrorCounts:
 
 
 def word_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCounts:
-    """Counts over all utterances of a split, by words, from jiwer.
+    """Counts the word errors of all utterances of a split, with jiwer.
 
-    Words are what stands between white space. Case and punctuation count; normalise both sides first where they should
-    not. Each word said where the reference is empty is an insertion.
+    Words are separated by white space. Case and punctuation count: normalise both sides first if they should not.
+    With an empty reference every recognised word is an insertion.
 
     Args:
-        references: what was said, one text an utterance.
-        hypotheses: what was recognised, in the same order.
+        references: the texts that were said, one per utterance.
+        hypotheses: the texts that were recognised, in the same order.
 
     Returns:
         Sums over the utterances; `.rate` is the word error rate of the split.
@@ -77,18 +77,25 @@ def word_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCo
 
 
 def character_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCounts:
-    """Counts as of `word_errors`, by characters: words are joined by one space, which is a character too."""
+    """Counts the character errors of all utterances of a split, with jiwer.
+
+    Words are joined by one space, which is a character too.
+
+    Args:
+        references: the texts that were said, one per utterance.
+        hypotheses: the texts that were recognised, in the same order.
+    """
     return _counts(jiwer.process_characters(*_spaced(references, hypotheses)))
 
 
 def _spaced(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Texts with one space between words, since jiwer takes a lone tab or line break for part of a word."""
+    """Puts one space between words, since jiwer takes a single tab or line break for part of a word."""
     for name, texts in (("references", references), ("hypotheses", hypotheses)):
         if isinstance(texts, str):
-            raise TypeError(f"{name} must be a list of texts, one an utterance, got one text; write [{texts[:20]!r}].")
+            raise TypeError(f"{name} must be a list of texts, one per utterance, got one text; write [{texts[:20]!r}].")
     if len(references) != len(hypotheses):
         raise ValueError(
-            f"hypotheses must be as many as references, one an utterance; got {len(hypotheses)} and {len(references)}."
+            f"hypotheses must be as many as references, one per utterance; got {len(hypotheses)} and {len(references)}."
         )
     return [" ".join(text.split()) for text in references], [" ".join(text.split()) for text in hypotheses]
 

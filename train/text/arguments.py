@@ -20,14 +20,16 @@ class TextArguments:
     """The text, and the output layer."""
 
     train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
-    eval_file: str | None = option(None, "Text to evaluate on. Default: 5 % of the samples of train_file, left out.")
+    eval_file: str | None = option(
+        None, "Text to evaluate on. Default: 5 % of the samples of train_file, which are not trained on."
+    )
     max_length: int = option(128, "Tokens of a sample.")
     max_train_samples: int | None = option(
-        None, "Take so many samples, evenly spaced over the text; those to evaluate on, if left out, are among them."
+        None, "Take this number of samples, evenly spaced over the text; without eval_file, 5 % of them to evaluate on."
     )
-    max_eval_samples: int | None = option(500, "Evaluate on so many.")
+    max_eval_samples: int | None = option(500, "Evaluate on at most this number of samples.")
     untie_head: bool = option(
-        False, f"Give the output layer weights of its own; {SOFTMAX_BOUND} and head_learning_rate need them."
+        False, f"Give the output layer weights of its own; needed for {SOFTMAX_BOUND} and head_learning_rate."
     )
 
     def __post_init__(self) -> None:

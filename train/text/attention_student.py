@@ -1,4 +1,4 @@
-"""Parameters of the estimator that are learned: the attention output of each layer against that of exact attention."""
+"""Learning of the estimator's parameters, so that the output of each attention layer comes close to the exact one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from favor.integrations.layer import stored_choice, stored_parameters
 class AttentionStudent(nn.Module):
     """A learned correction (C, D, c) of the parameters (G, L, b) of every head of every layer: G C, D L, b + c.
 
-    Any invertible G and L keep the estimate of the kernel unbiased, so training them trades variance alone.
+    Any invertible G and L keep the estimate of the kernel unbiased, so training them changes the variance alone.
 
     Args:
         modules: attention modules of the model by layer number.
         features: the family.
         options: options of the backend, `model.config.favor`. With `statistics="calibrated"` the parameters stored in
-            the modules are corrected, else those of each sequence.
+            the modules are corrected, otherwise the parameters of each sequence.
         shapes: number of key heads and head_dim of every layer to learn.
     """
 
@@ -42,13 +42,13 @@ class AttentionStudent(nn.Module):
             self.base = {number: stored_parameters(modules[number]) for number in shapes}
         self.layers = nn.ParameterDict()
         for number, (heads, head_dim) in shapes.items():
-            # Near the identity, so that one learning rate fits all heads whatever their norms.
+            # Differences from the identity, so that one learning rate fits all heads, whatever their norms.
             self.layers[f"transform_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
             self.layers[f"factor_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
             self.layers[f"shift_{number}"] = nn.Parameter(torch.zeros(heads, head_dim))
 
     def correction(self, number: int) -> Parameters:
-        """Correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
+        """Gives the correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
         transform, factor, shift = (self.layers[f"{name}_{number}"] for name in ("transform", "factor", "shift"))
         eye = torch.eye(transform.shape[-1], device=transform.device)
         transform = eye + transform
@@ -56,16 +56,17 @@ class AttentionStudent(nn.Module):
 
     @torch.no_grad()
     def result(self) -> dict[int, Parameters]:
-        """Gives what to store: corrected parameters where they are stored ones, else the corrections."""
+        """Gives the values to store: corrected parameters if the layer has stored parameters, else the corrections."""
         corrections = {number: self.correction(number) for number in self.choices}
         return {n: c if self.base[n] is None else self.base[n].corrected(c) for n, c in corrections.items()}  # type: ignore[union-attr]
 
     def forward(self, observations: list[Observation], draw: int) -> Tensor:
-        """Mean relative error of the heads that are estimated, over layers and sequences.
+        """Computes the mean relative error (less is better) of the estimated heads, over layers and sequences.
 
         Args:
-            observations: of one forward pass of the exact model.
-            draw: number of the random directions; new ones each step keep the parameters from fitting one draw.
+            observations: from one forward pass of the exact model.
+            draw: number of the draw of random directions; new directions in each step keep the parameters from fitting
+                one draw alone.
         """
         errors = [
             relative_error(self.estimate(seen, draw), seen)[:, self._estimated(seen)].mean()
@@ -75,7 +76,7 @@ class AttentionStudent(nn.Module):
         return torch.stack(errors).mean()
 
     def estimate(self, seen: Observation, draw: int) -> Tensor:
-        """Attention of a layer with the present parameters, `[B, H, L, dv]`."""
+        """Computes the attention of a layer with the present parameters, `[B, H, L, dv]`."""
         choice, options, base = self.choices[seen.layer], self.options, self.base[seen.layer]
         return favor_attention(
             seen.query,
@@ -97,18 +98,18 @@ class AttentionStudent(nn.Module):
         )
 
     def _estimated(self, seen: Observation) -> list[int]:
-        """Query heads that do not stay exact."""
+        """Lists the query heads that do not stay exact."""
         exact, groups = self.choices[seen.layer].get("exact_heads", ()), seen.query.shape[1] // seen.key.shape[1]
         return [head for head in range(seen.query.shape[1]) if head // groups not in exact]
 
 
 def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
-    """Frobenius norm of output - exact over that of exact, for each sequence and head `[B, H]`.
+    """Divides the Frobenius norm of output - exact by that of exact, for each sequence and head `[B, H]`; less is better.
 
     Args:
         output: an approximation of the attention output, `[B, H, n, dv]`.
         seen: the layer's exact output; rows of padding do not count.
-        places: of the n queries; None is all of them.
+        places: indices of the n queries; None is all queries.
     """
     exact, mask = seen.output, seen.query_padding
     if places is not None:

@@ -203,7 +203,7 @@ def test_exit_codes_are_those_of_the_program(start):
     assert start(run_of(lambda: {"metrics": 1}))[0] == 0
     # Under a launcher the lines that follow are not ours.
     said = start(run_of(lambda: int("x")), environment={"ACCELERATE_MIXED_PRECISION": "no"})[1]
-    assert said.endswith("; what follows is of accelerate launch\n")
+    assert said.endswith("; the lines below are from accelerate launch\n")
 
 
 def test_options_may_be_written_with_hyphens_and_are_listed_once():
@@ -238,6 +238,6 @@ def test_the_line_comes_first_under_accelerate_launch(bert_folder, tmp_path):
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0].startswith("favor-glue: error: unknown GLUE task 'rtte': did you mean rte?")
-    assert lines[0].endswith("; what follows is of accelerate launch")
+    assert lines[0].endswith("; the lines below are from accelerate launch")
     # None of the lines below is a traceback through this package.
     assert not [line for line in lines if "favor" in line and "File" in line]
