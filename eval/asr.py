@@ -1,4 +1,4 @@
-"""Word and character error rates of a saved speech model, and how fast it recognises."""
+"""Word and character error rates of a saved speech model, and its speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from favor.train.speech.word_errors import ErrorCounts, character_errors, word_e
 
 
 def speech_config(path: str) -> ConformerConfig:
-    """Configuration of a saved speech model, a folder or a hub name.
+    """Reads the configuration of a saved speech model, a folder or a hub name.
 
     Raises:
         ValueError: if there is no saved ConformerForCTC or ConformerForTransducer.
@@ -44,15 +44,15 @@ def speech_config(path: str) -> ConformerConfig:
 
 
 def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple[Any, ConformerProcessor]:
-    """A saved model with the backend that the arguments name, on the CPU, and its processor.
+    """Loads a saved model with the backend that the arguments name, on the CPU, and its processor.
 
     Args:
         path: folder or hub name.
-        backend: what is not given stays as it was saved.
-        seed: of the random features. Default None: the saved one.
+        backend: backend and options; options that are not given are those of the saved model.
+        seed: draws the random features. Default None: the saved seed.
 
     Raises:
-        ValueError: as `speech_config`, and for options without a FAVOR backend.
+        ValueError: if there is no saved speech model, or for options without a FAVOR backend.
     """
     config = speech_config(path)
     given = SpeechModelArguments(model_name_or_path=path, **asdict(backend))
@@ -70,19 +70,19 @@ def recognise(
     batch_seconds: float = 200.0,
     resample: bool = False,
 ) -> tuple[list[str], float]:
-    """Transcripts of utterances.
+    """Transcribes utterances.
 
     Args:
         model: a `ConformerForCTC` or `ConformerForTransducer`, on its device.
         processor: its `ConformerProcessor`.
         utterances: with their lengths.
-        beam_size: 1 (default) is greedy search.
-        batch_seconds: seconds of audio, padding included, a forward pass. Default 200.
-        resample: see `read_audio`. Default False.
+        beam_size: hypotheses of a beam search. Default 1: greedy search.
+        batch_seconds: seconds of audio per forward pass, padding included. Default 200.
+        resample: whether audio of another rate is resampled. Default False.
 
     Returns:
-        One text an utterance, in order, and the seconds that reading and decoding the files, features, model and search
-        took together.
+        One text per utterance, in order, and the seconds of reading and decoding the files, features, model and search
+        together.
     """
     loader = evaluation_loader(utterances, processor, batch_seconds, resample=resample)
     texts = [""] * len(utterances)
@@ -97,7 +97,7 @@ def recognise(
 
 
 def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[Utterance]:
-    """The middle ones of so many equal parts of the utterances, in order; all for None or more than there are."""
+    """Cuts the utterances into `number` equal parts and takes the middle one of each; None takes all utterances."""
     total = len(utterances)
     if number is None or number >= total:
         return list(utterances)
@@ -105,7 +105,7 @@ def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[U
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
-    """WER and CER in percent, and the counts of words and characters behind them."""
+    """Computes WER and CER in percent (less is better), and the counts of words and characters behind them."""
 
     def counts(found: ErrorCounts) -> dict[str, int]:
         return {**asdict(found), "reference": found.reference_length}
@@ -118,13 +118,20 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
 def evaluate_split(
     model: Any, processor: Any, utterances: Sequence[Utterance], arguments: EvaluationArguments
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Error rates and times of each search on one split, and a row an utterance with all hypotheses."""
+    """Measures error rates and times of each search on one split; also gives a row per utterance with all hypotheses.
+
+    Args:
+        model: on its device.
+        processor: that of the model.
+        utterances: of the split, with their lengths.
+        arguments: size of batches, beam size, resampling.
+    """
     references = [utterance.text for utterance in utterances]
     audio = sum(utterance.seconds or 0 for utterance in utterances)
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
     options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
-    # What runs once in a process, such as compiling a kernel, is not timed.
+    # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
     for beam_size in sorted({1, arguments.beam_size}):
         name = "greedy" if beam_size == 1 else f"beam {beam_size}"
@@ -137,7 +144,7 @@ def evaluate_split(
 
 
 def table_lines(splits: dict[str, dict[str, Any]]) -> list[str]:
-    """A row of the Markdown table for each split and search."""
+    """Makes the Markdown table, with one row per split and search."""
     header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]
     rows = []
     for split, result in splits.items():
@@ -153,7 +160,7 @@ def table_lines(splits: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report_lines(content: dict[str, Any]) -> list[str]:
-    """The Markdown report."""
+    """Writes the Markdown report."""
     skipped = [f"{split}: {name}" for split, found in content["splits"].items() for name in found["skipped"]]
     options = f", {json.dumps(content['favor'])}" if content["favor"] else ""
     return [

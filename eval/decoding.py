@@ -1,4 +1,4 @@
-"""What a token costs in generation through landmarks with selected keys, beside exact attention with its cache."""
+"""Time of a token in generation with landmarks and selected keys, compared with exact attention and its cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ def build(shape: str, layers: int, longest: int, seed: int) -> LlamaModel:
 
 @torch.no_grad()
 def generate(model: LlamaModel, ids: Tensor, context: int, cache: Any) -> tuple[float, Tensor]:
-    """Reads a context, then the other tokens one by one; median milliseconds of these, and the last hidden state."""
+    """Reads a context, then the other tokens one by one; gives their median milliseconds and the last hidden state.
+
+    Args:
+        model: the decoder.
+        ids: all tokens `[1, L]`.
+        context: number of tokens to read at once.
+        cache: an empty cache.
+    """
     hidden = model(ids[:, :context], past_key_values=cache).last_hidden_state
     times = []
     for token in ids[:, context:].split(1, 1):
@@ -50,7 +57,7 @@ def generate(model: LlamaModel, ids: Tensor, context: int, cache: Any) -> tuple[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if the cache gives something else."""
+    """Runs the program; returns the exit code, 1 if a result with the cache differs from a full pass."""
     words = sys.argv[1:] if argv is None else list(argv)
     given = parse_arguments(words)
     rows, results = [], []
@@ -67,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 expected = model(ids, use_cache=False).last_hidden_state[:, -1]
             error = float((found - expected).norm() / expected.norm())
             if not error < TOLERANCE:
-                print(f"{shape}, {context} tokens: the cache differs from a full pass by {error:.1e}, so no times")
+                print(
+                    f"{shape}, {context} tokens: the cache differs from a full pass by {error:.1e}: no times are given"
+                )
                 return 1
             results.append({"shape": shape, "context": context, "exact_ms": exact, "own_ms": own, "error": error})
             rows.append([shape, str(context), f"{exact:.3g}", f"{own:.3g}", f"{exact / own:.2f}", f"{error:.0e}"])

@@ -1,4 +1,4 @@
-"""What an exact full-rank step on one example costs beside a step of stochastic gradient descent."""
+"""Time of an exact full-rank step on one example, compared with a step of stochastic gradient descent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("SGD in place", "exact_step_", "torch.optim.SGD", "ProxBoundSGD")
 
 
 def steps(labels: int, inputs: int, seed: int) -> dict[str, Callable[[], Any]]:
-    """The four steps by name, each on a weight of its own."""
+    """Makes the four steps by name, each on a weight of its own."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(inputs, generator=generator)
     weights = [torch.randn(labels, inputs, generator=generator) * 0.05 for _ in range(2)]
@@ -62,7 +62,7 @@ def steps(labels: int, inputs: int, seed: int) -> dict[str, Callable[[], Any]]:
 
 
 def residual(labels: int, inputs: int, seed: int) -> float:
-    """Of the system behind the exact step, relative to its right side."""
+    """Computes the residual of the linear system that the exact step solves, relative to its right side."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(labels, generator=generator, dtype=torch.float64)
     right = logits.softmax(-1)
@@ -73,7 +73,7 @@ def residual(labels: int, inputs: int, seed: int) -> float:
 
 
 def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of the four steps, medians over repeats in turn, and the ratios of each pair."""
+    """Measures the milliseconds of the four steps, medians over repeats in turn, and their ratios (less is faster)."""
     found = steps(labels, arguments.inputs, arguments.seed)
     times: dict[str, list[float]] = {name: [] for name in found}
     for number in range(arguments.repeats + arguments.warmup):
@@ -93,7 +93,7 @@ def measure(labels: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a solution is wrong."""
+    """Runs the program; returns the exit code, 1 if a solution is wrong."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for labels in arguments.labels:
         error = residual(labels, arguments.inputs, arguments.seed)
         if not error < 1e-6:
-            print(f"{labels} labels: relative residual {error:.1e}, so no times")
+            print(f"{labels} labels: relative residual {error:.1e}: no times are given")
             return 1
         result = measure(labels, arguments) | {"residual": error}
         results[str(labels)] = result

@@ -1,4 +1,4 @@
-"""Weights of random features: divergence from softmax on held-out text, beside that of more features."""
+"""Weights of random features: divergence from softmax on held-out text, compared with that of more features."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "w
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend with what was learned for it.
+    """A backend and the kind of its learned parameters.
 
     Attributes:
-        backend: "favor+", "favor#" or with a family, "favor#:sderf".
+        backend: "favor+", "favor#" or one with a family, "favor#:sderf".
         num_features: M.
-        window: length of exact blocks, 0 for none.
+        window: tokens of exact blocks, 0 for no blocks.
         kind: PLAIN, CALIBRATED, WEIGHTS or REFINED.
-        seed: of the directions.
+        seed: draws the directions.
     """
 
     backend: str
@@ -54,13 +54,13 @@ class Variant:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """Options of the backend."""
+        """Gives the options of the backend."""
         features = self.backend.partition(":")[2] or None
         own = {"num_features": self.num_features, "window": self.window, "seed": self.seed, "features": features}
         return own | {"exact_below": 0, "statistics": "batch" if self.kind == PLAIN else "calibrated"}
 
     def calibrated(self, model: PreTrainedModel, batches: Iterable[Tensor]) -> PreTrainedModel:
-        """A copy of a model with what the variant learns."""
+        """Makes a calibrated copy of a model, with all that the variant learns."""
         options = {name: value for name, value in self.options().items() if name != "statistics"}
         if self.kind != CALIBRATED:
             options["feature_weights"] = True
@@ -71,12 +71,12 @@ class Variant:
 
 @dataclass
 class Divergences:
-    """Compares what `observe` reports with softmax: by variant, the values of all heads of all sequences.
+    """Compares each variant with softmax on the queries and keys that `observe` reports, for all heads and sequences.
 
     Attributes:
-        models: of the variants that learned something.
-        divergence: mean over rows of KL(softmax || estimate).
-        error: relative error of the output.
+        models: the calibrated model of each variant, None for a variant that learns nothing.
+        divergence: by variant, mean over rows of KL(softmax || estimate); less is better.
+        error: by variant, relative error of the output; less is better.
     """
 
     models: dict[Variant, PreTrainedModel | None]
@@ -98,18 +98,25 @@ class Divergences:
             rows = attention(variant, model, seen, eye)
             least = torch.finfo(rows.dtype).tiny
             divergence = (torch.special.xlogy(exact, exact) - exact * rows.clamp(min=least).log()).sum(-1)
-            # As numbers: small tensors kept between large ones would hold the memory of these.
+            # As numbers: small tensors between large ones would keep the memory of the large ones in use.
             self.divergence.setdefault(variant, []).extend(divergence.mean(-1).flatten().tolist())
             self.error.setdefault(variant, []).extend(relative_error(rows @ value, seen).flatten().tolist())
 
     def means(self, variants: Sequence[Variant]) -> tuple[float, float]:
-        """Mean divergence and error over heads, sequences and variants."""
+        """Gives the mean divergence and error over heads, sequences and variants."""
         divergence, error = (fmean(chain(*(own[v] for v in variants))) for own in (self.divergence, self.error))
         return divergence, error
 
 
 def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:
-    """Attention of a variant on the queries and keys of a layer."""
+    """Computes the attention of a variant on the queries and keys of a layer.
+
+    Args:
+        variant: backend and options.
+        model: with its parameters, None if there are none.
+        seen: queries and keys.
+        value: the values to use.
+    """
     config = FavorConfig(**variant.options())
     name, arguments = feature_family(variant.backend.partition(":")[0], config)
     parameters = None if model is None else stored_parameters(attention_modules(model)[seen.layer])
@@ -129,7 +136,7 @@ def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation
 
 
 def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Variant]:
-    """Everything that is compared with one window and seed."""
+    """Lists all variants that are compared with one window and seed."""
     found = []
     for backend in arguments.backends:
         family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
@@ -183,7 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summary(
     arguments: argparse.Namespace, found: dict[str, Divergences], seconds: dict[Variant, float]
 ) -> list[dict[str, Any]]:
-    """One row for each text, window, backend, kind and number of features; means over seeds."""
+    """Makes one row per text, window, backend, kind and number of features; means over seeds.
+
+    Args:
+        arguments: of the program.
+        found: divergences by text.
+        seconds: of each calibration.
+    """
     rows = []
     for name, own in found.items():
         for window in arguments.windows:
@@ -197,7 +210,7 @@ def summary(
 
 
 def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
-    """Checks that 64 features with all that is learned reach 192 without weights, for favor+ and favor#'s default."""
+    """Checks, for favor+ and favor#'s default, that 64 fully learned features are as good as 192 without weights."""
     checks = []
     for row in rows:
         best = row["kind"] == (REFINED if row["backend"] == "favor#" else WEIGHTS)
@@ -215,7 +228,7 @@ def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
 
 
 def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], model: str) -> list[str]:
-    """The Markdown report."""
+    """Writes the Markdown report."""
     lines = [
         "# Weights of random features",
         "",
@@ -250,7 +263,7 @@ def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], 
 
 
 def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """KL against the number of features, one panel a text and window."""
+    """Draws KL against the number of features, one panel per text and window."""
     panels = list(dict.fromkeys((row["text"], row["window"]) for row in rows))
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     fig, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), squeeze=False)

@@ -1,4 +1,4 @@
-"""What a token costs in generation after contexts of growing length, and what its cache holds."""
+"""Time of a token in generation after contexts of growing length, and size of the cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WAYS = ("sdpa, DynamicCache", "favor, DynamicCache", "favor, FavorCache")
 
 
 class Way:
-    """One model, or one model and cache, after a context.
+    """One way to generate: a backend and a cache.
 
     Args:
-        name: of `WAYS`.
-        model: whose backend is switched.
+        name: one of `WAYS`.
+        model: the model whose backend is switched.
         arguments: of the program.
     """
 
@@ -39,7 +39,7 @@ class Way:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
-        """Last hidden state of the next tokens, `[B, 768]`."""
+        """Reads the next tokens; gives the last hidden state, `[B, 768]`."""
         if self.name == WAYS[0]:
             self.model.use("sdpa")
         else:
@@ -66,7 +66,15 @@ def _wait(device: str) -> None:
 
 
 def measure(model: Model, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a token, of the context, and bytes of the cache, by way; the largest difference of two ways."""
+    """Measures, for each way, milliseconds of a token and of the context, and bytes of the cache.
+
+    Also gives the largest difference between the hidden states with the two caches.
+
+    Args:
+        model: the decoder.
+        context: number of tokens before those that are timed.
+        arguments: of the program.
+    """
     tokens = model.tokens(arguments.batch_size, context + arguments.tokens)
     ways = [Way(name, model, arguments) for name in WAYS]
     error = torch.zeros(())
@@ -85,7 +93,7 @@ def measure(model: Model, context: int, arguments: argparse.Namespace) -> dict[s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if the caches disagree."""
+    """Runs the program; returns the exit code, 1 if the caches disagree."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     numbers = {name: getattr(arguments, name) for name in ("layers", "num_features", "seed", "dtype", "device")}
@@ -96,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for context in arguments.contexts:
         result = measure(model, context, arguments)
         if not result["error"] < limit:
-            print(f"{context} tokens: the caches differ by {result['error']:.1e}, so no times")
+            print(f"{context} tokens: the caches differ by {result['error']:.1e}: no times are given")
             return 1
         results[str(context)] = result
         own = [result["ways"][name] for name in WAYS]

@@ -1,4 +1,4 @@
-"""The optimizer of a softmax output layer: AdamW with a learning rate of its own against `favor.optim.SoftmaxBound`."""
+"""Optimizers of a softmax output layer: AdamW with a learning rate of its own, and `favor.optim.SoftmaxBound`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """Lists what is tried on a task: every learning rate of the body with every choice for the output layer.
+    """The configurations of a task: every learning rate of the body with every choice for the output layer.
 
     Args:
         body: learning rates of the body.
         adamw: learning rates of AdamW for the output layer.
-        bound: options of SoftmaxBound, not more than there are learning rates in `adamw`.
-        recommended: options that the documentation recommends where SoftmaxBound's defaults are not meant for the task.
+        bound: options of SoftmaxBound, at most as many as learning rates in `adamw`.
+        recommended: options that the documentation recommends if SoftmaxBound's defaults are not meant for the task.
         sgd: learning rates of gradient descent for the output layer.
-        finalists: how many configurations of an optimizer run beyond the second milestone; 0 means all.
-        seeds: how many seeds choose; the training loss is the mean over them.
+        finalists: number of configurations per optimizer that run beyond the second milestone; 0 means all.
+        seeds: number of seeds whose mean training loss decides.
     """
 
     body: tuple[float, ...]
@@ -55,7 +55,7 @@ class Grid:
     seeds: int = 1
 
     def configs(self, head: str) -> list[Config]:
-        """All configurations with one optimizer of the output layer."""
+        """Lists all configurations with one optimizer of the output layer."""
         choices: dict[str, list[Config]] = {
             "adamw": [{"lr": lr} for lr in self.adamw],
             "sgd": [{"lr": lr} for lr in self.sgd],
@@ -104,7 +104,7 @@ GRIDS = {
 
 
 def config_of(head: str, body_lr: float, **options: Any) -> Config:
-    """One configuration; for SoftmaxBound with all its options, given or default."""
+    """Makes one configuration; for SoftmaxBound with all its options, given or default."""
     if head == "bound":
         known = inspect.signature(SoftmaxBound).parameters.values()
         options = {p.name: p.default for p in known if p.name not in NOT_TUNED} | options
@@ -112,7 +112,13 @@ def config_of(head: str, body_lr: float, **options: Any) -> Config:
 
 
 def optimizers(model: nn.Module, head: nn.Linear, config: Config) -> list[Optimizer]:
-    """One optimizer for the body, one for the output layer."""
+    """Makes one optimizer for the body and one for the output layer.
+
+    Args:
+        model: the network.
+        head: its output layer.
+        config: from `config_of`.
+    """
     options = {name: value for name, value in config.items() if name not in ("head", "body_lr")}
     own = {id(parameter) for parameter in head.parameters()}
     body = AdamW([p for p in model.parameters() if id(p) not in own], lr=config["body_lr"], weight_decay=0.0)
@@ -124,17 +130,17 @@ def optimizers(model: nn.Module, head: nn.Linear, config: Config) -> list[Optimi
 
 
 def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) -> dict[str, Any]:
-    """One training run.
+    """Runs one training.
 
     Args:
-        task: what to train.
-        config: see `config_of`.
-        seed: of the initial parameters, the order of the samples and the dropout.
-        milestones: after how many epochs to measure; the run ends with the last.
+        task: network and data.
+        config: from `config_of`.
+        seed: draws the initial parameters, the order of the samples and the dropout.
+        milestones: numbers of epochs after which to measure; the run ends with the last.
 
     Returns:
         "train": {epochs: training loss}; "test": {epochs: [loss, accuracy]}; "steps": loss of every batch; "seconds":
-        of every epoch, without the measurements. All losses are infinite from where one is not finite.
+        of every epoch, without the measurements. If a loss is not finite, the run ends and all later losses are inf.
     """
     torch.manual_seed(seed)
     model = task.build().train()
@@ -177,7 +183,7 @@ class Runs:
     """Training runs, each done once and kept in a file of JSON lines.
 
     Args:
-        path: of the file; None keeps nothing.
+        path: the file; None keeps nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -192,12 +198,19 @@ class Runs:
                 path.write_text(whole + "\n" * bool(whole))
 
     def _keep(self, key: str, run: Run) -> None:
-        # A longer run holds all that a shorter one does.
+        # A longer run holds all results of a shorter one.
         if len(run["train"]) >= len(self.known.get(key, {"train": {}})["train"]):
             self.known[key] = run
 
     def get(self, task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) -> Run:
-        """The run, from the file if it is there with all the milestones."""
+        """Gives a run: from the file if it has all milestones, else a new one.
+
+        Args:
+            task: network and data.
+            config: from `config_of`.
+            seed: of the run.
+            milestones: numbers of epochs after which to measure.
+        """
         key = json.dumps({"task": task.name, **task.settings, "config": config, "seed": seed}, sort_keys=True)
         found = self.known.get(key)
         if found is not None and all(str(epochs) in found["train"] for epochs in milestones):
@@ -214,7 +227,15 @@ class Runs:
 
 
 def select(runs: Runs, task: HeadTask, grid: Grid, head: str, milestones: Sequence[int]) -> dict[int, Config]:
-    """The configuration with the lowest training loss over the grid's seeds, for each milestone."""
+    """Finds, for each milestone, the configuration with the lowest training loss over the grid's seeds.
+
+    Args:
+        runs: runs and does not repeat trainings.
+        task: network and data.
+        grid: the configurations.
+        head: the optimizer of the output layer.
+        milestones: numbers of epochs.
+    """
     configs = grid.configs(head)
     early = milestones[:2] if grid.finalists else milestones
     winners: dict[int, Config] = {}
@@ -235,7 +256,16 @@ def select(runs: Runs, task: HeadTask, grid: Grid, head: str, milestones: Sequen
 def compare(
     runs: Runs, task: HeadTask, grid: Grid, heads: Sequence[str], seeds: int, milestones: Sequence[int]
 ) -> list[Entry]:
-    """The best configurations of all optimizers, and SoftmaxBound untuned, with all seeds."""
+    """Runs the best configurations of all optimizers, and SoftmaxBound untuned, with all seeds.
+
+    Args:
+        runs: runs and does not repeat trainings.
+        task: network and data.
+        grid: the configurations.
+        heads: optimizers of the output layer.
+        seeds: number of seeds.
+        milestones: numbers of epochs.
+    """
     entries: list[Entry] = []
     best = {
         head: select(runs, task, grid, head, milestones)
@@ -244,11 +274,11 @@ def compare(
     }
     chosen = {head: dict(winners) for head, winners in best.items()}
     if {"adamw", "bound"} <= set(best):
-        # What somebody gets who only replaces the optimizer of the output layer.
+        # The result of a user who only replaces the optimizer of the output layer.
         untuned, options = ("defaults", {}) if grid.recommended is None else ("recommended", grid.recommended)
         chosen[untuned] = {epochs: config_of("bound", c["body_lr"], **options) for epochs, c in best["adamw"].items()}
     for method, winners in chosen.items():
-        # The longest first: they serve the others where the configuration is the same.
+        # The longest first: a longer run of one configuration also holds the results of the shorter ones.
         for epochs in sorted(winners, reverse=True):
             upto = [number for number in milestones if number <= epochs]
             found = [runs.get(task, winners[epochs], seed, upto) for seed in range(seeds)]
@@ -258,7 +288,7 @@ def compare(
 
 
 def settings_text(arguments: argparse.Namespace) -> str:
-    """Explains in words how it was measured."""
+    """Explains in words how the measurements were made."""
     grids = {name: GRIDS[name] for name in arguments.tasks}
     counts = ", ".join(
         f"{len(grid.configs('adamw'))} and {len(grid.configs('bound'))} ({name})" for name, grid in grids.items()
@@ -290,7 +320,7 @@ def settings_text(arguments: argparse.Namespace) -> str:
 
 
 def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
-    """A task by name; raises ValueError if its data are not there."""
+    """Loads a task by name; raises ValueError if its data are missing."""
     if name == "fashion":
         return head_tasks.fashion(arguments.images_dir)
     if name == "sst2":
@@ -299,7 +329,7 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a check does not hold."""
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""Time and memory of an encoder with local and global layers, ModernBERT's geometry, by length."""
+"""Time and memory of an encoder with the local and global layers of ModernBERT, by length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ def build(arguments: argparse.Namespace) -> ModernBertModel:
 
 @torch.no_grad()
 def run(model: ModernBertModel, backend: str, ids: Tensor, arguments: argparse.Namespace) -> Tensor:
-    """Switches the backend and gives the last hidden state `[1, L, 768]`."""
+    """Switches the backend and gives the last hidden state `[1, L, 768]`.
+
+    Args:
+        model: the encoder.
+        backend: "sdpa" or a backend of favor.
+        ids: tokens `[1, L]`.
+        arguments: of the program.
+    """
     if backend == "sdpa":
         model.set_attn_implementation("sdpa")
     else:
@@ -46,7 +53,7 @@ def run(model: ModernBertModel, backend: str, ids: Tensor, arguments: argparse.N
 
 
 def measure(model: ModernBertModel, arguments: argparse.Namespace) -> dict[str, dict[int, dict[str, float]]]:
-    """Gives median seconds, and bytes above those before the pass, by backend and length."""
+    """Measures median seconds, and peak bytes above those before the pass, by backend and length."""
     generator = torch.Generator().manual_seed(arguments.seed)
     tokens = {length: torch.randint(1000, 50000, (1, length), generator=generator) for length in arguments.lengths}
     backends = ["sdpa", *arguments.backends]
@@ -72,7 +79,7 @@ def measure(model: ModernBertModel, arguments: argparse.Namespace) -> dict[str, 
 
 
 def checks_of(results: dict[str, Any], lengths: Sequence[int], backend: str) -> list[report.Check]:
-    """Checks what a linear encoder should do, at the two greatest lengths."""
+    """Checks speed, growth of time, and memory of a linear encoder at the two greatest lengths."""
     most, before = lengths[-1], lengths[-2] if len(lengths) > 1 else lengths[-1]
     own, exact = results[backend], results["sdpa"]
     faster = exact[most]["seconds"] / own[most]["seconds"]
@@ -87,7 +94,7 @@ def checks_of(results: dict[str, Any], lengths: Sequence[int], backend: str) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Runs the program; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)

@@ -19,14 +19,14 @@ from favor.eval.options.kernel_classification import POSITIVE, RBF_SAMPLER, pars
 from favor.train.common.program import program
 
 ALPHA = -0.5
-CHUNK = 1 << 20  # feature values at once: they stay in cache
+CHUNK = 1 << 20  # feature values computed at once, so that they stay in cache
 FIRST_TEST_SEED = 1 << 20
 
 Votes = tuple[Tensor, Tensor]
 
 
 def columns_of(method: str, count: int, largest: int) -> Tensor:
-    """Which of the features of a draw of `largest` make a draw of `count`: opposite and sin/cos pairs stay together."""
+    """Selects `count` features from a draw of `largest`; opposite directions and sin/cos pairs stay together."""
     paired = method == "trig" or (method in POSITIVE and features.get(method).antithetic)
     if not paired:
         return torch.arange(count)
@@ -37,7 +37,7 @@ def columns_of(method: str, count: int, largest: int) -> Tensor:
 def accuracies(
     method: str, x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor, counts: Sequence[int], seeds: Sequence[int]
 ) -> np.ndarray:
-    """Accuracy of the classifier for every number of features and seed, `[len(counts), len(seeds)]`.
+    """Computes the accuracy of the classifier for every number of features and seed, `[len(counts), len(seeds)]`.
 
     Args:
         method: one of METHODS.
@@ -46,14 +46,14 @@ def accuracies(
         targets: labels of the queries, `[Q]`.
         onehot: labels of the training inputs, `[N, C]` float32.
         counts: numbers of features; even for "trig" and for families with opposite pairs.
-        seeds: one draw each.
+        seeds: one draw per seed.
     """
     largest = max(counts)
     picks = [columns_of(method, count, largest) for count in counts]
     found = np.empty((len(counts), len(seeds)))
     predict = positive_scores(method, x, y, onehot, largest) if method in POSITIVE else None
     for i, seed in enumerate(seeds):
-        # One seed at a time: what is large, the training set by the features, then stays in cache.
+        # One seed at a time: then the large matrix, training set by features, stays in cache.
         scores = predict if predict is not None else signed_scores(method, x, y, onehot, largest)
         for j, result in enumerate(scores(seed, picks)):
             found[j, i] = (result.argmax(-1) == targets).double().mean().item()
@@ -63,17 +63,24 @@ def accuracies(
 def positive_scores(
     method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int
 ) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
-    """Scores `[Q, C]` of a draw, for positive features, up to a positive factor of each query.
+    """Makes the function that scores a draw of positive features, `[Q, C]`, up to a positive factor of each query.
 
-    Logarithms of features are taken up to what depends on the query alone. The largest over the training set is moved
-    from each feature of the training set to that of the queries, and the largest over features is then taken from each
-    query: nothing overflows, and the best feature of a query is 1.
+    Logarithms of features leave out the part that depends on the query alone. For each feature, the largest logarithm
+    over the training set is subtracted there and added to that of the queries. Then, for each query, the largest
+    logarithm over features is subtracted: nothing overflows, and the greatest feature of a query is 1.
+
+    Args:
+        method: one of POSITIVE.
+        x: queries `[Q, d]`.
+        y: training inputs `[N, d]`.
+        onehot: labels of the training inputs, `[N, C]`.
+        largest: number of features of a draw.
     """
     rf = features.get(method, alpha=ALPHA)
     assert isinstance(rf, features.PositiveFeatures)
     params = rf.fit(x, y)
     ones = y.new_ones(len(y), 1)
-    # A bias for each row and one for each feature ride along in the matrix product.
+    # Two more columns add a bias per row and a bias per feature within the matrix product.
     keys = torch.cat((y, rf.key_bias(y, params).unsqueeze(-1), ones), dim=-1).float()
     queries = x.float()
 
@@ -100,7 +107,15 @@ def positive_scores(
 def signed_scores(
     method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int
 ) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
-    """Scores `[Q, C]` of a draw, for trigonometric features and scikit-learn's RBFSampler."""
+    """Makes the function that scores a draw of trigonometric features or of scikit-learn's RBFSampler, `[Q, C]`.
+
+    Args:
+        method: "trig" or RBF_SAMPLER.
+        x: queries `[Q, d]`.
+        y: training inputs `[N, d]`.
+        onehot: labels of the training inputs, `[N, C]`.
+        largest: number of features of a draw.
+    """
     queries, keys = x.float(), y.float()
 
     def scores(seed: int, picks: Sequence[Tensor]) -> list[Tensor]:
@@ -120,10 +135,17 @@ def signed_scores(
 
 
 def exact_accuracy(x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor) -> float:
-    """Accuracy with the kernel itself; arguments as in `accuracies`."""
+    """Computes the accuracy with the kernel itself.
+
+    Args:
+        x: queries `[Q, d]`.
+        y: training inputs `[N, d]`.
+        targets: labels of the queries, `[Q]`.
+        onehot: labels of the training inputs, `[N, C]`.
+    """
     right = 0
     for rows, labels in zip(x.split(256), targets.split(256), strict=True):
-        # |x|^2 is the same for all of a query.
+        # |x|^2 does not change the order of a query's scores.
         logits = rows @ y.T - y.square().sum(-1) / 2
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         right += int(((weights @ onehot.double()).argmax(-1) == labels).sum())
@@ -133,11 +155,18 @@ def exact_accuracy(x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor) -> flo
 def evaluate(
     dataset: Dataset, scales: Sequence[float], counts: Sequence[int], seeds: int, methods: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything about one split of one data set, whose rows are already in random order.
+    """Evaluates all methods on one split of one data set, whose rows are already in random order.
+
+    Args:
+        dataset: the data set.
+        scales: factors of the inputs to choose from.
+        counts: numbers of features.
+        seeds: number of draws.
+        methods: names of METHODS.
 
     Returns:
-        "exact": its scale and test accuracy; "majority": test accuracy of the commonest training class; "methods":
-        {method: {M: {"scale", "validation", "test" (mean), "std" (over draws)}}}.
+        "exact": scale and test accuracy of the kernel; "majority": test accuracy of the commonest training class;
+        "methods": {method: {M: {"scale", "validation", "test" (mean), "std" (over draws)}}}.
     """
     inputs, labels = split(dataset)
     parts = {name: torch.from_numpy(rows) for name, rows in inputs.items()}
@@ -177,7 +206,7 @@ def evaluate(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a check does not hold."""
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     counts, results = arguments.num_features, {}

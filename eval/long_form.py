@@ -34,12 +34,12 @@ from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
 TOLERANCE = 1e-3
-# Logits, their scaled copy or softmax, and what is left of the one before: about three matrices L x L a head.
+# Logits, their scaled copy or softmax, and the rest of an earlier one: about three matrices L x L per head.
 EAGER_MATRICES = 3
 
 
 def longest_speaker(utterances: Sequence[Utterance]) -> list[Utterance]:
-    """Utterances of the speaker who speaks longest, in order of chapters and names."""
+    """Selects the utterances of the speaker who speaks longest, in order of chapters and names."""
     lengths: dict[str, float] = {}
     for utterance in utterances:
         speaker = utterance.speaker or ""
@@ -50,18 +50,18 @@ def longest_speaker(utterances: Sequence[Utterance]) -> list[Utterance]:
 
 
 def encoder_frames(recording: Recording) -> int:
-    """L of a recording, with the default windows and subsampling."""
+    """Counts the encoder frames L of a recording, with the default windows and subsampling."""
     return subsampled_frames(ConformerFeatureExtractor().num_frames(round(recording.seconds * RATE)))
 
 
 def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments: argparse.Namespace) -> str | None:
-    """Why a cell is not tried, None if it is.
+    """Says why a cell is not tried; None if it is tried.
 
     Args:
-        backend: of the cell.
-        minutes: of its recording.
-        frames: of the encoder, L.
-        heads: of attention; eager needs three matrices of heads x L x L numbers.
+        backend: backend of the cell.
+        minutes: length of its recording.
+        frames: frames of the encoder, L.
+        heads: heads of attention; eager needs three matrices of heads x L x L numbers.
         arguments: with `max_gigabytes` and `max_quadratic_minutes`.
     """
     if backend.name in EXACT and minutes > arguments.max_quadratic_minutes:
@@ -73,7 +73,7 @@ def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments
 
 
 def problem(answer: dict[str, Any] | Failure) -> str | None:
-    """Says what is wrong with the logits that `long_form_cell.check` found, None if nothing."""
+    """Says what is wrong with the logits that `long_form_cell.check` found; None if nothing is wrong."""
     if isinstance(answer, Failure):
         return answer.reason
     broken = [label for label, finite in answer["finite"].items() if not finite]
@@ -88,7 +88,16 @@ def problem(answer: dict[str, Any] | Failure) -> str | None:
 def run_cell(
     arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording, heads: int
 ) -> dict[str, Any]:
-    """One cell: "status" is "ok", "failed" or "skipped", the last two with a "reason"."""
+    """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason".
+
+    Args:
+        arguments: of the program.
+        setup: of all cells.
+        backend: backend of the cell.
+        minutes: length of the recording.
+        recording: the audio.
+        heads: heads of attention.
+    """
     frames = encoder_frames(recording)
     cell: dict[str, Any] = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
     cell |= {"frames": frames, "repeated": recording.repeated}
@@ -106,7 +115,14 @@ def run_cell(
 
 
 def add_word_errors(cells: list[dict[str, Any]], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
-    """Adds "wer" of the long pass and "utterance_wer" of the same utterances one by one, as fractions."""
+    """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better).
+
+    Args:
+        cells: entries of the results, to be added to.
+        setup: of all cells.
+        backends: all backends.
+        recordings: by minutes.
+    """
     for backend in backends:
         own = [cell for cell in cells if cell["backend"] == backend.label and cell["status"] == "ok"]
         if not own:
@@ -127,7 +143,7 @@ def add_word_errors(cells: list[dict[str, Any]], setup: Setup, backends: Sequenc
 
 
 def progress(cell: dict[str, Any]) -> str:
-    """One cell in a line."""
+    """Describes one cell in a line."""
     name = f"{cell['backend']} at {cell['minutes']:g} minutes"
     if cell["status"] != "ok":
         return f"{name} {cell['status']}: {cell['reason']}"
@@ -136,7 +152,7 @@ def progress(cell: dict[str, Any]) -> str:
 
 
 def make_recordings(arguments: argparse.Namespace) -> dict[float, Recording]:
-    """A recording for each duration, by minutes; raises ValueError for data that cannot be read."""
+    """Makes a recording of each duration, by minutes; raises ValueError for data that cannot be read."""
     if arguments.data_dir is None:
         return {minutes: Recording(60 * minutes, seed=arguments.seed) for minutes in arguments.minutes}
     utterances = longest_speaker(load_speech(arguments.data_dir, arguments.split)[0])
@@ -144,7 +160,7 @@ def make_recordings(arguments: argparse.Namespace) -> dict[float, Recording]:
 
 
 def attention_heads(setup: Setup) -> int:
-    """Of the model; raises ValueError if a checkpoint is not one of `ConformerForCTC`."""
+    """Counts the attention heads; raises ValueError if a checkpoint is not a `ConformerForCTC` that is not causal."""
     if setup.model_name_or_path is None:
         return ConformerConfig.preset(setup.preset).num_attention_heads
     config = ConformerConfig.from_pretrained(setup.model_name_or_path)
@@ -157,7 +173,7 @@ def attention_heads(setup: Setup) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a check does not hold."""
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     given = ("preset", "model_name_or_path", "num_features", "seed", "threads")
@@ -170,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checked = [backend for backend in arguments.backends if refusal(backend, *tried) is None]
     answer = isolated(None, setup.threads, check, setup, checked, shortest)
     if (wrong := problem(answer)) is not None:
-        print(f"{arguments.minutes[0]:g} minutes: {wrong}; so no times")
+        print(f"{arguments.minutes[0]:g} minutes: {wrong}: no times are given")
         return 1
     cells = []
     for minutes, recording in recordings.items():

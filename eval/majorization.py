@@ -1,4 +1,4 @@
-"""Bound majorization against other optimizers of l2-regularised multinomial logistic regression."""
+"""Bound majorization compared with other optimizers of l2-regularised multinomial logistic regression."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ TUNING_SHARE = 10
 def evaluate(
     method: Method, problems: Sequence[Problem], optima: Sequence[Optimum], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Trace]]:
-    """One method on one data set: the search, then a run for every seed.
+    """Evaluates one method on one data set: the search, then one run per seed.
+
+    Args:
+        method: the optimizer.
+        problems: one per seed.
+        optima: their solutions.
+        arguments: of the program.
 
     Returns:
-        What the tables show, and the runs; no runs where the method is not possible.
+        The entry of the tables, and the runs; no runs if the method is not possible.
     """
     obstacle = method.obstacle(problems[0])
     if obstacle:
@@ -68,19 +74,29 @@ def start(
     epochs: float,
     seconds: float,
 ) -> Trace:
-    """A run from the initial point of a seed."""
+    """Runs a method from the initial point of a seed.
+
+    Args:
+        method: the optimizer.
+        configuration: its options.
+        problem: the data.
+        optimum: its solution.
+        seed: draws the initial point.
+        epochs: greatest number of passes.
+        seconds: greatest time.
+    """
     head = initial_head(problem, seed)
     with warnings.catch_warnings():
-        # Our optimizers warn when they skip a step of a run that has diverged; the run then ends anyway.
+        # favor's optimizers warn when they skip a step of a run that has diverged; such a run ends anyway.
         warnings.filterwarnings("ignore", message=".*skipped a step", category=RuntimeWarning)
         return run(method.make(problem, head, configuration, seed), problem, optimum, epochs, seconds)
 
 
 def evaluate_dataset(name: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Trace]]]:
-    """All methods on one data set; prints a line for each.
+    """Evaluates all methods on one data set; prints a line for each.
 
     Returns:
-        What goes into the report, and the runs of each method that could be run.
+        The entry of the report, and the runs of each method that is possible.
     """
     begin = time.perf_counter()
     folders = arguments.uci_dir, arguments.images_dir
@@ -109,7 +125,7 @@ def evaluate_dataset(name: str, arguments: argparse.Namespace) -> tuple[dict[str
 
 
 def described(result: dict[str, Any]) -> str:
-    """A cell in one line, for the terminal."""
+    """Describes a cell in one line, for the terminal."""
     if "obstacle" in result:
         return str(result["obstacle"])
     run = result["runs"][0]
@@ -122,7 +138,7 @@ def described(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns 0: the checks are claims of the papers, not of the program."""
+    """Runs the program; returns 0, since the checks are claims of the papers and not of the program."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(1)
@@ -130,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = report.shown_command("favor.eval.majorization", words, ["--uci_dir", "--images_dir"], ["--output_dir"])
     for name in unique(arguments.datasets):
         results[name], traces = evaluate_dataset(name, arguments)
-        # After every data set, so that a run that is cut off leaves what it has.
+        # Write after every data set, so that a run that is stopped leaves its finished results.
         content: dict[str, Any] = {
             **report.context(command, ("scikit-learn", "scipy", "numpy")),
             "epochs": arguments.epochs,
@@ -147,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Names in order, each once."""
+    """Gives the names in order, each once."""
     return list(dict.fromkeys(names))
 
 

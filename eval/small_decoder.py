@@ -16,7 +16,7 @@ END = "<|endoftext|>"
 
 
 def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of byte pairs, without tokens around a text."""
+    """Trains a tokenizer of byte pairs on a text; it adds no special tokens around a text."""
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(text.splitlines(), vocab_size=vocab_size, special_tokens=[END], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=learner._tokenizer, eos_token=END, pad_token=END)

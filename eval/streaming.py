@@ -1,4 +1,4 @@
-"""What a causal Conformer computes and keeps for each piece of a stream, with linear and with exact attention."""
+"""Time and state of a causal Conformer for each piece of a stream, with linear and with exact attention."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ from favor.train.common.program import program
 RATE = 16000
 TOLERANCE = 1e-3
 GROWTH = 1.5
-# Between the minutes at which times are taken, pieces are longer.
+# Seconds of a piece between the measurements, where nothing is timed.
 ADVANCE_SECONDS = 5.12
 
 
 def noise(seconds: float, seed: int) -> np.ndarray:
-    """`[n]` float32 at 16 kHz."""
+    """Draws noise, `[n]` float32 at 16 kHz."""
     return 0.1 * np.random.default_rng(seed).standard_normal(round(seconds * RATE), dtype=np.float32)
 
 
 def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
-    """The checkpoint's, or a new one with mean and deviation of noise; raises ValueError if it cannot stream."""
+    """Loads the checkpoint's feature extractor, or makes one with mean and deviation of noise.
+
+    Raises:
+        ValueError: if the checkpoint's extractor cannot stream.
+    """
     if arguments.model_name_or_path is not None:
         extractor = ConformerFeatureExtractor.from_pretrained(arguments.model_name_or_path)
         if extractor.normalize != "none":
@@ -53,7 +57,13 @@ def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
 
 
 def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argparse.Namespace) -> ConformerForCTC:
-    """The causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise."""
+    """Makes the causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise.
+
+    Args:
+        backend: the attention.
+        extractor: makes features of the noise.
+        arguments: of the program.
+    """
     torch.manual_seed(arguments.seed)
     if arguments.model_name_or_path is not None:
         model = ConformerForCTC.from_pretrained(
@@ -74,12 +84,25 @@ def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argpars
 
 
 def feed(stream: ConformerStream, audio: np.ndarray, samples: int) -> Tensor:
-    """Logits `[1, L, V]` of audio that comes in pieces of so many samples."""
+    """Gives the logits `[1, L, V]` of audio that a stream reads in pieces.
+
+    Args:
+        stream: of the model.
+        audio: `[n]`.
+        samples: length of a piece.
+    """
     return torch.cat([stream.feed(audio[start : start + samples]) for start in range(0, len(audio), samples)], dim=1)
 
 
 def difference(model: Any, extractor: ConformerFeatureExtractor, audio: np.ndarray, piece: int) -> float:
-    """Greatest difference between the logits of a stream and of the whole; inf if their numbers of frames differ."""
+    """Computes the greatest difference between logits of a stream and of a whole pass; inf if the frames differ.
+
+    Args:
+        model: the causal model.
+        extractor: its feature extractor.
+        audio: `[n]`.
+        piece: samples of a piece.
+    """
     with torch.no_grad():
         whole = model(**extractor(audio, sampling_rate=RATE)).logits
     found = feed(model.stream(extractor), audio, piece)
@@ -89,7 +112,7 @@ def difference(model: Any, extractor: ConformerFeatureExtractor, audio: np.ndarr
 
 
 def branch(stream: ConformerStream) -> ConformerStream:
-    """A stream that goes on from where another one is, of the same model."""
+    """Copies a stream with its state; both use one model."""
     shared = [stream.feature_extractor, *stream.model.modules()]
     return copy.deepcopy(stream, {id(part): part for part in shared})
 
@@ -97,10 +120,15 @@ def branch(stream: ConformerStream) -> ConformerStream:
 def measure(
     models: Mapping[str, Any], extractor: ConformerFeatureExtractor, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Times of pieces of every length after every so many minutes.
+    """Measures the times of pieces of every length after `arguments.minutes` of audio.
+
+    Args:
+        models: by backend.
+        extractor: their feature extractor.
+        arguments: of the program.
 
     Returns:
-        a row for each length, mark and backend, see `measure_pieces`, with "minutes" and "seconds" of audio before.
+        A row of `measure_pieces` per length, minutes and backend, with "minutes" and "seconds" of the audio before.
     """
     starts = [max(60 * minutes, START_SECONDS) for minutes in arguments.minutes]
     longest = max(arguments.pieces_ms) / 1000
@@ -123,11 +151,16 @@ def measure(
 
 
 def measure_pieces(streams: Mapping[str, ConformerStream], audio: np.ndarray, piece: int) -> list[dict[str, Any]]:
-    """Times of pieces of so many samples one after another, the backends in turns.
+    """Measures the times of pieces one after another, the backends in turns.
+
+    Args:
+        streams: by backend.
+        audio: `[n]`.
+        piece: samples of a piece.
 
     Returns:
-        a row for each: "backend", milliseconds "median" and "upper" (95 %) by the wall's clock and "cpu" (median),
-        computing over audio time as "factor" and "cpu_factor", "state_bytes" at the end.
+        A row per backend: "backend", milliseconds "median" and "upper" (95 %) of wall-clock time and "cpu" (median),
+        computing time over audio time (less is better) as "factor" and "cpu_factor", "state_bytes" at the end.
     """
     walls: dict[str, list[float]] = {name: [] for name in streams}
     own: dict[str, list[float]] = {name: [] for name in streams}
@@ -153,7 +186,7 @@ def measure_pieces(streams: Mapping[str, ConformerStream], audio: np.ndarray, pi
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
-    """A FAVOR stream's state does not grow, nor does its time, and it keeps up with the speaker."""
+    """Checks that state and time of a FAVOR stream do not grow, and that it is faster than the speaker."""
     found = []
     for name in dict.fromkeys(row["backend"] for row in rows if row["backend"] != EXACT):
         own = [row for row in rows if row["backend"] == name]
@@ -191,7 +224,15 @@ def report_lines(
     arguments: argparse.Namespace,
     load: Sequence[float],
 ) -> list[str]:
-    """The Markdown report."""
+    """Writes the Markdown report.
+
+    Args:
+        rows: of `measure`.
+        differences: by backend, of the logits.
+        latency: seconds of the model's latency.
+        arguments: of the program.
+        load: load average of the machine before and after.
+    """
     names = list(differences)
     known = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in rows}
     places = sorted({(row["piece_ms"], row["minutes"]) for row in rows})
@@ -238,7 +279,7 @@ def report_lines(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a check does not hold."""
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)
@@ -252,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     wrong = [f"{name} by {value:.2g}" for name, value in differences.items() if not value <= TOLERANCE]
     if wrong:
-        print(f"streamed logits differ from those of the whole: {', '.join(wrong)}; so no times")
+        print(f"streamed logits differ from those of a whole pass: {', '.join(wrong)}: no times are given")
         return 1
     rows = measure(models, extractor, arguments)
     load.append(os.getloadavg()[0])

@@ -1,4 +1,4 @@
-"""Time and peak memory of the Transducer loss beside log_softmax with autograd through the recursion."""
+"""Time and peak memory of the Transducer loss, compared with log_softmax and autograd through the recursion."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from favor.models.conformer.transducer_loss import joint_transducer_loss, transd
 from favor.train.common.program import program
 
 TOLERANCE = 1e-3  # the naive recursion is in float32
-# What a path of probability 0 adds: finite, because the gradient of logaddexp(-inf, -inf) is NaN.
+# Logarithm for a path of probability 0. It is finite, because the gradient of logaddexp(-inf, -inf) is NaN.
 NEVER = -1e30
 MB = 1 << 20
 
 
 class Joint(nn.Module):
-    """tanh of the sum, then a linear layer: the part of a joint network that makes the logits."""
+    """The part of a joint network that makes the logits: tanh of the sum, then a linear layer."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
         self.head = nn.Linear(cell.width, cell.V)
 
     def forward(self, hidden: Tensor, prediction: Tensor) -> Tensor:
-        """Logits `[..., V]`."""
+        """Computes the logits `[..., V]`."""
         return self.head(torch.tanh(hidden + prediction))
 
 
 def naive(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss of sequences without padding by plain autograd, diagonal by diagonal; the blank is 0."""
+    """Computes the mean loss of sequences without padding, diagonal by diagonal, for plain autograd; the blank is 0."""
     _, T, width, _ = logits.shape
     log_p = logits.log_softmax(-1)
     ids = torch.nn.functional.pad(targets, (0, 1))[:, None, :, None].expand(-1, T, -1, -1)
@@ -63,7 +63,7 @@ def naive(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Inputs:
-    """Tensors of a cell: logits, or the outputs of two networks; all sequences as long as they can be."""
+    """Tensors of a cell: logits, or the outputs of two networks; all sequences have full length."""
 
     wanted: list[Tensor]
     joint: Joint | None
@@ -71,7 +71,7 @@ class Inputs:
 
     @classmethod
     def of(cls, cell: Cell, networks: bool) -> Inputs:
-        """Standard normal ones."""
+        """Draws standard normal tensors."""
         torch.manual_seed(cell.seed)
         widths = [(cell.T, cell.width), (cell.U + 1, cell.width)] if networks else [(cell.T, cell.U + 1, cell.V)]
         wanted = [torch.randn(cell.B, *shape).to(cell.device).requires_grad_() for shape in widths]
@@ -85,14 +85,14 @@ class Inputs:
         return torch.full((batch,), self.wanted[0].shape[1]), torch.full((batch,), labels)
 
     def logits(self) -> Tensor:
-        """All of them."""
+        """Computes all logits."""
         if self.joint is None:
             return self.wanted[0]
         hidden, prediction = self.wanted
         return self.joint(hidden[:, :, None], prediction[:, None])
 
     def one(self, row: int) -> Inputs:
-        """A sequence alone, in float64."""
+        """Takes one sequence, in float64."""
         wanted = [x[row : row + 1].detach().double().requires_grad_() for x in self.wanted]
         joint = None if self.joint is None else copy.deepcopy(self.joint).double()
         return Inputs(wanted, joint, self.targets[row : row + 1])
@@ -100,7 +100,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to the mean loss."""
+    """One way to compute the mean loss."""
 
     name: str
     kernel: str | None = None
@@ -112,7 +112,7 @@ class Method:
         return self.name if self.kernel is None else f"{self.name} ({self.kernel})"
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """Mean over the batch."""
+        """Computes the loss, mean over the batch."""
         if self.kernel is None:
             return naive(inputs.logits(), inputs.targets)
         targets = (inputs.targets, *inputs.lengths)
@@ -122,7 +122,7 @@ class Method:
         return joint_transducer_loss(*inputs.wanted, inputs.joint, *targets, **options)
 
     def run(self, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Loss, and gradients with respect to the inputs and the parameters."""
+        """Computes the loss, and gradients with respect to the inputs and the parameters."""
         loss = self.loss(inputs)
         parameters = [] if inputs.joint is None else [*inputs.joint.parameters()]
         return loss.detach(), torch.autograd.grad(loss, [*inputs.wanted, *parameters])
@@ -135,7 +135,7 @@ def methods(networks: bool, kernels: Sequence[str], max_cells: int) -> list[Meth
 
 
 def truth(inputs: Inputs) -> tuple[float, list[Tensor]]:
-    """Loss, and gradients for the first sequence, in float64."""
+    """Computes the loss, and gradients for the first sequence, in float64."""
     losses = []
     for row in range(len(inputs.targets)):
         one = inputs.one(row)
@@ -147,7 +147,13 @@ def truth(inputs: Inputs) -> tuple[float, list[Tensor]]:
 
 
 def error(method: Method, inputs: Inputs, expected: tuple[float, list[Tensor]]) -> float:
-    """The largest of relative errors of the loss and of the gradients of the first sequence (by largest entries)."""
+    """Computes the largest relative error: of the loss, or of a gradient of the first sequence (by largest entries).
+
+    Args:
+        method: the method to check.
+        inputs: all sequences.
+        expected: loss and gradients, from `truth`.
+    """
     loss, slopes = method.run(inputs)
     found = [abs(loss.item() / expected[0] - 1)]
     for slope, exact in zip(slopes, expected[1], strict=False):
@@ -156,7 +162,7 @@ def error(method: Method, inputs: Inputs, expected: tuple[float, list[Tensor]]) 
 
 
 def isolated_peak(request: dict[str, Any]) -> int:
-    """Peak bytes of one pass in the process that calls this."""
+    """Measures peak bytes of one pass in the calling process."""
     method, cell = Method(**request["method"]), Cell(**request["cell"])
     tiny = replace(cell, B=1, T=2, U=2)
     method.run(Inputs.of(tiny, request["networks"]))
@@ -166,13 +172,22 @@ def isolated_peak(request: dict[str, Any]) -> int:
 
 
 def isolated_peaks(requests: list[dict[str, Any]], threads: int) -> list[int]:
-    """Peak bytes of each, in a process of its own; raises RuntimeError with what went wrong in one."""
+    """Measures the peak bytes of each request, in a process of its own; raises RuntimeError if one fails."""
     with measure.MemoryServer(threads, "favor.eval.transducer_loss") as server:
         return [server.peak(request) for request in requests]
 
 
 def compare(cell: Cell, networks: bool, arguments: argparse.Namespace) -> list[dict[str, Any]] | str:
-    """A row for each method, or what is wrong."""
+    """Measures all methods on a cell.
+
+    Args:
+        cell: sizes.
+        networks: whether the inputs are the outputs of two networks.
+        arguments: of the program.
+
+    Returns:
+        One row per method, or a text that says what is wrong.
+    """
     inputs = Inputs.of(cell, networks)
     chosen = methods(networks, arguments.kernels, arguments.max_cells)
     expected, rows, watches = truth(inputs), [], {}
@@ -180,7 +195,7 @@ def compare(cell: Cell, networks: bool, arguments: argparse.Namespace) -> list[d
         clock = time.perf_counter()
         wrong = error(method, inputs, expected)
         if not wrong < TOLERANCE:
-            return f"{cell.label}, {method.label}: relative error {wrong:.1e}, so no times"
+            return f"{cell.label}, {method.label}: relative error {wrong:.1e}: no times are given"
         call = partial(method.run, inputs)
         watches[method.label] = measure.Stopwatch(call, lambda: None, time.perf_counter() - clock)
         rows.append({"size": cell.label, "method": method.label, "logits_bytes": cell.logits_bytes, "error": wrong})
@@ -200,7 +215,7 @@ def compare(cell: Cell, networks: bool, arguments: argparse.Namespace) -> list[d
 
 
 def shown(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The cells of a table; times beside the naive method's."""
+    """Writes the cells of a table; times are compared with that of the naive method."""
     lines = []
     for row in rows:
         base = next(other for other in rows if other["size"] == row["size"])
@@ -212,7 +227,7 @@ def shown(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list[report.Check]:
-    """Checks what the tables should bear out."""
+    """Checks memory and time of the losses against those of the naive loss."""
     found = []
     for name, rows in (("transducer_loss", logits), ("joint_transducer_loss", networks)):
         ours = [row for row in rows if row["method"].split(" ")[0] == name]
@@ -227,7 +242,7 @@ def checks(logits: list[dict[str, Any]], networks: list[dict[str, Any]]) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a result is wrong."""
+    """Runs the program; returns the exit code, 1 if a result is wrong."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)

@@ -22,7 +22,7 @@ SIZE = 8
 DIM = SIZE * SIZE
 FILES = {"mnist": ("mnist_10k.npz", "x_train"), "cifar10": ("cifar10_gray_6k.npz", "x")}
 TRIG = ("trig (phase)", "trig (sin/cos)")
-# All but unregularised: a dead pixel would make the second moments singular.
+# Almost unregularised: without this a pixel that is always 0 would make the second moments singular.
 RIDGE = 1e-8
 FAMILIES: dict[str, features.PositiveFeatures] = {
     "pos": features.PosRF(),
@@ -33,7 +33,7 @@ FAMILIES: dict[str, features.PositiveFeatures] = {
     "cderf": features.CDERF(regularization=RIDGE, floor=0.0),
 }
 METHODS = (*TRIG, *FAMILIES)
-# Regime, method, by how much it is below gerf at sigma = 1: what the paper reads off its figure ("about e^5").
+# Regime, method, and the distance below gerf at sigma = 1 that the paper reads off its figure ("about e^5").
 GAINS = (
     ("heterogen", "sderf", 5.0),
     ("mnist", "sderf", 5.0),
@@ -46,7 +46,7 @@ Table = dict[str, dict[str, list[float]]]
 
 
 def resize(images: np.ndarray, size: int = SIZE) -> np.ndarray:
-    """Images `[n, height, width]` to `[n, size, size]`; a new pixel is the mean over the area it covers."""
+    """Resizes images `[n, height, width]` to `[n, size, size]`; a new pixel is the mean over the area that it covers."""
 
     def weights(length: int) -> np.ndarray:
         edges = np.arange(size + 1) * length / size
@@ -59,7 +59,7 @@ def resize(images: np.ndarray, size: int = SIZE) -> np.ndarray:
 
 
 def load_images(folder: Path | None) -> tuple[dict[str, Tensor], str]:
-    """Images `[n, 64]` in [0, 1] under the names "mnist" and "cifar10", and where they come from.
+    """Loads images `[n, 64]` in [0, 1] under the names "mnist" and "cifar10", and a text about their source.
 
     Raises:
         ValueError: if a file or its array is missing.
@@ -73,7 +73,7 @@ def load_images(folder: Path | None) -> tuple[dict[str, Tensor], str]:
     for name, (file, array) in FILES.items():
         path = folder / file
         if not path.is_file():
-            raise ValueError(f"images_dir must hold {file}, with the array {array!r}; {path} is not there.")
+            raise ValueError(f"images_dir must hold {file}, with the array {array!r}; {path} does not exist.")
         with np.load(path) as archive:
             if array not in archive:
                 raise ValueError(f"expected the array {array!r} in {path}, got {', '.join(archive)}.")
@@ -97,9 +97,15 @@ def _bundled_images(crops: int = 4096) -> dict[str, Tensor]:
 
 
 def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two sets `[length, 64]` at sigma = 1; every regime is proportional to sigma.
+    """Draws two sets `[length, 64]` at sigma = 1; every regime is proportional to sigma.
 
-    The two sets of images of one kind share no image, as far as there are 2 * length of them.
+    Two sets of images of one kind share no image, if there are at least 2 * length of them.
+
+    Args:
+        regime: name of the kind of data.
+        length: vectors of a set.
+        images: by kind.
+        generator: draws vectors or chooses images.
     """
     if regime == "mnist/cifar10":
         first, second = images["mnist"], images["cifar10"]
@@ -114,16 +120,21 @@ def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: to
 
 
 def _choose(number: int, wanted: int, generator: torch.Generator) -> Tensor:
-    """Indices of `wanted` of `number` images, none twice before all have come."""
+    """Chooses `wanted` indices of `number` images; no index comes twice before all have come once."""
     rounds = [torch.randperm(number, generator=generator) for _ in range(math.ceil(wanted / number))]
     return torch.cat(rounds)[:wanted]
 
 
 def log_relative_variance(name: str, x: Tensor, y: Tensor) -> Tensor:
-    """log(Var / K^2) of one feature with parameters fitted to the two sets, for all pairs `[L, S]`.
+    """Computes log(Var / K^2) of one feature with parameters fitted to the two sets, for all pairs `[L, S]`.
 
-    The sin/cos pair makes two features of a direction; its value is for two directions in place of two features,
-    that is, the variance of a direction doubled.
+    The sin/cos pair makes two features of one direction. For an equal number of features its value is therefore that
+    of twice the variance of a direction.
+
+    Args:
+        name: one of METHODS.
+        x: the first set `[L, d]`.
+        y: the second set `[S, d]`.
     """
     if name in TRIG:
         r = _squared_distance(x, -y)
@@ -148,7 +159,7 @@ def log_relative_variance(name: str, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _squared_distance(x: Tensor, y: Tensor) -> Tensor:
-    """|x_i + y_j|^2, above zero, so that its logarithm is finite."""
+    """Computes |x_i + y_j|^2, at least a tiny positive number, so that its logarithm is finite."""
     squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1)
     return (squares + 2 * x @ y.T).clamp(min=torch.finfo(x.dtype).tiny)
 
@@ -156,7 +167,16 @@ def _squared_distance(x: Tensor, y: Tensor) -> Tensor:
 def cells(
     images: dict[str, Tensor], sigmas: Sequence[float], sets: int, length: int, seed: int, regimes: Sequence[str]
 ) -> Iterator[tuple[str, float, dict[str, float]]]:
-    """(regime, sigma, {method: mean log(Var/K^2)}); the sets of a regime are the same at every sigma."""
+    """Yields (regime, sigma, {method: mean log(Var/K^2)}); the sets of a regime are equal at every sigma.
+
+    Args:
+        images: by kind.
+        sigmas: factors of the vectors.
+        sets: number of pairs of sets.
+        length: vectors of a set.
+        seed: draws the sets.
+        regimes: names of the kinds of data.
+    """
     for regime in regimes:
         generator = torch.Generator().manual_seed(seed * len(REGIMES) + REGIMES.index(regime))
         pairs = [draw_sets(regime, length, images, generator) for _ in range(sets)]
@@ -169,7 +189,7 @@ def cells(
 
 
 def checks(results: Table, sigmas: Sequence[float]) -> list[report.Check]:
-    """Checks what the paper says of Figure 2, and of cderf beside it, with the numbers found."""
+    """Checks the paper's statements about Figure 2, and a statement about cderf, with the numbers found."""
     excess = {
         (regime, sigma): row["cderf"][i] - min(row[name][i] for name in FAMILIES)
         for regime, row in results.items()
@@ -191,7 +211,14 @@ def checks(results: Table, sigmas: Sequence[float]) -> list[report.Check]:
 
 
 def report_lines(results: Table, sigmas: Sequence[float], arguments: argparse.Namespace, source: str) -> list[str]:
-    """The Markdown report: a section a regime, a row a sigma; the lowest positive feature is bold."""
+    """Writes the Markdown report: one section per regime, one row per sigma; the lowest positive feature is bold.
+
+    Args:
+        results: means by regime and method.
+        sigmas: factors of the vectors.
+        arguments: of the program.
+        source: text about the images.
+    """
     lines = [
         "# Variance of random features (Figure 2 of the FAVOR# paper)",
         "",
@@ -214,7 +241,13 @@ def report_lines(results: Table, sigmas: Sequence[float], arguments: argparse.Na
 
 
 def plot(results: Table, sigmas: Sequence[float], path: Path) -> None:
-    """A panel a regime, a curve a method."""
+    """Draws one panel per regime, with one curve per method.
+
+    Args:
+        results: means by regime and method.
+        sigmas: factors of the vectors.
+        path: of the picture.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -244,7 +277,7 @@ def plot(results: Table, sigmas: Sequence[float], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a check does not hold."""
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     images, source = load_images(arguments.images_dir)

@@ -50,16 +50,17 @@ def uniform_mean_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of "uniform_mean": every query gets the mean of the values that it may see.
+    """Computes the attention "uniform_mean": every query gets the mean of the values that it may see.
 
     Args:
         module: the attention module.
-        query, key: `[B, H, L, d]` and `[B, Hk, S, d]`, of which only the shapes matter.
+        query, key: `[B, H, L, d]` and `[B, Hk, S, d]`; only their shapes matter.
         value: `[B, Hk, S, dv]`.
         attention_mask: from `favor_mask`; padded frames do not count.
-        scaling: not used, as no logits are.
+        scaling: not used, since there are no logits.
         dropout: probability that a value is left out, as in the FAVOR backends.
-        is_causal: default what the mask or the module says; if causal, the mean is over the frames up to the query's.
+        is_causal: if causal, the mean is over the frames up to that of the query. Default: the mask or the module
+            decides.
         **kwargs: refused if they would change the result.
 
     Returns:
@@ -74,18 +75,18 @@ def uniform_mean_forward(
 
 
 def register_uniform_mean() -> None:
-    """Makes "uniform_mean" known to transformers, in this process."""
+    """Registers "uniform_mean" with transformers, in this process."""
     AttentionInterface.register(UNIFORM, uniform_mean_forward)
     AttentionMaskInterface.register(UNIFORM, favor_mask)
 
 
 def training_words(arm: Backend) -> list[str]:
-    """An arm as arguments of `favor.train.asr`: the estimator, and not exact attention, whatever the length."""
+    """Writes an arm as arguments of `favor.train.asr`; an estimator is never replaced by exact attention for short audio."""
     return [*arm.arguments(), *([] if arm.num_features is None else ["--exact_below", "0"])]
 
 
 def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
-    """Error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
+    """Measures error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
     arguments = asr_arguments.Arguments.parse(list(words))
     data, folder = arguments.data, Path(arguments.train.output_dir)
     processor = make_processor(arguments, ())
@@ -110,7 +111,7 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
 
 
 def train(words: Sequence[str]) -> float:
-    """One run of `favor.train.asr`; returns its seconds."""
+    """Runs `favor.train.asr` once; returns its seconds."""
     register_uniform_mean()
     start = time.perf_counter()
     asr.main(list(words))
@@ -124,10 +125,10 @@ def in_own_process(function: Callable[[Sequence[str]], float], words: Sequence[s
 
 
 def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequence[str]) -> bool:
-    """Runs what is missing of an arm; returns whether anything was.
+    """Runs the unfinished parts of an arm; returns whether there were any.
 
     Args:
-        arm: which attention.
+        arm: the attention.
         seed: of the training and of the random features.
         arguments: of the program.
         common: arguments of `favor.train.asr` that all arms share.
@@ -155,14 +156,14 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
     if not results.exists():
         again = ["--resume"] if checkpoint.checkpoints(folder) else []
         seconds = in_own_process(train, [*words, *again])
-        # Those of a training that was interrupted are not known.
+        # The seconds of a training that was interrupted are not known.
         record["wall_seconds"] = None if again else seconds
         checkpoint.write_json(place, record)
     return True
 
 
 def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Runs the arms that are not finished, one seed after the other, with a report after each; returns failures."""
+    """Runs the arms that are not finished, seed by seed, and reports after each run; returns the names of failed runs."""
     register_uniform_mean()
     common = list(rest)
     if arguments.model_name_or_path is not None:
@@ -181,7 +182,7 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             failures.append(name)
             print(f"{name}: FAILED: {error}", flush=True)
             continue
-        print(f"{name}: {'finished' if ran else 'already there'}", flush=True)
+        print(f"{name}: {'finished' if ran else 'was finished before'}", flush=True)
         if ran and number < len(cells):
             report.write(arguments.output_dir, arguments.results, arguments.name)
     return failures

@@ -1,4 +1,4 @@
-"""Word error rates of a pretrained Whisper with linear attention in its encoder, nothing trained."""
+"""Word error rates of a pretrained Whisper with linear attention in its encoder, without training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Piece:
     """Consecutive utterances of one chapter.
 
     Attributes:
-        utterances: in order.
-        seconds: of all of them.
+        utterances: the utterances, in order.
+        seconds: their total length.
     """
 
     utterances: tuple[Utterance, ...]
@@ -43,19 +43,19 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """What is said."""
+        """The transcript."""
         return " ".join(utterance.text for utterance in self.utterances)
 
     def audio(self) -> np.ndarray:
-        """Samples of the utterances, one after another."""
+        """Reads the samples of the utterances, one after another."""
         return np.concatenate([read_audio(utterance, RATE) for utterance in self.utterances])
 
 
 def load(folder: Path | None) -> tuple[Any, Any]:
-    """Model and processor of a folder, or those of the package.
+    """Loads model and processor of a folder, or those of the package.
 
     Raises:
-        ValueError: if there is no such folder or no Whisper in it, or the package is not installed.
+        ValueError: if there is no such folder, it holds no Whisper, or the package is not installed.
     """
     folder = packaged_folder() if folder is None else folder
     if (folder / "model.bin").is_file():
@@ -63,21 +63,23 @@ def load(folder: Path | None) -> tuple[Any, Any]:
     config = folder / "config.json"
     kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
     if kind != "whisper":
-        raise ValueError(f"expected the folder of a Whisper, got {folder}, {f'a {kind}' if kind else 'no model'}")
+        raise ValueError(
+            f"expected the folder of a Whisper, got {folder}, which holds {f'a {kind}' if kind else 'no model'}"
+        )
     model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     return model.eval(), WhisperProcessor.from_pretrained(folder)
 
 
 def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:
-    """Pieces of `least` to `most` seconds, the first ones of each speaker.
+    """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker.
 
     Args:
         utterances: of any speakers, in the order of their chapters.
         least, most: seconds of a piece.
-        number: of pieces of a speaker, at most.
+        number: greatest number of pieces per speaker.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such piece.
     """
     found: dict[str, list[Piece]] = {}
     waiting: list[Utterance] = []
@@ -99,7 +101,14 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
 
 @torch.no_grad()
 def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: argparse.Namespace) -> list[str]:
-    """What the model hears in each piece."""
+    """Transcribes each piece with the model.
+
+    Args:
+        model: a Whisper.
+        processor: that of the model.
+        pieces: the audio.
+        arguments: of the program.
+    """
     texts = []
     for start in range(0, len(pieces), arguments.batch_size):
         sounds = [piece.audio() for piece in pieces[start : start + arguments.batch_size]]
@@ -110,7 +119,7 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: a
 
 
 def ratio_error(errors: Sequence[int], words: Sequence[int]) -> float:
-    """Standard error of sum(errors) / sum(words), over the pieces."""
+    """Computes the standard error of sum(errors) / sum(words), over the pieces."""
     counts, sizes = np.asarray(errors, float), np.asarray(words, float)
     if len(sizes) < 2:
         return math.nan
@@ -119,12 +128,12 @@ def ratio_error(errors: Sequence[int], words: Sequence[int]) -> float:
 
 
 def row(variant: Variant | None, counts: Sequence[ErrorCounts], exact: Sequence[ErrorCounts]) -> dict[str, Any]:
-    """A row of the table: error rates as fractions, with their standard errors, and the counts of each piece.
+    """Makes a row of the table: error rates as fractions, with their standard errors, and the counts of each piece.
 
     Args:
-        variant: None is exact attention.
-        counts: of each piece.
-        exact: those of exact attention.
+        variant: the attention; None is exact attention.
+        counts: edits of each piece.
+        exact: edits of each piece with exact attention.
     """
     errors, words = [each.errors for each in counts], [each.reference_length for each in counts]
     difference = [each.errors - other.errors for each, other in zip(counts, exact, strict=True)]
@@ -143,7 +152,7 @@ def row(variant: Variant | None, counts: Sequence[ErrorCounts], exact: Sequence[
 
 
 def lines(rows: Sequence[dict[str, Any]], facts: str) -> list[str]:
-    """The report in Markdown."""
+    """Writes the report in Markdown."""
     head = ["attention of the encoder", "M", "window", "WER, %", "standard error", "minus exact, points", "its error"]
     body = []
     for each in rows:

@@ -1,4 +1,4 @@
-"""How close linear attention is to softmax on a pretrained model, head by head and end to end."""
+"""Error of linear attention on a pretrained model, per head and of the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from favor.train.text.samples import samples
 
 
 def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any]:
-    """Converted checkpoints, and the variants that they are."""
+    """Loads converted checkpoints, by the variants that describe them."""
     models = {}
     for folder in folders:
         model = load_exact(folder).to(device).eval()
@@ -42,14 +42,22 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
 
 
 def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant], tokenizer: Any, arguments: Any):
-    """Spearman correlation on STS-B's development set, exact and with each variant."""
+    """Computes the Spearman correlation on STS-B's development set, exact and with each variant (more is better).
+
+    Args:
+        model: with exact attention; it has exact attention afterwards.
+        others: converted models.
+        found: the variants.
+        tokenizer: that of the model.
+        arguments: of the program.
+    """
     rows = load_glue("stsb", arguments.data_dir).evaluation["validation"]
     number = len(rows) if arguments.sts_pairs is None else arguments.sts_pairs
     rows = rows.select(range(min(number, len(rows))))
     pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), rows["label"]
     exact, scores = whole.sentence_similarity(model, tokenizer, pairs, labels), {}
     for variant in found:
-        # Sentences are shorter than a window, which would make attention exact.
+        # Sentences are shorter than a window, so attention with a window would be exact.
         if variant.is_backend and not variant.window:
             switched = whole.switch(others.get(variant, model), variant, arguments.seed)
             scores[variant] = whole.sentence_similarity(switched, tokenizer, pairs, labels)

@@ -1,4 +1,4 @@
-"""How far the attention output of every head is from exact softmax, on the queries and keys of a real model."""
+"""Errors of the attention output of every head, on the queries and keys of a real model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from favor.train.text.attention_student import relative_error
 
 @dataclass
 class HeadErrors:
-    """Relative errors of heads, as a callback of `favor.integrations.adapt.observe.observe`.
+    """Measures relative errors of heads, as a callback of `favor.integrations.adapt.observe.observe`.
 
     Attributes:
-        variants: what is compared.
-        seed: of the random directions, and of the queries where they are sampled.
-        query_samples: error over at most so many queries, one drawn from each of as many equal stretches; the backends
-            compute all queries whatever it is. None is all of them.
+        variants: the variants to compare.
+        seed: draws the random directions, and the queries if `query_samples` is set.
+        query_samples: greatest number of queries whose error counts; one is drawn from each of that many equal parts.
+            The backends always compute all queries. None counts all queries.
         converted: attention modules with stored parameters by layer number, for every folder of the variants.
-        errors: by variant and layer, one `[H]` for each sequence.
-        diagnostics: by layer, one `[H]` for each sequence of rho and of the norms of x and y.
+        errors: by variant and layer, one `[H]` per sequence; less is better.
+        diagnostics: by name (rho, norms of x and y) and layer, one `[H]` per sequence.
     """
 
     variants: Sequence[Variant]
@@ -50,7 +50,7 @@ class HeadErrors:
             self.diagnostics.setdefault(name, {}).setdefault(seen.layer, []).extend(values.cpu().unbind(0))
 
     def _places(self, length: int, device: torch.device) -> Tensor:
-        """The queries that errors are measured on. A fixed step could always meet the same place of a block."""
+        """Chooses the queries whose errors are measured; with a fixed step all could have the same place in their blocks."""
         if self.query_samples is None or self.query_samples >= length:
             return torch.arange(length, device=device)
         generator = torch.Generator().manual_seed(self.seed)
@@ -58,7 +58,13 @@ class HeadErrors:
         return (steps * (length / self.query_samples)).long().clamp(max=length - 1).to(device)
 
     def output(self, variant: Variant, seen: Observation, places: Tensor) -> Tensor:
-        """Attention output of a variant, `[B, H, n, dv]`, of the queries at these n places."""
+        """Computes the attention output of a variant, `[B, H, n, dv]`.
+
+        Args:
+            variant: backend and options.
+            seen: queries, keys and values.
+            places: of the n queries.
+        """
         if variant.backend == MEAN:
             return mean_of_values(seen, places)
         if variant.backend == LOCAL:
@@ -97,7 +103,7 @@ class HeadErrors:
         return stored_parameters(self.converted[variant.folder][layer])
 
     def _diagnose(self, seen: Observation) -> dict[str, Tensor]:
-        """Rho of wDERF fitted to each sequence and head, and root mean squared norms of x and y, `[B, H]`."""
+        """Computes rho of wDERF, fitted to each sequence and head, and root mean squared norms of x and y, `[B, H]`."""
         family = families.get("wderf")
         assert isinstance(family, PositiveFeatures)
         groups = seen.query.shape[1] // seen.key.shape[1]
@@ -110,30 +116,30 @@ class HeadErrors:
 
 
 def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
-    """Uniform attention over the keys a query sees, `[B, H, n, dv]`: what any estimate has to beat.
+    """Computes uniform attention over the keys that a query sees, `[B, H, n, dv]`; an estimate should be better.
 
     Args:
         seen: queries, keys and values.
-        places: of the queries `[n]`; None is all of them.
+        places: of the queries `[n]`; None is all queries.
     """
     rows, columns = _pairs(seen, places)
     weights = (columns <= rows if seen.is_causal else (columns >= 0).expand(len(rows), -1)).to(seen.value.dtype)[None]
     if seen.padding is not None:
         weights = weights * seen.padding[:, None, :]
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
-    # All heads have the same weights: one product for all of them, without a copy of the weights for each.
+    # All heads have equal weights: one product serves all heads, without a copy of the weights per head.
     means = weights @ seen.value.transpose(1, 2).flatten(2)
     means = means.unflatten(2, (seen.value.shape[1], -1)).transpose(1, 2)
     return means.repeat_interleave(seen.query.shape[1] // seen.value.shape[1], 1)
 
 
 def window_alone(seen: Observation, window: int, places: Tensor | None = None) -> Tensor:
-    """Exact attention inside blocks, and nothing outside, `[B, H, n, dv]`.
+    """Computes exact attention inside blocks, without keys outside of them, `[B, H, n, dv]`.
 
     Args:
         seen: queries, keys and values.
         window: tokens of a block.
-        places: of the queries `[n]`; None is all of them.
+        places: of the queries `[n]`; None is all queries.
     """
     rows, columns = _pairs(seen, places)
     mask = rows // window == columns // window
@@ -149,7 +155,7 @@ def window_alone(seen: Observation, window: int, places: Tensor | None = None) -
 
 
 def _pairs(seen: Observation, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Places of queries `[n, 1]` and keys `[1, S]`, both counted from the first key."""
+    """Gives the places of queries `[n, 1]` and keys `[1, S]`, both counted from the first key."""
     length, keys = seen.query.shape[2], seen.key.shape[2]
     places = torch.arange(length, device=seen.query.device) if places is None else places
     return places[:, None] + keys - length, torch.arange(keys, device=seen.query.device)[None]

@@ -30,17 +30,17 @@ def measure(
     """Measures variants on samples of one length, each sample a forward pass of its own.
 
     Args:
-        model: has exact attention afterwards.
+        model: any model; it has exact attention afterwards.
         ids: samples `[n, L]`.
-        found: what is compared.
+        found: the variants to compare.
         mask_id: the tokenizer's mask token, for a masked-LM model.
-        seed: of random directions and masks.
-        query_samples: errors on at most so many queries, see `HeadErrors`.
-        period: of the positions, see `favor.eval.approximation.model.placement`.
-        others: converted models, of variants with a folder.
+        seed: draws random directions and masks.
+        query_samples: greatest number of queries whose errors count, as in `HeadErrors`.
+        period: of the positions, as in `favor.eval.approximation.model.placement`.
+        others: converted models, for variants with a folder.
 
     Returns:
-        errors of the heads, and the score of the whole model with exact attention and with each variant.
+        Errors of the heads, and the score of the whole model with exact attention and with each variant.
     """
     others = others or {}
     modules = {variant.folder: attention_modules(other) for variant, other in others.items() if variant.folder}

@@ -1,4 +1,4 @@
-"""What a linear attention backend does to the output of a whole model."""
+"""Effect of a linear attention backend on the output of a whole model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASKED = 0.15
 
 
 def measure_of(model: PreTrainedModel) -> str:
-    """Names what is compared: "perplexity" of a causal model, "masked-LM loss", or the "cosine" of embeddings."""
+    """Names the score to compare: "perplexity" of a causal model, "masked-LM loss", or "cosine" of embeddings."""
     name = type(model).__name__
     if name.endswith("ForCausalLM") or name.endswith("LMHeadModel"):
         return "perplexity"
@@ -28,7 +28,7 @@ def measure_of(model: PreTrainedModel) -> str:
 
 
 def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTrainedModel:
-    """The model with a variant in every layer, or with exact attention for None."""
+    """Switches a model to a variant in every layer, or to exact attention for None."""
     if variant is None:
         model.set_attn_implementation("sdpa")
         return model
@@ -36,12 +36,12 @@ def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTra
 
 
 def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[str, Tensor]:
-    """Arguments of the model that repeat its positions, so that long sequences have the statistics of real tokens.
+    """Makes arguments of the model that repeat its positions, so that long sequences have statistics of real tokens.
 
     Args:
         model: any model.
         length: tokens of a sample.
-        period: position i is i mod period; None repeats after the model's positions, if a sample has more tokens.
+        period: token i has position i mod period; None repeats the model's positions if a sample has more tokens.
 
     Raises:
         ValueError: if the model has fewer positions, or takes none.
@@ -54,14 +54,20 @@ def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[s
     if number is not None and period > number:
         raise ValueError(f"--position_period must be at most the model's {number} positions, got {period}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{type(model).__name__} takes no position_ids: take samples of at most {number} tokens")
+        raise ValueError(f"{type(model).__name__} takes no position_ids: give samples of at most {number} tokens")
     ids = first + torch.arange(length, device=model.device)[None] % period
-    # Without a mask a decoder takes positions that begin again for packed sequences.
+    # Without a mask, a decoder takes repeated positions for a sign of packed sequences.
     return {"position_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def positions(model: PreTrainedModel, length: int, period: int | None = None) -> str:
-    """Says in words which positions the tokens have; the arguments are those of `placement`."""
+    """Says in words which positions the tokens have.
+
+    Args:
+        model: any model.
+        length: tokens of a sample.
+        period: as in `placement`.
+    """
     places = placement(model, length, period)
     if not places:
         return "0, 1, 2, ..."
@@ -71,7 +77,15 @@ def positions(model: PreTrainedModel, length: int, period: int | None = None) ->
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int, period: int | None = None) -> Tensor:
-    """Of each sample `[n, L]`: its mean-pooled embedding `[n, width]`, or its loss `[n, 1]`; see `placement`."""
+    """Computes the mean-pooled embedding `[n, width]` of each sample, or its loss `[n, 1]`.
+
+    Args:
+        model: any model.
+        ids: samples `[n, L]`.
+        mask_id: the tokenizer's mask token, for a masked-LM model.
+        seed: draws the masks.
+        period: of the positions, as in `placement`.
+    """
     measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
     places = placement(model, ids.shape[1], period)
     for sample in ids.split(1):
@@ -88,7 +102,13 @@ def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int,
 
 
 def score(measure: str, exact: Tensor, found: Tensor) -> float:
-    """Mean cosine to the exact embeddings, or the loss or perplexity itself."""
+    """Computes the mean cosine with the exact embeddings (1 is best), or the loss or perplexity (less is better).
+
+    Args:
+        measure: name of the score.
+        exact: from `outputs`, with exact attention.
+        found: from `outputs`, with a variant.
+    """
     if measure == "cosine":
         return float(torch.cosine_similarity(exact, found).mean())
     mean = float(found.mean())
@@ -99,7 +119,15 @@ def score(measure: str, exact: Tensor, found: Tensor) -> float:
 def sentence_similarity(
     model: PreTrainedModel, tokenizer: Any, pairs: Sequence[tuple[str, str]], scores: Sequence[float], batch: int = 64
 ) -> float:
-    """Spearman correlation of the cosine of mean-pooled embeddings of sentence pairs with human scores."""
+    """Computes the Spearman correlation of human scores with cosines of mean-pooled embeddings of sentence pairs.
+
+    Args:
+        model: gives the embeddings.
+        tokenizer: that of the model.
+        pairs: of sentences.
+        scores: of humans, one per pair.
+        batch: sentences per forward pass.
+    """
     texts = [text for pair in pairs for text in pair]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     embeddings: list[Tensor] = [torch.empty(0)] * len(texts)

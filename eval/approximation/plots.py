@@ -15,10 +15,12 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def plot(measured: Sequence[Measured], path: Path) -> None:
-    """Heat maps at the greatest length (mean of V, first and best backend), and curves over M, or L if there are many.
+    """Draws heat maps at the greatest length (mean of V, first and best backend), and curves.
+
+    The curves are over the length if there are several lengths, else over M.
 
     Args:
-        measured: by length, ascending.
+        measured: results of each length, ascending.
         path: of the PNG file.
     """
     import matplotlib

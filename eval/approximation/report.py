@@ -18,14 +18,14 @@ from favor.eval.common.report import table, write_files
 
 @dataclass
 class Measured:
-    """Holds what was measured at one length.
+    """Holds the measurements at one length.
 
     Attributes:
         length: tokens of a sample.
-        samples: how many.
+        samples: number of samples.
         heads: errors and diagnostics of single heads.
-        exact: value of the whole model with exact attention.
-        scores: its value by variant.
+        exact: score of the whole model with exact attention.
+        scores: score of the whole model by variant.
     """
 
     length: int
@@ -35,11 +35,11 @@ class Measured:
     scores: dict[Variant, float]
 
     def errors(self, variant: Variant) -> Tensor:
-        """Mean over samples, `[layers, heads]`."""
+        """Gives the mean error over samples, `[layers, heads]`."""
         return by_head(self.heads.errors[variant])
 
     def mean_error(self, variant: Variant) -> float:
-        """Mean over samples, layers and heads."""
+        """Gives the mean error over samples, layers and heads."""
         return float(self.errors(variant).mean())
 
     @property
@@ -50,13 +50,13 @@ class Measured:
 
 @dataclass
 class Results:
-    """Holds what was measured.
+    """Holds all measurements.
 
     Attributes:
         facts: model, text, machine, versions, seed, command.
-        measure: of the whole model.
-        measured: by length, ascending.
-        sts: exact, by variant, and number of pairs of STS-B; None if not measured.
+        measure: name of the score of the whole model.
+        measured: results of each length, ascending.
+        sts: correlation on STS-B with exact attention, by variant, and number of pairs; None if not measured.
     """
 
     facts: dict[str, Any]
@@ -66,12 +66,12 @@ class Results:
 
 
 def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
-    """Mean over sequences, `[layers, heads]`."""
+    """Computes the mean over sequences, `[layers, heads]`."""
     return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
 
 
 def spread(errors: Tensor) -> dict[str, float]:
-    """Mean, median, ninth decile and maximum over all heads, and the share of heads under a half."""
+    """Computes mean, median, ninth decile and maximum over all heads, and the fraction of heads with errors below 0.5."""
     values = errors.flatten().double()
     p50, p90 = torch.quantile(values, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
     rest = {"max": float(values.max()), "under_half": float((values < 0.5).double().mean())}
@@ -95,7 +95,7 @@ def _row(results: Results, part: Measured, variant: Variant) -> list[str]:
 
 
 def lines(results: Results) -> list[str]:
-    """The report in Markdown."""
+    """Writes the report in Markdown."""
     head = ["attention", "M", "window", "L", "mean error", "p50", "p90", "max", "heads under 0.5", results.measure]
     rows = []
     for part in results.measured:

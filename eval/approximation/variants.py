@@ -1,4 +1,4 @@
-"""What is compared: backends with their options, as they are written on the command line."""
+"""The variants to compare: backends with their options, as they are written on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from favor.config import FavorConfig, feature_family
 from favor.landmark import Landmarks
 
 MEAN, LOCAL = "mean of V", "window alone"
-# What the program decides itself, or what single heads do not have.
+# Options that the program sets itself, or that do not exist for single heads.
 NOT_HERE = ("features", "seed", "statistics", "exact_below", "redraw_interval")
 
 
@@ -21,9 +21,9 @@ class Variant:
 
     Attributes:
         backend: "favor+", "favor++", "favor#", ... or one of the baselines MEAN and LOCAL.
-        features: of favor#, None for others.
+        features: features of favor#, None for others.
         num_features: M, 0 for baselines.
-        window: length of exact blocks, 0 for none.
+        window: tokens of exact blocks, 0 for no blocks.
         folder: a converted checkpoint whose stored parameters are used, or None.
         statistics: as in `FavorConfig`.
         more: other options of `FavorConfig` by name.
@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def is_backend(self) -> bool:
-        """Whether it can run in a model; the baselines are computed for single heads only."""
+        """Whether the variant can run in a model; the baselines are computed for single heads only."""
         return self.backend not in (MEAN, LOCAL)
 
     @property
@@ -56,9 +56,9 @@ class Variant:
         return self.label + number + (f", window {self.window}" if self.window else "")
 
     def options(self, seed: int) -> dict[str, Any]:
-        """Options of the backend for the whole model: all of them, so that none is left of another variant.
+        """Gives all options of the backend for the whole model, so that no option of another variant stays.
 
-        A converted checkpoint keeps those that are not compared.
+        A converted checkpoint keeps its own options, except those that are compared.
         """
         return {
             **({} if self.folder else FavorConfig().to_dict()),
@@ -75,12 +75,13 @@ class Variant:
 def variants_of(
     texts: Sequence[str], num_features: Sequence[int], windows: Sequence[int], selected_keys: Sequence[int] = ()
 ) -> list[Variant]:
-    """Baselines, and every backend with every number of features, window and number of selected keys.
+    """Lists the baselines, and every backend with every number of features, window and number of selected keys.
 
     Args:
-        texts: backends, see `parse`.
-        num_features, windows: what a backend gets that does not name its own.
-        selected_keys: the same for landmarks; other backends have none. Empty leaves the option to its default.
+        texts: backends, as `parse` reads them.
+        num_features: for a backend whose text does not set it.
+        windows: for a backend whose text does not set it.
+        selected_keys: for landmarks whose text does not set it; empty uses the default of the option.
 
     Raises:
         ValueError, TypeError: for a backend or an option that does not exist.
@@ -101,7 +102,7 @@ def variants_of(
 
 
 def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
-    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, as `favor#:wderf` or `landmark:num_features=64,window=128`.
+    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, such as `favor#:wderf` or `landmark:num_features=64,window=128`.
 
     Returns:
         Name of the backend, its features, and the options by name.
@@ -121,26 +122,28 @@ def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
 
 
 def variant(backend: str, features: str | None, options: Mapping[str, Any], given: Sequence[str] = ()) -> Variant:
-    """A backend with options, checked.
+    """Makes a variant, and checks its options.
 
     Args:
         backend: its name.
-        features: of favor#, None for others.
-        options: by name, `num_features` and `window` among them.
-        given: options that were asked for with this backend, which it has to read.
+        features: features of favor#, None for others.
+        options: by name, with `num_features` and `window`.
+        given: names of options that the user set for this backend; the backend must read them.
 
     Raises:
         ValueError, TypeError: for a backend or option that does not exist, or an option that the backend does not read.
     """
     if wrong := [name for name in options if name in NOT_HERE]:
-        raise ValueError(f"{wrong[0]} is no option of a compared backend; write it as an argument of its own")
+        raise ValueError(
+            f"{wrong[0]} cannot be set for one of the compared backends; give it as an argument of its own"
+        )
     feature_family(backend, FavorConfig.from_dict({"features": features, **options}), given)
     rest = {name: value for name, value in options.items() if name not in ("num_features", "window")}
     return Variant(backend, features, options["num_features"], options["window"], more=tuple(rest.items()))
 
 
 def _value(text: str) -> Any:
-    """A number, True or False, or the text itself."""
+    """Reads a number, True or False, else gives the text itself."""
     if text in ("True", "False"):
         return text == "True"
     return int(text) if text.isdecimal() else text

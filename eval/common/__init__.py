@@ -1,1 +1,1 @@
-"""What all evaluation programs share."""
+"""Parts that all evaluation programs share."""

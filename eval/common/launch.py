@@ -1,4 +1,4 @@
-"""Start `favor.train.glue` in a process of its own, so that its peak memory and its seeds are its own."""
+"""Starts `favor.train.glue` in a process of its own, so that its peak memory and its seeds are its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of a table: an attention implementation, for `favor#` which features it draws, and how many.
+    """One row of a table: an attention implementation, the features of `favor#`, and their number.
 
-    Written `name`, with `:features` and `:number` where they matter: `sdpa`, `favor#:saderf`, `favor+:64`,
+    It is written `name`, optionally with `:features` and `:number`: `sdpa`, `favor#:saderf`, `favor+:64`,
     `favor#:landmark:64`.
     """
 
@@ -29,7 +29,7 @@ class Backend:
 
     @classmethod
     def parse(cls, text: str) -> Backend:
-        """Read `name[:features][:number]`; raises ValueError for a name that is neither exact attention nor ours."""
+        """Reads `name[:features][:number]`; raises ValueError if the name is neither exact attention nor one of favor."""
         import favor
 
         name, *options = text.split(":")
@@ -57,14 +57,14 @@ class Backend:
         return self.label.replace("+", "_plus").replace("#", "_sharp").replace(":", "-")
 
     def arguments(self) -> list[str]:
-        """The backend as arguments of `favor.train.glue`."""
+        """Writes the backend as arguments of `favor.train.glue`."""
         options = {"--features": self.features, "--num_features": self.num_features}
         given = [word for name, value in options.items() if value for word in (name, str(value))]
         return ["--attn_implementation", self.name, *given]
 
 
 def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str]:
-    """`accelerate launch -m favor.train.glue`, with every value given that accelerate would warn about.
+    """Makes the command `accelerate launch -m favor.train.glue`, with every value that accelerate would warn about.
 
     Without `--num_cpu_threads_per_process`, accelerate trains on a single CPU thread.
     """
@@ -80,12 +80,18 @@ def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str
 def train(
     arguments: Sequence[str], output_dir: Path, num_processes: int = 1, environment: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run one training to its end and return its `all_results.json`.
+    """Runs one training to its end and returns its `all_results.json`.
 
-    What the program prints goes to `log.txt` in the output folder.
+    The output of the program goes to `log.txt` in the output folder.
+
+    Args:
+        arguments: of `favor.train.glue`.
+        output_dir: its output folder.
+        num_processes: number of processes.
+        environment: further environment variables.
 
     Raises:
-        RuntimeError: if the program fails; the message ends with the last lines it printed.
+        RuntimeError: if the program fails; the message ends with the last lines that it printed.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "log.txt"
@@ -101,14 +107,14 @@ def train(
 
 
 def available_cores() -> int:
-    """CPU cores this process may use."""
+    """Counts the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine() -> str:
-    """The CPU's model and cores and the GPUs, in words."""
+    """Says in words the CPU's model and cores, and the GPUs."""
     import torch
 
     model = platform.processor() or platform.machine()
@@ -124,7 +130,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on, as far as they are installed."""
+    """Gives the versions of Python and of the packages that a result depends on, if they are installed."""
     packages = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluate")
     found = {"python": platform.python_version()}
     for name in packages:

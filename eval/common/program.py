@@ -1,4 +1,4 @@
-"""The command line that evaluation programs share: a parser, and where their results go."""
+"""Options that evaluation programs share: the device, and the place of the results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def device_or_default(given: str | None) -> str:
-    """The device that was asked for, else cuda if there is a GPU, else cpu."""
+    """Gives the device that the user chose, else cuda if there is a GPU, else cpu."""
     import torch
 
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -17,8 +17,8 @@ def add_results(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds `--output_dir` and `--name`, the folder of the results and their file name.
 
     Args:
-        parser: of the program.
+        parser: parser of the program.
         name: default file name, without ending.
     """
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="where the results go")
+    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
     parser.add_argument("--name", default=name, help="file name of the results, without ending")

@@ -1,4 +1,4 @@
-"""What the programs without training share: Markdown tables, acceptance checks, and the files of a result."""
+"""Parts of reports that programs share: Markdown tables, acceptance checks, and the files of a result."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ DATA = "DATA"
 
 @dataclass(frozen=True)
 class Check:
-    """One statement that a result should bear out, the numbers behind it, and whether it does."""
+    """One statement about a result, the numbers behind it, and whether it holds."""
 
     statement: str
     numbers: str
     holds: bool
 
     def line(self) -> str:
-        """The check as one line of text."""
+        """Writes the check as one line of text."""
         return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.statement} ({self.numbers})"
 
 
 def table_row(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
+    """Writes one line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, its first column to the left and the others to the right."""
+    """Writes a Markdown table; its first column is aligned to the left, the others to the right."""
     lines = [list(header), ["---", *("---:" for _ in header[1:])], *(list(row) for row in rows)]
     return [table_row(cells) for cells in lines]
 
 
 def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dropped: Sequence[str] = ()) -> str:
-    """Gives the command line as it goes into a result: data folders as `DATA`, without options that say where to write.
+    """Writes a command line for a result: data folders as `DATA`, without the options of the output.
 
     Args:
         program: module name.
-        argv: the arguments; `local_names` takes the folders of one machine out of them.
+        argv: the arguments; use `local_names` first to shorten paths of this machine.
         folders: options whose value is a data folder.
         dropped: options with one value that are left out.
 
@@ -65,12 +65,12 @@ def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dro
 
 
 def local_names(argv: Sequence[str]) -> list[str]:
-    """Replaces paths that exist on this machine, as those of local models, by the names of their folders."""
+    """Replaces paths that exist on this machine, such as those of local models, by their last names."""
     return [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
 
 
 def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
-    """Command, machine and versions."""
+    """Gives command, machine and versions."""
     import torch
 
     known = launch.versions()
@@ -83,14 +83,14 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
 
 
 def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
-    """Writes name.md and name.json with checks; machine, versions and command come last in the first.
+    """Writes name.md and name.json with checks; name.md ends with machine, versions and command.
 
     Args:
-        folder: made if it is not there.
-        name: of the files, without ending.
+        folder: of the files; it is made if needed.
+        name: name of the files, without ending.
         lines: the Markdown report.
         content: for JSON; needs the keys of `context`.
-        checks: go into both.
+        checks: go into both files.
     """
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     tail = ["", "## Checks", "", *(f"- {check.line()}" for check in checks)] if checks else []
@@ -99,14 +99,14 @@ def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, A
 
 
 def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], indent: int = 1) -> None:
-    """Writes name.md and name.json; numbers that are not finite become words in the second.
+    """Writes name.md and name.json; numbers that are not finite become words in name.json.
 
     Args:
-        folder: made if it is not there.
-        name: of the files, without ending.
+        folder: of the files; it is made if needed.
+        name: name of the files, without ending.
         lines: of the Markdown file.
         content: of the JSON file.
-        indent: spaces a level in it.
+        indent: spaces per level in the JSON file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
@@ -114,7 +114,7 @@ def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
+    """Turns NaN and infinity, which JSON does not have, into words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

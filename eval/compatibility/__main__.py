@@ -1,4 +1,4 @@
-"""Which models of transformers run with a FAVOR backend, and whether they compute what they should."""
+"""Which models of transformers run with a FAVOR backend, and whether their outputs are right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ MEMORY = 12 * 2**30
 
 
 def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
-    """Checks each class in a process of its own, forked from this one, and gives results as they come."""
+    """Checks each class in a process of its own, forked from this one, and yields each result when it is ready.
+
+    Args:
+        found: the classes.
+        jobs: processes at a time.
+        seconds: greatest processor time of a process.
+    """
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(found))
     running: dict[Any, tuple[Candidate, Any]] = {}
@@ -64,7 +70,7 @@ def _child(candidate: Candidate, there: Connection, seconds: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a class is in a bad category."""
+    """Runs the program; returns the exit code, 1 if a class is in a bad category."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     warnings.simplefilter("ignore")
@@ -76,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, result in enumerate(run_all(found, arguments.jobs, arguments.seconds), 1):
         results.append(result)
         print(f"{result['family']}.{result['class']}: {result['category']} {result['reason'][:150]}", flush=True)
-        if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves what it has found
+        if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves its results so far
             results.sort(key=lambda result: (result["family"], result["class"]))
             write(arguments.output_dir, arguments.name, lines_of(results), content, [])
     counts = Counter(result["category"] for result in results)

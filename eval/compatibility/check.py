@@ -1,7 +1,7 @@
-"""Runs one model class three ways: exactly, with a landmark for every key, and with few landmarks.
+"""Runs one model class in three ways: exactly, with a landmark for every key, and with few landmarks.
 
-Landmarks with a group for every key are softmax attention. With a window they run the kernels of blocks and groups
-even then; without one, causal attention over so few tokens has nothing to estimate.
+Landmarks with a group for every key are softmax attention. With a window they still run the kernels of blocks and
+groups; without a window, causal attention over so few tokens has nothing to estimate.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from favor.eval.compatibility.watch import BACKEND, Watch
 MANY, FEW, SHORT = 2048, 4, 4  # groups, groups, tokens of a window
 TOLERANCE = 1e-4
 MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
-SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # factor of widths, patches of a side
+SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # divisor of widths, patches per side of an image
 WAYS = {"groups of one key": (MANY, 0), "in blocks": (MANY, SHORT)}
 CATEGORIES = ("equal", "local", "refused", "no attention", "not built", "silently exact", "wrong", "crash")
 BAD = ("silently exact", "wrong", "crash")
 
 
 class NotBuiltError(Exception):
-    """No tiny model of a class could be made, or nothing that it takes as input was found."""
+    """No tiny model of a class could be made, or no inputs were found that it takes."""
 
 
 def check(candidate: Candidate) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
 
 
 def _parameters(model_class: type[PreTrainedModel], config: Any) -> int:
-    """Numbers in a model, before it is made; 0 where that cannot be told."""
+    """Counts the parameters of a model before it is made; 0 if they cannot be counted."""
     try:
         with torch.device("meta"):
             model = _from_config(model_class, config, "eager")
@@ -116,7 +116,7 @@ def _made(model_class: type[PreTrainedModel], config: Any, attention: str) -> Pr
 
 
 def _from_config(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
-    """A model as a user loads it, by class, config and name of the backend; experts in plain torch, of any width."""
+    """Makes a model as a user does, by class, config and name of the backend; experts run in plain torch, of any width."""
     model: PreTrainedModel = model_class._from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )
@@ -125,7 +125,7 @@ def _from_config(model_class: type[PreTrainedModel], config: Any, attention: str
 
 @torch.no_grad()
 def _sharpen(model: nn.Module) -> None:
-    """Draws weights so large that attention matters: at the usual 0.02 tiny models attend to all keys alike."""
+    """Draws weights so large that attention matters: with the usual 0.02 tiny models attend to all keys equally."""
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.is_floating_point():
             continue
@@ -137,7 +137,7 @@ def _sharpen(model: nn.Module) -> None:
 
 
 def switched(exact: PreTrainedModel, attention: str = BACKEND) -> PreTrainedModel:
-    """Makes a model of the same config and weights with another attention."""
+    """Makes a model with the config and weights of another one and with another attention."""
     torch.manual_seed(0)
     model = _from_config(type(exact), copy.deepcopy(exact.config), attention)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def configure(model: nn.Module, num_features: int, window: int) -> None:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """Gives the outputs of a model that are numbers, by name."""
+    """Runs a model; gives its floating-point outputs by name."""
     torch.manual_seed(1)
     more = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -182,9 +182,15 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None = None) -> float:
-    """Largest relative error of an output, of real tokens if there is a mask `[B, L]`."""
+    """Computes the largest relative error of an output, of real tokens if there is a mask `[B, L]`.
+
+    Args:
+        found: outputs by name.
+        expected: outputs of the exact model by name.
+        mask: 1 for real tokens; None if there is no padding.
+    """
     errors = [0.0]
-    if mask is not None:  # what is pooled may come from a padded token
+    if mask is not None:  # a pooled output may come from a padded token
         rows = {name: value for name, value in expected.items() if value.shape[:2] == mask.shape}
         found, expected = ({n: own[n][mask.bool()] for n in rows} if rows else own for own in (found, expected))
     for name, right in expected.items():
@@ -197,7 +203,13 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor
 
 
 def _compared(exact: PreTrainedModel, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
-    """Category, reason and numbers of a model that has been loaded with the backend."""
+    """Finds category, reason and numbers of a model that has been loaded with the backend.
+
+    Args:
+        exact: the model with exact attention.
+        model: the model with the backend.
+        inputs: for both.
+    """
     batches: dict[str, tuple[Inputs, Tensor | None]] = {"whole": (inputs, None)}
     for side in ("right", "left"):
         with contextlib.suppress(Exception):
@@ -248,7 +260,7 @@ def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, A
 
 
 def _raised(error: Exception, where: str) -> dict[str, Any]:
-    """A refusal is a ValueError or NotImplementedError of favor's own; all else is a crash."""
+    """Classifies an error: a ValueError or NotImplementedError of favor is a refusal, any other is a crash."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(favor.__file__).parent in Path(frame.filename).parents or "favor" in str(error)
     refused = isinstance(error, ValueError | NotImplementedError) and ours

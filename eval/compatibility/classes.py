@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedModel
 
-# A head adds nothing to the attention of its body: where a file has bodies, their heads are left out.
+# A model with a head has the attention of its body: if a file has bodies, models with heads are left out.
 _HEAD = re.compile(r"For[A-Z]|With|Pretrain|LMHead|DoubleHeads|Wrapper$")
 
 
@@ -20,10 +20,10 @@ class Candidate:
     """A model class that may run with a backend.
 
     Attributes:
-        family: folder of transformers that it is in.
+        family: its folder in transformers.
         module: its modeling module.
-        name: of the class.
-        dispatches: whether its modeling file knows transformers' AttentionInterface at all.
+        name: name of the class.
+        dispatches: whether its modeling file uses transformers' AttentionInterface at all.
     """
 
     family: str
@@ -39,7 +39,7 @@ class Candidate:
 
 @lru_cache(maxsize=1)
 def modeling_files() -> dict[str, tuple[Path, bool]]:
-    """Gives path of every modeling file, and whether it hands attention to a backend, by module name."""
+    """Gives, by module name, the path of every modeling file and whether it hands attention to a backend."""
     folder = Path(transformers.__file__).parent / "models"
     files = {}
     for path in sorted(folder.glob("*/modeling_*.py")):
@@ -50,13 +50,15 @@ def modeling_files() -> dict[str, tuple[Path, bool]]:
 
 
 def candidates(families: list[str] | None = None) -> tuple[list[Candidate], dict[str, str]]:
-    """Lists the model classes to run: of each modeling file the bodies, or the heads where it has no body.
+    """Lists the model classes to run: the bodies of each modeling file, or its first class if there is no body.
+
+    Causal language models are always among them.
 
     Args:
         families: folders of transformers, such as "bert"; None for all.
 
     Returns:
-        The classes, and the modules that cannot be imported here with the reason.
+        The classes, and for each module that cannot be imported here the reason.
 
     Raises:
         ValueError: for a family that transformers does not have.

@@ -1,4 +1,4 @@
-"""Fields of configs that the rules of `tiny` would get wrong, or that have no default, by family or model class."""
+"""Fields of configs for which the rules of `tiny` are wrong, or that have no default, by family or model class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `FavorCache` gives what no cache gives, or says why not."""
+"""Checks that a `FavorCache` gives the logits of a run without a cache, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT, TOLERANCE = 16, 1e-4
 
 
 def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Any]) -> str:
-    """Reads a prompt and then token by token with a `FavorCache`.
+    """Compares logits with a `FavorCache`, for a prompt and then token by token, with logits without a cache.
 
     Args:
         exact: the model with exact attention.
@@ -24,7 +24,7 @@ def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str,
 
     Returns:
         "equal" with the number of layers that keep a state, "refused", "wrong" or "crash" with the reason, or "not run"
-        where transformers' own cache gives other logits than no cache.
+        with the reason, for example if transformers' own cache does not give the logits without a cache either.
     """
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2 or len(inputs) > 1:

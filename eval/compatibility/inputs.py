@@ -15,7 +15,7 @@ Inputs = dict[str, Any]
 
 
 def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
-    """Gives inputs that may fit the forward pass of a model, the likeliest first."""
+    """Yields inputs that may fit the forward pass of a model, the likeliest first."""
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(model.forward).parameters.items()
@@ -41,7 +41,7 @@ def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
         yield from _fill(needed, config, {})
 
 
-# Arguments that some models need although they have a default.
+# Arguments that some models need although the arguments have a default.
 _COMPANIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("bbox",),
@@ -94,7 +94,7 @@ def _ids(config: Any, seed: int = 0, length: int = LENGTH) -> Tensor:
 
 
 def _values(config: Any, name: str) -> list[int]:
-    """Values of a field in a config and its sub-configs, outermost first."""
+    """Lists the values of a field in a config and its sub-configs, outermost first."""
     own = getattr(config, name, None)
     found = [own] if isinstance(own, int) and not isinstance(own, bool) else []
     for value in vars(config).values():
@@ -131,7 +131,7 @@ def _configs(config: Any) -> list[Any]:
 
 
 def _candidates(name: str, config: Any) -> list[Any]:
-    """Values that an argument may take, likeliest first."""
+    """Lists values that an argument may take, the likeliest first."""
     normal = lambda *shape: torch.randn(*shape, generator=_generator())  # noqa: E731
     if name in ("input_ids", "decoder_input_ids", "text_input_ids"):
         books = [

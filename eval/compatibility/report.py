@@ -1,4 +1,4 @@
-"""The table of `python -m favor.eval.compatibility` in Markdown: one line a family."""
+"""The table of `python -m favor.eval.compatibility` in Markdown: one line per family."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MEANING = {
 
 
 def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Gives the report in Markdown.
+    """Writes the report in Markdown.
 
     Args:
-        results: of the classes, see `favor.eval.compatibility.check.check`.
+        results: of the classes, from `favor.eval.compatibility.check.check`.
     """
     counts = Counter(result["category"] for result in results)
     families = {result["family"] for result in results}
@@ -49,10 +49,10 @@ def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Gives a Markdown table with one line for each family: its classes by category, and what there is to say of them.
+    """Writes a Markdown table with one line per family: its classes by category, its caches, and reasons.
 
     Args:
-        results: of the classes, see `favor.eval.compatibility.check.check`.
+        results: of the classes, from `favor.eval.compatibility.check.check`.
     """
     lines = [table_row(["family", "classes", "FavorCache", "reason"]), table_row(["---"] * 4)]
     for family in sorted({result["family"] for result in results}):
@@ -70,6 +70,6 @@ def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """The first sentence, at most 110 characters, safe in a table."""
+    """Gives the first sentence, at most 110 characters, safe in a table."""
     text = text.split(". ")[0].replace("|", "/")
     return text if len(text) <= 110 else f"{text[:107]}..."

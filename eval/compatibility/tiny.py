@@ -1,7 +1,7 @@
 """Makes the config of a tiny model from any config class of transformers, by rules on the names of its fields.
 
-All widths are divided by one number, so that what has to fit still fits, and of the layers only as many are kept as
-there are kinds of them.
+All widths are divided by one number, so that widths that must fit still fit. One layer of each kind is kept, at least
+two layers in all.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def shrink(config: PretrainedConfig, factor: int = 8, image: int | None = 4, own
 
     Args:
         config: of any model, with its default values.
-        factor: by which widths are divided.
-        image: sides of an image in patches; None keeps its size.
-        own: fields that the rules would get wrong, by name; those of sub-configs under dotted names.
+        factor: divisor of the widths.
+        image: side of an image in patches; None keeps its size.
+        own: fields for which the rules are wrong, by name; fields of sub-configs have dotted names.
     """
     small, own = copy.deepcopy(config), own or {}
     fields = {name: value for name, value in vars(small).items() if not name.startswith("__")}
@@ -95,7 +95,7 @@ def shrink(config: PretrainedConfig, factor: int = 8, image: int | None = 4, own
 
 
 def _backbone() -> PretrainedConfig:
-    """In place of a backbone of timm, which may not be installed."""
+    """Makes a config to replace a backbone of timm, which may not be installed."""
     stages = ["stage1", "stage2", "stage3", "stage4"]
     return ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=stages)  # type: ignore[call-arg]
 
@@ -108,7 +108,7 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 
 def _layer_numbers(fields: dict[str, Any]) -> dict[int, list[int]]:
-    """Which layers stay, by the number of layers there are: the first of each kind, and two at least."""
+    """Says, for each number of layers of the config, which layers stay: the first of each kind, and at least two."""
     found: dict[int, list[int]] = {}
     if "depths" in fields or len(fields.get("_out_features") or ()) > 1:
         return found  # as many layers as stages
@@ -173,7 +173,7 @@ def _shrink_image(config: Any, image: int | None) -> None:
 
 
 def _cut_stages(small: Any, config: Any) -> None:
-    """A backbone of fewer layers gives the output of its last one."""
+    """Lets a backbone with fewer layers give the output of its last layer."""
     names, layers = getattr(config, "stage_names", None), getattr(small, "num_hidden_layers", None)
     if names and isinstance(layers, int) and len(names) == getattr(config, "num_hidden_layers", 0) + 1 > layers + 1:
         small.stage_names = names[: layers + 1]
@@ -181,7 +181,7 @@ def _cut_stages(small: Any, config: Any) -> None:
 
 
 def _share_positions(small: Any) -> None:
-    """Gives each of three kinds of positions its part of a head, where a model has kinds and its config names none."""
+    """Gives each of three kinds of positions its part of a head, if a model has kinds and its config names none."""
     rope = getattr(small, "rope_parameters", None)
     if type(small).__module__.split(".")[2] not in _kinds_of_positions() or not isinstance(rope, dict):
         return
@@ -201,7 +201,7 @@ def _kinds_of_positions() -> set[str]:
 
 
 def _fit_tokens(config: Any) -> None:
-    """Numbers of special tokens go to the end of the vocabulary."""
+    """Moves the numbers of special tokens to the end of the vocabulary."""
     size = getattr(config, "vocab_size", None)
     size = size if isinstance(size, int) and size > 0 else VOCABULARY
     last = size

@@ -1,4 +1,4 @@
-"""Watches a model run: which calls reach the backend, and which attention never does."""
+"""Watches a model run: which attention calls the backend, and which attention never does."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BACKEND = "favor#"
 
 
 class Watch:
-    """Counts calls of the backend while it is entered, and finds attention modules that make none.
+    """Counts calls of the backend while `watching`, and finds attention modules that make no call.
 
     Attributes:
-        calls: of the attention function.
-        local: those of them whose mask or arguments say that the layer sees a window or a chunk only.
-        estimated: those that reached the estimator.
-        exact: classes of modules that did neither.
+        calls: number of calls of the attention function.
+        local: number of calls whose mask or arguments say that the layer sees a window or a chunk only.
+        estimated: number of calls that reached the estimator.
+        exact: classes of modules with a call that was neither local nor estimated.
         silent: classes of attention modules that ran without any call.
     """
 
@@ -35,7 +35,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
-        """Puts counters in the place of the attention function and the estimator."""
+        """Replaces the attention function and the estimator by functions that count."""
         original, estimator = ALL_ATTENTION_FUNCTIONS[BACKEND], backend_module.favor_attention
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The decompositions compared with what scikit-learn has: `python -m favor.eval.decomposition`."""
+"""The decompositions compared with those of scikit-learn: `python -m favor.eval.decomposition`."""

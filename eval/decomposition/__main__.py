@@ -1,4 +1,4 @@
-"""The decompositions beside what scikit-learn has for the same: outliers, KL-NMF, mixture weights, stochastic PCA."""
+"""The decompositions compared with those of scikit-learn: outliers, KL-NMF, mixture weights, stochastic PCA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS = {
 
 
 def measure(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs a part and returns what it found, with its seconds."""
+    """Runs a part and returns its results, with its seconds."""
     begin = time.perf_counter()
     if part == "outliers":
         found = decomposition_outliers.measure(arguments.keel_dir, arguments.draws)
@@ -43,7 +43,7 @@ def measure(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns 0: the checks are claims of the source, not of the program."""
+    """Runs the program; returns 0, since the checks are claims of the source and not of the program."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         content["parts"][part] = found
         lines += PARTS[part].lines(found)
         checks += PARTS[part].checks(found)
-        # After every part, so that a run that is cut off leaves what it has.
+        # Write after every part, so that a run that is stopped leaves its finished results.
         report.write(folder, name, lines[:-1], content, checks)
         decomposition_plots.plot(part, found, folder / f"{name}_{part}.png")
     print("\n".join(["", *lines, *(check.line() for check in checks)]))

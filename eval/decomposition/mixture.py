@@ -1,8 +1,8 @@
 """Mixture proportions: iterations and local rates of EM and of scale-invariant power iteration with several shifts.
 
-Two problems: three normal components that hardly overlap (100, 200 and 300 draws, unit variance, means -6, 0, 6), and
-likelihoods that are uniform, 500 rows of 20 components, with Poisson counts. Iterations start at equal weights and end
-when the objective is within 1e-6 of its maximum, relative to it. Rates are of the distance from the optimum.
+There are two problems: three normal components that hardly overlap (100, 200 and 300 draws, unit variance, means -6, 0,
+6), and uniform likelihoods, 500 rows of 20 components, with Poisson counts. Iterations start at equal weights and are
+counted until the objective is within 1e-6 of its maximum, relative to it. Rates are of the distance from the optimum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EM = "EM"
 SHIFTS = (1.0, 0.25, 0.05, 0.0)
 PROBLEMS = ("separated", "poisson")
 GAP = 1e-6
-# Distances between which a rate is measured: below them rounding counts, above them the problem is not yet linear.
+# A rate is measured between these distances: nearer, rounding counts; farther, the iteration is not yet linear.
 NEAR, FAR = 1e-12, 1e-3
 SUPPORT = 1e-10
 AGREE = 0.02
@@ -31,7 +31,7 @@ Problem = tuple[Tensor, Tensor]  # likelihoods [n, K], counts [n]
 
 
 def problem(name: str, seed: int = 0) -> Problem:
-    """One of the two, in float64."""
+    """Makes one of the two problems, in float64."""
     torch.manual_seed(seed)
     if name == "separated":
         means = torch.tensor([-6.0, 0.0, 6.0], dtype=torch.float64)
@@ -43,19 +43,19 @@ def problem(name: str, seed: int = 0) -> Problem:
 
 
 def objective(given: Problem, pi: Tensor) -> float:
-    """Sum of v log(L pi) over sum v."""
+    """Computes the sum of v log(L pi) over the sum of v."""
     likelihoods, counts = given
     return float((counts * (likelihoods @ pi).log()).sum() / counts.sum())
 
 
 def gradient(given: Problem, pi: Tensor) -> Tensor:
-    """The normalised gradient g `[K]`, 1 on the support of the optimum."""
+    """Computes the normalised gradient g `[K]`, which is 1 on the support of the optimum."""
     likelihoods, counts = given
     return likelihoods.T @ (counts / (likelihoods @ pi)) / counts.sum()
 
 
 def steps() -> dict[str, Callable[[Problem, Tensor], Tensor]]:
-    """One iteration of each method by name; those with a shift are the package's, without the guard."""
+    """Gives one iteration of each method by name; methods with a shift are favor's, without the guard."""
 
     def shifted(shift: float) -> Callable[[Problem, Tensor], Tensor]:
         def step(given: Problem, pi: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def steps() -> dict[str, Callable[[Problem, Tensor], Tensor]]:
 
 
 def optimum(given: Problem) -> Tensor:
-    """Weights of the maximum `[K]`, to the last digits: the package's, and a Newton step on their support."""
+    """Computes the weights of the maximum `[K]` to the last digits: favor's, then a Newton step on their support."""
     likelihoods, counts = given
     best = mixture_proportions(*given, shift=0.25, tol=1e-13, max_iter=200_000).proportions
     held = best > SUPPORT
@@ -79,12 +79,12 @@ def optimum(given: Problem) -> Tensor:
 
 
 def theory(given: Problem, pi: Tensor, shift: float | None) -> float:
-    """Local rate at the optimum: on the support, by eigenvalues, and off it, by the gradient.
+    """Computes the local rate at the optimum (less is faster): by eigenvalues on the support, by the gradient off it.
 
     Args:
         given: the problem.
         pi: the optimum `[K]`.
-        shift: of the power iteration; None for EM.
+        shift: shift of the power iteration; None for EM.
     """
     likelihoods, counts = given
     held = pi > SUPPORT
@@ -92,7 +92,7 @@ def theory(given: Problem, pi: Tensor, shift: float | None) -> float:
     scaled = scaled * pi[held].sqrt()
     # The eigenvalue 1, of sqrt(pi), is the direction that normalisation removes.
     others = torch.linalg.eigvalsh(scaled.T @ scaled - torch.outer(pi[held].sqrt(), pi[held].sqrt()))
-    # What is removed has become a 0, which no direction on the simplex has.
+    # The removed eigenvalue has become a 0, which belongs to no direction on the simplex.
     others = others[others.abs().argsort()][1:]
     off = gradient(given, pi)[~held]
     rates = (
@@ -102,7 +102,7 @@ def theory(given: Problem, pi: Tensor, shift: float | None) -> float:
 
 
 def measured_rate(distances: Sequence[float]) -> float:
-    """Mean factor an iteration over the last third of the linear part; NaN if there is none."""
+    """Computes the mean factor per iteration over the last third of the linear part; NaN if there is no such part."""
     linear = [number for number, value in enumerate(distances) if NEAR <= value <= FAR]
     if len(linear) < 2:
         return math.nan
@@ -113,7 +113,14 @@ def measured_rate(distances: Sequence[float]) -> float:
 def follow(
     given: Problem, best: Tensor, step: Callable[[Problem, Tensor], Tensor], limit: int
 ) -> tuple[list[float], list[float]]:
-    """Relative gaps of the objective and distances from the optimum, until the latter is small."""
+    """Iterates until the distance from the optimum is small; gives relative gaps of the objective, and distances.
+
+    Args:
+        given: the problem.
+        best: the optimum.
+        step: one iteration.
+        limit: greatest number of iterations.
+    """
     top = objective(given, best)
     pi = torch.full_like(best, 1 / len(best))
     gaps, distances = [], []
@@ -127,18 +134,18 @@ def follow(
 
 
 def iterations(gaps: Sequence[float]) -> float:
-    """Until the gap is small; infinite if it never is."""
+    """Counts the iterations until the gap is small; infinite if it never is."""
     return next((float(number) for number, gap in enumerate(gaps) if gap <= GAP), math.inf)
 
 
 def thinned(gaps: Sequence[float], points: int = 100) -> list[tuple[int, float]]:
-    """Iterations and gaps, about evenly spaced on a logarithmic axis."""
+    """Gives iterations and gaps, about evenly spaced on a logarithmic axis."""
     shown = {0, *(round(len(gaps) ** (i / points)) - 1 for i in range(points + 1))}
     return [(number, gaps[number]) for number in sorted(shown)]
 
 
 def measure(limit: int) -> dict[str, Any]:
-    """Iterations and rates of every method on both problems, and the gaps by iteration."""
+    """Measures iterations and rates of every method on both problems, and the gaps by iteration."""
     found: dict[str, Any] = {"limit": limit, "problems": {}}
     for name in PROBLEMS:
         given = problem(name)
@@ -159,7 +166,7 @@ def measure(limit: int) -> dict[str, Any]:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The report."""
+    """Writes the report."""
     rows = []
     for name, found in result["problems"].items():
         for method, cell in found["methods"].items():
@@ -180,7 +187,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def checks(result: Mapping[str, Any]) -> list[report.Check]:
-    """Checks what theory says of rates and of shift 0."""
+    """Checks the statements of theory about rates and about shift 0."""
     found = []
     for name, given in result["problems"].items():
         cells = given["methods"]

@@ -1,9 +1,9 @@
-"""KL-NMF: the objective by sweeps and by processor time, `KLNMF` beside scikit-learn's multiplicative updates (MU).
+"""KL-NMF: the objective by sweeps and by processor time, of `KLNMF` and scikit-learn's multiplicative updates (MU).
 
-Every method is started anew for every number of sweeps with tol=0, from the same factors: uniform ones after one sweep
-of MU. A time is that of the whole `fit_transform`, of one thread, its checks of the data and its last look at the
-objective included (`KLNMF` looks at it every ten sweeps, for its guard). For equal time, `KLNMF` gets as many sweeps as
-fit into the time that MU took, both the shortest of three runs in turn.
+Every method is started anew for every number of sweeps with tol=0, from equal factors: uniform factors after one sweep
+of MU. A time is that of the whole `fit_transform` with one thread, with its checks of the data and its last evaluation
+of the objective (`KLNMF` evaluates it every ten sweeps, for its guard). For equal time, `KLNMF` gets as many sweeps as
+fit into the time of MU; both times are the shortest of three runs in turn.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MU = "sklearn MU"
 SHIFTS = (0.0, 0.05, 0.25, 1.0)
 DEFAULT = "KLNMF, shift 0.05"
 CLAIM_SETS, CLAIM_SWEEPS = ("digits", "planted"), 50
-# Thesis, chapter 5: entries are Poisson with the mean -log(1 - density), so that this is the share that is not zero.
+# Thesis, chapter 5: entries are Poisson with the mean -log(1 - density), so that this fraction of them is not zero.
 DENSITIES = {"poisson .9": 0.9, "poisson .1": 0.1, "poisson .1, sparse": 0.1}
-TRIES = 4  # to find the number of sweeps for a time
+TRIES = 4  # attempts to find the number of sweeps for a time
 REPEATS = 3
 
 Start = tuple[np.ndarray, np.ndarray]
@@ -34,7 +34,7 @@ Run = tuple[float, float]  # objective, seconds
 
 
 def problem(name: str) -> tuple[Any, int]:
-    """A nonnegative matrix, dense or CSR, and the number of components."""
+    """Makes a nonnegative matrix, dense or CSR, and the number of components."""
     source = np.random.default_rng(0)
     if name == "digits":
         pixels = load_digits().data
@@ -47,7 +47,7 @@ def problem(name: str) -> tuple[Any, int]:
 
 
 def divergence(V: Any, W: np.ndarray, H: np.ndarray) -> float:
-    """Sum of V log(V / WH) - V + WH."""
+    """Computes the sum of V log(V / WH) - V + WH."""
     dense = V.toarray() if sparse.issparse(V) else V
     product = W @ H
     there = dense > 0
@@ -55,7 +55,7 @@ def divergence(V: Any, W: np.ndarray, H: np.ndarray) -> float:
 
 
 def start(V: Any, count: int, seed: int) -> Start:
-    """Uniform factors after one sweep of MU, H before W."""
+    """Draws uniform factors and updates them by one sweep of MU, H before W."""
     dense = V.toarray() if sparse.issparse(V) else V
     source = np.random.default_rng(seed)
     W, H = source.uniform(size=(dense.shape[0], count)), source.uniform(size=(count, dense.shape[1]))
@@ -65,23 +65,31 @@ def start(V: Any, count: int, seed: int) -> Start:
 
 
 def sklearn_mu(count: int, sweeps: int) -> NMF:
-    """Scikit-learn's solver for so many sweeps."""
+    """Makes scikit-learn's solver for `sweeps` sweeps."""
     loss = "kullback-leibler"
     return NMF(count, init="custom", solver="mu", beta_loss=loss, tol=0, max_iter=sweeps)
 
 
 def ours(shift: float) -> Callable[[int, int], KLNMF]:
-    """Makes `KLNMF` for so many components and sweeps."""
+    """Gives a function that makes `KLNMF` for a number of components and of sweeps."""
     return lambda count, sweeps: KLNMF(count, init="custom", shift=shift, tol=0, max_iter=sweeps)
 
 
 def methods() -> dict[str, Callable[[int, int], Any]]:
-    """All by name."""
+    """Lists all methods by name."""
     return {MU: sklearn_mu} | {f"KLNMF, shift {shift:g}": ours(shift) for shift in SHIFTS}
 
 
 def run(make: Callable[[int, int], Any], V: Any, count: int, sweeps: int, first: Start) -> Run:
-    """Objective and seconds of one fit."""
+    """Runs one fit; gives its objective and seconds.
+
+    Args:
+        make: makes the solver.
+        V: the matrix.
+        count: number of components.
+        sweeps: number of sweeps.
+        first: factors to start from.
+    """
     W, H = first[0].copy(), first[1].copy()
     model = make(count, sweeps)
     clock = time.process_time()
@@ -91,11 +99,18 @@ def run(make: Callable[[int, int], Any], V: Any, count: int, sweeps: int, first:
 
 
 def in_time(V: Any, count: int, sweeps: int, first: Start) -> dict[str, Any]:
-    """MU for so many sweeps, and the default of `KLNMF` for no more seconds."""
+    """Runs MU for a number of sweeps, and the default of `KLNMF` for at most as many seconds.
+
+    Args:
+        V: the matrix.
+        count: number of components.
+        sweeps: sweeps of MU.
+        first: factors to start from.
+    """
     makes = methods()
 
     def both(number: int) -> tuple[Run, Run]:
-        """MU and the default, which go on for other numbers of sweeps."""
+        """Runs MU for `sweeps` sweeps and the default of `KLNMF` for `number` sweeps."""
         pairs = [
             (run(makes[MU], V, count, sweeps, first), run(makes[DEFAULT], V, count, number, first))
             for _ in range(REPEATS)
@@ -106,7 +121,7 @@ def in_time(V: Any, count: int, sweeps: int, first: Start) -> dict[str, Any]:
     mu, own = both(sweeps)
     number = sweeps
     for _ in range(TRIES):
-        # A little less than would just fit: times vary.
+        # A little less than fits exactly, because times vary.
         number = max(1, int(0.98 * number * mu[1] / own[1]))
         mu, own = both(number)
         if own[1] <= mu[1]:
@@ -115,7 +130,13 @@ def in_time(V: Any, count: int, sweeps: int, first: Start) -> dict[str, Any]:
 
 
 def measure(names: Sequence[str], sweeps: Sequence[int], starts: int) -> dict[str, Any]:
-    """Objectives and seconds by data set, method, start and number of sweeps."""
+    """Measures objectives and seconds by data set, method, start and number of sweeps.
+
+    Args:
+        names: data sets.
+        sweeps: numbers of sweeps.
+        starts: number of starts.
+    """
     found: dict[str, Any] = {"sweeps": list(sweeps), "starts": starts, "sets": {}}
     for name in names:
         V, count = problem(name)
@@ -142,12 +163,19 @@ def measure(names: Sequence[str], sweeps: Sequence[int], starts: int) -> dict[st
 
 
 def mean_objective(result: Mapping[str, Any], method: str, sweeps: int, counts: Sequence[int]) -> float:
-    """Over starts."""
+    """Computes the mean objective over starts.
+
+    Args:
+        result: of one data set.
+        method: name of the method.
+        sweeps: number of sweeps.
+        counts: all numbers of sweeps.
+    """
     return float(np.mean([line[counts.index(sweeps)] for line in result["objective"][method]]))
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The report."""
+    """Writes the report."""
     counts, sets = result["sweeps"], result["sets"]
     shown = [number for number in (10, CLAIM_SWEEPS, 100, max(counts)) if number in counts] or [max(counts)]
     shown = list(dict.fromkeys(shown))
@@ -187,7 +215,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def checks(result: Mapping[str, Any]) -> list[report.Check]:
-    """The two claims, for each of the sets they name."""
+    """Checks the two claims, for each of their data sets."""
     found, counts = [], result["sweeps"]
     for name in CLAIM_SETS:
         if name not in result["sets"]:

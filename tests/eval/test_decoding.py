@@ -22,7 +22,7 @@ def test_a_cache_that_gives_something_else_is_not_timed(tmp_path, monkeypatch, c
     monkeypatch.setattr(decoding, "TOLERANCE", 0.0)
     words = ["--contexts", "300", "--layers", "1", "--tokens", "3", "--shapes", "llama", "--num_features", "16"]
     assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 1
-    assert "so no times" in capsys.readouterr().out
+    assert "no times are given" in capsys.readouterr().out
 
 
 def test_too_few_tokens_are_refused():

@@ -124,8 +124,8 @@ class DurationBatchSampler(Sampler[list[Key]]):
 
     A batch is a list of keys `(epoch, index)` for `SpeechDataset`: workers need not be told the epoch.
 
-    Make a `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and give the loader to `accelerator.prepare`,
-    with accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Then batch i goes to
+    Make a `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and give it to `accelerator.prepare`, with
+    accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Then batch i goes to
     process i % n, and the first batches are repeated at the end of the epoch so that every process has
     `ceil(len(sampler) / n)` batches. `loader.set_epoch(epoch)` reaches the sampler, also with several processes. A
     loader from `skip_first_batches` passes the epoch on with one process only, so call `set_epoch` on the prepared
@@ -191,7 +191,7 @@ class DurationBatchSampler(Sampler[list[Key]]):
 
     @property
     def sampler(self) -> DurationBatchSampler:
-        """This sampler itself: with several processes accelerate looks for `set_epoch` in an attribute `sampler`."""
+        """The sampler itself: with several processes accelerate looks for `set_epoch` in an attribute `sampler`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

@@ -28,7 +28,7 @@ OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize"
 
 
 def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
-    """Loads the processor of a folder, or makes a new one: a tokenizer of the transcripts, features as the arguments say.
+    """Loads the processor of a folder, or makes a new one with a tokenizer of the transcripts and features as given.
 
     With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
 
@@ -57,7 +57,7 @@ def saved_architecture(config: ConformerConfig) -> str | None:
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """Says whether to train "ctc" or "transducer": the choice of the arguments, else of the checkpoint, else "ctc"."""
+    """Says whether to train "ctc" or "transducer", by the arguments, else by the checkpoint, else "ctc"."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     config = ConformerConfig.from_pretrained(arguments.model_name_or_path)

@@ -31,8 +31,8 @@ def prepare(
 ) -> list[Utterance]:
     """Decodes every utterance once: finds the bad ones and the length of the others.
 
-    With a folder, each result is appended to `checked.partial.jsonl`, which becomes `checked.jsonl` when it is complete.
-    So a killed run continues where it was, and a second run decodes nothing. A result is used again if id, place and
+    With a folder, each result is appended to `checked.partial.jsonl`, which becomes `checked.jsonl` when complete. So a
+    killed run continues where it was, and a second run decodes nothing. A result is used again if id, place and
     size of the file are equal. Utterances that are new or have changed are decoded; records of utterances that are no
     longer given stay and do no harm. Bad utterances are remembered too, so that a run with a greater limit continues.
     Other settings are an error. The folder is for one process at a time: let the others wait for the first.
@@ -138,7 +138,7 @@ def _decoded(
 
 
 class _Store:
-    """The file of results: a first line with the settings, then one record per line; the last record of an id counts."""
+    """The file of results: a line with the settings, then one record per line; the last record of an id counts."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.final, self.partial = folder / FINAL, folder / PARTIAL

@@ -83,7 +83,7 @@ def label(
     num_workers: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> None:
-    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; call `collect` after it.
+    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; then call `collect`.
 
     Each batch is written and synced as soon as it is done, so that a killed labelling continues where it was. Batches
     depend on the utterances alone, so that neither a kill nor the number of shards changes a result. Transcripts of the

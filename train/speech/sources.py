@@ -41,7 +41,7 @@ def load_speech(
             one manifest alone; or, if there is no such path, the name of a dataset of the hub.
         split: e.g. "dev-clean" of a folder, "validation" of the hub; several are joined by "+". Default None: the
             manifest that `source` is, or the only one in it.
-        prepared: folder where `prepare` keeps its results, in a folder of each split. Default None: all audio is decoded
+        prepared: folder where `prepare` keeps its results, by split. Default None: all audio is decoded
             each time.
         config: configuration of a hub dataset. Default None.
         max_bad: utterances that may be left out, a number or a fraction of all. Default 0: the first one raises.

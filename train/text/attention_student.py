@@ -104,7 +104,7 @@ class AttentionStudent(nn.Module):
 
 
 def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
-    """Divides the Frobenius norm of output - exact by that of exact, for each sequence and head `[B, H]`; less is better.
+    """Divides the Frobenius norm of output - exact by that of exact, per sequence and head `[B, H]`; less is better.
 
     Args:
         output: an approximation of the attention output, `[B, H, n, dv]`.

@@ -1,7 +1,7 @@
 """The nine GLUE tasks: their columns, labels and metrics, read from the hub or from the official TSV files.
 
-Columns and label numbers are those of the hub's `nyu-mll/glue`. The TSV files are read as they are: a field ends at a
-tab, a row at a newline, and quotation marks mean nothing.
+Columns and label numbers are those of the hub's `nyu-mll/glue`. In the TSV files a field ends at a tab and a row at a
+newline; quotation marks have no special meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Task:
         folder: folder of the official TSV files.
         sentences: the one or two text columns, as on the hub.
         labels: label strings; a label's number is its place. None: a score from 0 to 5 (STS-B).
-        metrics: names of the metrics; GLUE's leaderboard averages them. The first is the one to report alone.
+        metrics: names of the metrics; GLUE's leaderboard averages them. The first is the main one.
         tsv_sentences: header names of the text columns in the TSV files. Default: `sentences`.
         tsv_label: header name of the label column.
         coded: whether the TSV files hold label numbers, not strings.
@@ -60,11 +60,11 @@ class Task:
 
     @property
     def eval_splits(self) -> tuple[str, ...]:
-        """Development sets on the hub; the first is the one to report."""
+        """Development sets on the hub; the first is the main one."""
         return ("validation_matched", "validation_mismatched") if self.name == "mnli" else ("validation",)
 
     def parse_label(self, text: str) -> int | float:
-        """The label of a TSV field; raises ValueError for a label the task does not have."""
+        """Reads the label of a TSV field; raises ValueError for a label that the task does not have."""
         if self.labels is None:
             try:
                 score = float(text)
@@ -130,10 +130,10 @@ TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """The task of a name, in any case.
+    """Gives the task of a name, in upper or lower case.
 
     Raises:
-        ValueError: for an unknown name; the message lists the nine.
+        ValueError: for an unknown name; the message lists the nine names.
     """
     if name.lower() not in TASKS:
         near = did_you_mean(name.lower(), TASKS) or ";"
@@ -143,7 +143,7 @@ def get_task(name: str) -> Task:
 
 @dataclass
 class SkippedRows:
-    """Malformed rows that were left out: how many, and the first few as `file:line: reason`."""
+    """Malformed rows that were left out: their number, and the first five as `file:line: reason`."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -157,9 +157,9 @@ class SkippedRows:
 
 @dataclass
 class GlueData:
-    """The splits of one task; `evaluation` holds one entry, for MNLI one or two. Label columns are named `label`.
+    """The splits of one task. `evaluation` holds one split, for MNLI one or two. Label columns are named `label`.
 
-    `sources` says where each split came from: the hub's name of the task, or a file of the task's folder.
+    `sources` says the origin of each split: the hub's name of the task, or a file of the task's folder.
     """
 
     task: Task
@@ -169,7 +169,7 @@ class GlueData:
     sources: dict[str, str]
 
     def keep_first(self, train: int | None, evaluation: int | None) -> None:
-        """Drops all but the first so many samples of each split; None keeps all."""
+        """Keeps the first samples of each split, `train` and `evaluation` of them; None keeps all."""
         if train is not None:
             self.train = self.train.take(train)
         if evaluation is not None:
@@ -177,18 +177,17 @@ class GlueData:
 
 
 def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False) -> GlueData:
-    """Training and development sets of a task.
+    """Loads the training and development sets of a task.
 
     Args:
         name: one of the nine task names.
-        data_dir: GLUE's folder, or the task's own, in the official TSV layout, each file plain or with .gz behind its
-            name. Where a plain name is missing, a file that is marked as a sample of it is taken: `train.sub9999.tsv`
-            for `train.tsv`. Default None: `nyu-mll/glue` from the hub.
+        data_dir: GLUE's folder, or the task's own, in the official TSV layout; each file is plain or ends in .gz. If
+            `train.tsv` is missing, a file that is marked as a sample of it is read, such as `train.sub9999.tsv`. Default None: `nyu-mll/glue` from the hub.
         skip_bad_rows: leave out malformed rows and count them, instead of raising. Default False.
 
     Raises:
         ValueError: for an unknown task, a missing or empty file, or a malformed row; the message names
-            what was looked for, or the file and the line.
+            the expected files, or the file and the line.
     """
     task = get_task(name)
     skipped = SkippedRows()
@@ -210,7 +209,7 @@ def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool
 
 
 def load_from_hub(task: Task) -> GlueData:
-    """The task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download.
+    """Loads the task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download.
 
     Raises:
         ValueError: if the hub cannot be reached and nothing is cached.
@@ -219,7 +218,7 @@ def load_from_hub(task: Task) -> GlueData:
         hub = load_dataset(HUB_ID, task.name)
     except OSError as error:
         raise ValueError(
-            f"cannot read {HUB_ID} from the hub ({error}); with local files, set data_dir to the folder of GLUE's TSVs"
+            f"cannot read {HUB_ID} from the hub ({error}); to use local files, set data_dir to the folder of GLUE's TSVs"
         ) from error
     evaluation = {split: hub[split] for split in task.eval_splits}
     sources = dict.fromkeys(("train", *evaluation), f"{HUB_ID} {task.name}")
@@ -227,10 +226,10 @@ def load_from_hub(task: Task) -> GlueData:
 
 
 def find_folder(task: Task, data_dir: Path) -> Path:
-    """The task's folder: `data_dir/FOLDER` if it is there, else `data_dir` itself.
+    """Finds the task's folder: `data_dir/FOLDER` if it holds TSV files, else `data_dir` itself.
 
     Raises:
-        ValueError: if `data_dir` is no folder, or neither of the two holds a TSV file.
+        ValueError: if `data_dir` is not a folder, or neither folder holds a TSV file.
     """
     if not data_dir.is_dir():
         raise ValueError(f"data_dir must be an existing folder, got {data_dir}")
@@ -244,7 +243,7 @@ def find_folder(task: Task, data_dir: Path) -> Path:
 
 
 def find_file(folder: Path, stem: str) -> Path | None:
-    """`stem.tsv`, `stem.tsv.gz` or a marked sample of it; None if there is none."""
+    """Finds `stem.tsv`, `stem.tsv.gz` or a file that is marked as a sample of it; None if there is no such file."""
     for path in (folder / f"{stem}.tsv", folder / f"{stem}.tsv.gz"):
         if path.is_file():
             return path
@@ -253,14 +252,14 @@ def find_file(folder: Path, stem: str) -> Path | None:
 
 
 def missing_file(folder: Path, stem: str) -> ValueError:
-    """The error for a file that must be there, naming what was looked for."""
+    """Makes the error for a missing file; it lists the names that were expected."""
     names = ", ".join(f"{stem}{ending}" for ending in (".tsv", ".tsv.gz", ".sub*.tsv", ".sub*.tsv.gz"))
     found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     return ValueError(f"expected one of {names} in {folder}, which holds {found}")
 
 
 def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Dataset:
-    """One TSV file as a dataset with the task's hub columns.
+    """Reads one TSV file as a dataset with the task's hub columns.
 
     Args:
         task: the task.
@@ -297,7 +296,7 @@ def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Data
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
-    """Line numbers, from 1, and fields; a byte-order mark, Windows line ends and blank lines at the end are dropped.
+    """Yields line numbers, from 1, and fields, without a byte-order mark, Windows line ends and blank lines at the end.
 
     Raises:
         ValueError: for a file that is not UTF-8 or a damaged gzip file.
@@ -305,7 +304,7 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
     opener = gzip.open if path.suffix == ".gz" else open
     blank: list[int] = []
     try:
-        # newline="\n": other characters that Python takes for line ends occur inside sentences.
+        # newline="\n": sentences contain other characters that Python would take for line ends.
         with opener(path, "rt", encoding="utf-8-sig", newline="\n") as stream:
             for number, line in enumerate(stream, 1):
                 line = line.rstrip("\r\n")

@@ -14,7 +14,14 @@ from favor.train.text.glue_data import GlueData, Task
 
 
 def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments) -> Dataset:
-    """Turns sentences into token numbers, not padded unless asked for."""
+    """Turns sentences into token numbers, without padding unless `pad_to_max_length` is set.
+
+    Args:
+        dataset: one split.
+        task: names the columns with sentences.
+        tokenizer: that of the model.
+        arguments: greatest length and padding.
+    """
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
@@ -29,7 +36,13 @@ def make_loaders(
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes loaders of the training set, shuffled by seed and epoch, and of each development set, in order.
 
-    Batches are padded to their longest sample, rounded up to a `multiple` if that is not None.
+    Args:
+        data: the splits.
+        tokenizer: that of the model.
+        arguments: greatest length and padding.
+        train: sizes of batches.
+        seed: of the order.
+        multiple: batches are padded to their longest sample, rounded up to a multiple of this. None: not rounded.
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments)

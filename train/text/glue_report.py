@@ -1,4 +1,4 @@
-"""What a GLUE run leaves besides its weights: baseline, mean over seeds, model card."""
+"""Reports of a GLUE run: baseline, mean over seeds, model card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from favor.train.text.metrics import load_glue_metric
 
 
 def baseline(data: GlueData, metric: EvaluationModule) -> dict[str, float]:
-    """Scores of a predictor that knows no sentence: the training set's most frequent class, or its mean score."""
+    """Scores a predictor that reads no sentence: it says the training set's most frequent class, or its mean score."""
     labels = data.train["label"][:]
     guess = statistics.fmean(labels) if data.task.is_regression else Counter(labels).most_common(1)[0][0]
     scores: dict[str, float] = {}
@@ -35,18 +35,18 @@ def baseline(data: GlueData, metric: EvaluationModule) -> dict[str, float]:
 
 
 def named(scores: dict[str, float], split: str) -> dict[str, float]:
-    """Scores under their results names: plain, except for MNLI's second development set."""
+    """Gives scores the names of the results, which have an ending for MNLI's second development set."""
     suffix = "_mismatched" if split.endswith("_mismatched") else ""
     return {f"{name}{suffix}": value for name, value in scores.items()}
 
 
 def is_constant(predictions: np.ndarray) -> bool:
-    """Tells whether a model says the same of every sample: one class, or scores that differ only by rounding."""
+    """Tells whether a model predicts one class for all samples, or scores that differ only by rounding."""
     return bool(np.ptp(predictions) <= 1e-6)
 
 
 def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float | None]]:
-    """Mean and sample standard deviation of each metric over the seeds; None for the deviation of one seed."""
+    """Computes mean and sample standard deviation of each metric over the seeds; None for the deviation of one seed."""
     names = per_seed[0]["metrics"]
     values = {name: [run["metrics"][name] for run in per_seed] for name in names}
     mean = {name: statistics.fmean(scores) for name, scores in values.items()}
@@ -57,7 +57,15 @@ def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dic
 def all_results(
     arguments: Arguments, data: GlueData, per_seed: list[dict[str, Any]], command: str, state: AcceleratorState
 ) -> dict[str, Any]:
-    """The content of `all_results.json`: one seed or several, in one layout."""
+    """Gives the content of `all_results.json`, in one layout for one seed or several.
+
+    Args:
+        arguments: all arguments of the program.
+        data: the splits.
+        per_seed: results of each seed.
+        command: the command line.
+        state: device and number of processes.
+    """
     first = per_seed[0]
     mean, std = summarise(per_seed)
     times = [run["seconds_per_step"] for run in per_seed if run["seconds_per_step"] is not None]
@@ -92,7 +100,13 @@ def all_results(
 
 
 def model_card(task: Task, results: dict[str, Any], name: str) -> str:
-    """README.md of an output folder: front matter as the hub reads it, then the run in words and numbers."""
+    """Writes README.md of an output folder: front matter for the hub, then the run in words and numbers.
+
+    Args:
+        task: the task.
+        results: the content of `all_results.json`.
+        name: name of the model.
+    """
     several = len(results["seeds"]) > 1
     rows = [
         [
@@ -110,12 +124,12 @@ def model_card(task: Task, results: dict[str, Any], name: str) -> str:
         "Data": _pairs(results["sources"]),
         "Samples": _pairs({"train": results["train_samples"], **results["eval_samples"]}),
         "Base model": f"`{_base_name(results)}`",
-        "License": f"{_license(results)} (of the base model, as far as its card says)",
+        "License": f"{_license(results)} (of the base model, if its card says it)",
         "Attention backend": f"`{results['attn_implementation']}`",
         "Backend options": _pairs(results["favor"] or {}) or "none",
         "Seeds": ", ".join(map(str, results["seeds"])),
         "Optimizer steps": results["steps"],
-        "Seconds a step (median)": "not timed" if seconds is None else f"{seconds:.4f}",
+        "Seconds per step (median)": "not timed" if seconds is None else f"{seconds:.4f}",
         "Peak memory": f"{results['peak_memory_bytes'] / 2**20:.0f} MiB ({results['device']})",
         "Versions": _pairs(results["versions"]),
     }
@@ -137,7 +151,13 @@ def model_card(task: Task, results: dict[str, Any], name: str) -> str:
 
 
 def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
-    """The YAML at the head of a model card: what the hub shows and searches."""
+    """Writes the YAML at the head of a model card, which the hub shows and searches.
+
+    Args:
+        task: the task.
+        results: the content of `all_results.json`.
+        name: name of the model.
+    """
     evaluations = [
         EvalResult(
             task_type="text-classification",
@@ -168,18 +188,18 @@ def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
 
 
 def _base_model(results: dict[str, Any]) -> str | None:
-    """Hub name of the model that was fine-tuned; None for a local folder, whose path means nothing to others."""
+    """Gives the hub name of the model that was fine-tuned; None for a local folder, whose path tells others nothing."""
     name = results["model_name_or_path"]
     return None if Path(name).exists() else name
 
 
 def _base_name(results: dict[str, Any]) -> str:
-    """The base model in words: of a folder, its last two names."""
+    """Gives the name of the base model; for a folder the last two parts of its path."""
     return _base_model(results) or "/".join(Path(results["model_name_or_path"]).resolve().parts[-2:])
 
 
 def _license(results: dict[str, Any]) -> str:
-    """License in the model card of the base model, else "unknown"."""
+    """Reads the license from the model card of the base model, else gives "unknown"."""
     try:
         card = metadata_load(str(cached_file(results["model_name_or_path"], "README.md")))
     except (OSError, ValueError, yaml.YAMLError):
@@ -197,8 +217,8 @@ def _deviation(results: dict[str, Any], metric: str) -> str:
 
 def _usage(task: Task, results: dict[str, Any], name: str) -> list[str]:
     if len(results["seeds"]) > 1:
-        return ["One folder a seed below this one holds the model of that seed."]
-    # Only the zoo's own configurations save their backend; others have to be told again.
+        return ["In this folder, one folder per seed holds the model of that seed."]
+    # Only configurations of the zoo save their backend; for others the user must name it again.
     by_itself = keeps_backend(results["model_type"]) or not results["favor"]
     backend = "" if by_itself else f', attn_implementation="{results["attn_implementation"]}"'
     texts = ", ".join(f'"A {column}."' for column in task.sentences)

@@ -1,4 +1,4 @@
-"""What the programs for language models share: samples of one text, and how a model goes on learning from them."""
+"""Parts that the programs for language models share: samples of one text, and the training on them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Samples = Dataset[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Objective:
-    """Names what a model learns.
+    """Describes the task that a model learns.
 
     Attributes:
         program: module that is run.
-        auto_class: of transformers, for the model with its output layer.
-        shift: how many places before its label a prediction stands: 1 for the next token, 0 for one that is masked.
+        auto_class: class of transformers for the model with its output layer.
+        shift: number of places from a prediction to its label: 1 for the next token, 0 for a masked token.
         samples: (tokens `[n, length]`, tokenizer, text arguments, seed) -> samples with labels; item
-            `epoch * n + index` is one as it is in that epoch.
-        check: raises ValueError for a model that cannot learn this.
+            `epoch * n + index` is sample `index` in that epoch.
+        check: raises ValueError for a model that cannot learn the task.
     """
 
     program: str
@@ -53,7 +53,7 @@ class Objective:
 
 
 class VisitSampler(EpochSampler):
-    """Numbers `epoch * length + index`, so that a sample can differ between its visits."""
+    """A sampler that yields `epoch * length + index`, so that a sample can differ between epochs."""
 
     def __iter__(self) -> Iterator[int]:
         for index in super().__iter__():
@@ -61,11 +61,16 @@ class VisitSampler(EpochSampler):
 
 
 def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrainedModel:
-    """The pretrained model, its attention switched and, if asked for, its output layer untied.
+    """Loads the pretrained model with the chosen attention, and unties its output layer if `untie_head` is set.
+
+    Args:
+        arguments: all arguments of the program.
+        objective: the task that the model learns.
+        seed: draws weights that the checkpoint lacks, and the random features.
 
     Raises:
-        ValueError: if the model cannot learn this, or options are for the output layer alone and it shares its weights
-            with the embeddings.
+        ValueError: if the model cannot learn the task, or if options are for the output layer alone and this layer
+            shares its weights with the embeddings.
     """
     model = load_switched(arguments.model, objective.auto_class, seed, lambda config: None)
     objective.check(model)
@@ -81,7 +86,7 @@ def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrai
 
 
 def untie(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives the output layer weights of its own, equal to the shared ones; saved and loaded as such.
+    """Gives the output layer weights of its own, equal to the shared ones; a saved model keeps them apart.
 
     Raises:
         ValueError: if the output layer is not an `nn.Linear`.
@@ -98,13 +103,19 @@ def untie(model: PreTrainedModel) -> PreTrainedModel:
 def make_loaders(
     arguments: Arguments, objective: Objective, tokenizer: Any, seed: int
 ) -> tuple[DataLoader[dict[str, Tensor]], DataLoader[dict[str, Tensor]]]:
-    """Loaders of the training samples, shuffled, and of those to evaluate on, which are the same in every epoch.
+    """Makes loaders of the training samples, shuffled, and of the evaluation samples, equal in every epoch.
+
+    Args:
+        arguments: all arguments of the program.
+        objective: the task that the model learns.
+        tokenizer: that of the model.
+        seed: draws the order and the masks.
 
     Raises:
         ValueError: if a text is too short.
     """
     text, train = arguments.text, arguments.train
-    # In one order, so that the same samples are left out whatever the seed.
+    # The order does not depend on the seed, so that the evaluation samples do not either.
     ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
     if text.eval_file is None:
         held = math.ceil(0.05 * len(ids))
@@ -124,7 +135,12 @@ def make_loaders(
 
 @torch.no_grad()
 def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
-    """Mean cross-entropy of the tokens with a label in nats, its exponential, and how many the model gets right.
+    """Computes mean cross-entropy in nats over the tokens with a label, its exponential, and the accuracy.
+
+    Args:
+        run: the training.
+        loader: batches to evaluate on.
+        shift: number of places from a prediction to its label.
 
     Raises:
         FloatingPointError: if the loss is not finite.
@@ -149,8 +165,15 @@ def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
 def train_model(
     arguments: Arguments, objective: Objective, seed: int, folder: Path
 ) -> tuple[loop.Run, PreTrainedModel]:
-    """One whole training; returns the run and the trained model, which `folder` holds too."""
-    # The bias of an untied head, a pooler or another head may have no part in the loss.
+    """Trains and saves the model in `folder`; returns the run and the trained model.
+
+    Args:
+        arguments: all arguments of the program.
+        objective: the task that the model learns.
+        seed: of the training.
+        folder: of the saved model and the checkpoints.
+    """
+    # The loss may not depend on the bias of an untied head, a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = loop.make_accelerator(arguments.train, folder, [parallel])
     if note := arguments.model.without_effect():
@@ -183,9 +206,9 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
     """Trains and returns what `all_results.json` holds.
 
     Args:
-        arguments: of the run.
-        objective: what the model learns.
-        words: of the command line, without the program's name.
+        arguments: all arguments of the program.
+        objective: the task that the model learns.
+        words: the command line without the program's name.
 
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.

@@ -17,10 +17,10 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def read_text(path: str | Path, max_characters: int | None = None) -> str:
-    """Text of a UTF-8 file, plain or compressed (.gz, .xz).
+    """Reads the text of a UTF-8 file, plain or compressed (.gz, .xz).
 
     Raises:
-        ValueError: if the file is not there, is no such text, or is empty.
+        ValueError: if the file is missing, empty, or not such a text.
     """
     path = Path(path)
     with _text_of(path) as stream:
@@ -31,7 +31,7 @@ def read_text(path: str | Path, max_characters: int | None = None) -> str:
 
 
 def check_text(path: str | Path) -> None:
-    """Raises ValueError as `read_text` does, as far as the first line that is not blank tells."""
+    """Raises ValueError as `read_text` does, but reads only up to the first line that is not blank."""
     with _text_of(Path(path)) as stream:
         if not any(line.strip() for line in stream):
             raise ValueError(f"{path} holds no text")
@@ -39,7 +39,7 @@ def check_text(path: str | Path) -> None:
 
 @contextmanager
 def _text_of(path: Path) -> Iterator[Any]:
-    """The stream of a text file; raises ValueError if there is none or it cannot be read."""
+    """Opens a text file; raises ValueError if it is missing or cannot be read."""
     if not path.is_file():
         raise ValueError(f"expected a text file, got {path}, which is {'a folder' if path.is_dir() else 'not there'}")
     try:
@@ -50,15 +50,15 @@ def _text_of(path: Path) -> Iterator[Any]:
 
 
 def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, seed: int = 0) -> Tensor:
-    """Samples of `length` tokens `[n, length]`, with the tokenizer's special tokens around each.
+    """Cuts a text into samples of `length` tokens `[n, length]`, each with the tokenizer's special tokens around it.
 
     Args:
-        path: file, see `read_text`.
-        tokenizer: of the model.
-        length: tokens of a sample, special ones included.
-        number: how many, evenly spaced over the text and in an order drawn by the seed; None takes all that do not
-            overlap.
-        seed: of the order.
+        path: a text file, plain or compressed (.gz, .xz).
+        tokenizer: that of the model.
+        length: tokens of a sample, special tokens included.
+        number: number of samples, evenly spaced over the text and in an order drawn by the seed; None takes all that do
+            not overlap.
+        seed: draws the order.
 
     Raises:
         ValueError: if the text is shorter than one sample.
@@ -77,7 +77,7 @@ def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, s
 
 
 def around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Special tokens that the tokenizer puts before and after a text."""
+    """Finds the special tokens that a tokenizer puts before and after a text."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
     if not bare or not starts:

@@ -31,5 +31,5 @@ def test_a_wrong_solution_is_not_timed(tmp_path, monkeypatch, capsys):
     original = exact_step.single_direction
     monkeypatch.setattr(exact_step, "single_direction", lambda *given: 1.001 * original(*given))
     assert exact_step.main(["--labels", "20", "30", "--output_dir", str(tmp_path)]) == 1
-    assert "so no times" in capsys.readouterr().out
+    assert "no times are given" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

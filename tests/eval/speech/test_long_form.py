@@ -136,7 +136,7 @@ def test_no_times_without_the_check(monkeypatch, tmp_path, capsys, answer):
     code, asked = run(monkeypatch, tmp_path, lambda task, more: answer, "--minutes", "0.02")
     assert code == 1
     assert [task for task, *_ in asked] == ["check"]
-    assert capsys.readouterr().out.rstrip().endswith("so no times")
+    assert capsys.readouterr().out.rstrip().endswith("no times are given")
     assert not list(tmp_path.iterdir())
 
 

@@ -55,7 +55,10 @@ def test_no_times_without_the_check(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(streaming, "difference", lambda model, *_: 2e-3)
     monkeypatch.setattr(streaming, "measure", lambda *_: pytest.fail("measured"))
     assert streaming.main([*TINY, "--backends", "favor+", "--output_dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().out == "streamed logits differ from those of the whole: favor+ by 0.002; so no times\n"
+    assert (
+        capsys.readouterr().out
+        == "streamed logits differ from those of a whole pass: favor+ by 0.002: no times are given\n"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -76,7 +76,7 @@ def test_a_wrong_loss_is_not_timed(tmp_path, monkeypatch, capsys):
     original = program.transducer_loss
     monkeypatch.setattr(program, "transducer_loss", lambda *args, **options: 1.001 * original(*args, **options))
     assert program.main([*TINY, "--output_dir", str(tmp_path)]) == 1
-    assert "2x6x3x9, transducer_loss (torch): relative error 1.0e-03, so no times" in capsys.readouterr().out
+    assert "2x6x3x9, transducer_loss (torch): relative error 1.0e-03: no times are given" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

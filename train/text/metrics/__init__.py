@@ -10,10 +10,10 @@ GLUE = Path(__file__).parent / "glue"
 
 
 def load_glue_metric(task_name: str) -> evaluate.EvaluationModule:
-    """GLUE's metrics for one task: `load_glue_metric("mrpc").compute(predictions=..., references=...)`.
+    """Loads GLUE's metrics for one task: `load_glue_metric("mrpc").compute(predictions=..., references=...)`.
 
     Raises:
         ValueError: for an unknown task.
     """
-    # In memory: evaluations that run side by side would otherwise share one cache file.
+    # In memory: evaluations that run at the same time would otherwise share one cache file.
     return evaluate.load(str(GLUE), task_name, keep_in_memory=True)

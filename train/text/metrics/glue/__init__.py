@@ -1,1 +1,1 @@
-"""The folder that `evaluate.load` takes as the metric `glue`."""
+"""The folder that `evaluate.load` loads as the metric `glue`."""

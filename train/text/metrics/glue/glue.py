@@ -20,8 +20,8 @@ _CITATION = """\
 """
 
 _DESCRIPTION = """\
-The metrics of the GLUE benchmark; the configuration is the task's name. A correlation with something constant is
-undefined: it is given as 0, which is also the score of a model that has learned nothing, and no warning is raised.
+The metrics of the GLUE benchmark; the configuration is the task's name. A correlation with constant values is
+undefined: it is given as 0, the score of a model that has learned nothing, without a warning.
 """
 
 _INPUTS = """
