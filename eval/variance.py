@@ -46,7 +46,7 @@ Table = dict[str, dict[str, list[float]]]
 
 
 def resize(images: np.ndarray, size: int = SIZE) -> np.ndarray:
-    """Resizes images `[n, height, width]` to `[n, size, size]`; a new pixel is the mean over the area that it covers."""
+    """Resizes images `[n, height, width]` to `[n, size, size]`; a new pixel is the mean over the area it covers."""
 
     def weights(length: int) -> np.ndarray:
         edges = np.arange(size + 1) * length / size

@@ -81,7 +81,7 @@ def register_uniform_mean() -> None:
 
 
 def training_words(arm: Backend) -> list[str]:
-    """Writes an arm as arguments of `favor.train.asr`; an estimator is never replaced by exact attention for short audio."""
+    """Writes an arm as arguments of `favor.train.asr`; an estimator runs for short audio too, not exact attention."""
     return [*arm.arguments(), *([] if arm.num_features is None else ["--exact_below", "0"])]
 
 
@@ -163,7 +163,7 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
 
 
 def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Runs the arms that are not finished, seed by seed, and reports after each run; returns the names of failed runs."""
+    """Runs the unfinished arms, seed by seed, and reports after each run; returns the names of failed runs."""
     register_uniform_mean()
     common = list(rest)
     if arguments.model_name_or_path is not None:

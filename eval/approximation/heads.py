@@ -50,7 +50,7 @@ class HeadErrors:
             self.diagnostics.setdefault(name, {}).setdefault(seen.layer, []).extend(values.cpu().unbind(0))
 
     def _places(self, length: int, device: torch.device) -> Tensor:
-        """Chooses the queries whose errors are measured; with a fixed step all could have the same place in their blocks."""
+        """Chooses the queries to measure, at random: with a fixed step all could have the same place in their blocks."""
         if self.query_samples is None or self.query_samples >= length:
             return torch.arange(length, device=device)
         generator = torch.Generator().manual_seed(self.seed)
@@ -103,7 +103,7 @@ class HeadErrors:
         return stored_parameters(self.converted[variant.folder][layer])
 
     def _diagnose(self, seen: Observation) -> dict[str, Tensor]:
-        """Computes rho of wDERF, fitted to each sequence and head, and root mean squared norms of x and y, `[B, H]`."""
+        """Computes rho of wDERF, fitted per sequence and head, and root mean squared norms of x and y, `[B, H]`."""
         family = families.get("wderf")
         assert isinstance(family, PositiveFeatures)
         groups = seen.query.shape[1] // seen.key.shape[1]

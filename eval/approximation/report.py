@@ -71,7 +71,7 @@ def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
 
 
 def spread(errors: Tensor) -> dict[str, float]:
-    """Computes mean, median, ninth decile and maximum over all heads, and the fraction of heads with errors below 0.5."""
+    """Computes mean, median, ninth decile and maximum over all heads, and the fraction of errors below 0.5."""
     values = errors.flatten().double()
     p50, p90 = torch.quantile(values, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
     rest = {"max": float(values.max()), "under_half": float((values < 0.5).double().mean())}

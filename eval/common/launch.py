@@ -29,7 +29,7 @@ class Backend:
 
     @classmethod
     def parse(cls, text: str) -> Backend:
-        """Reads `name[:features][:number]`; raises ValueError if the name is neither exact attention nor one of favor."""
+        """Reads `name[:features][:number]`; raises ValueError if the name is neither exact attention nor a backend."""
         import favor
 
         name, *options = text.split(":")

@@ -116,7 +116,7 @@ def _made(model_class: type[PreTrainedModel], config: Any, attention: str) -> Pr
 
 
 def _from_config(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
-    """Makes a model as a user does, by class, config and name of the backend; experts run in plain torch, of any width."""
+    """Makes a model as a user does, by class, config and backend; experts run in plain torch, of any width."""
     model: PreTrainedModel = model_class._from_config(
         config, attn_implementation=attention, experts_implementation="eager"
     )

@@ -1,8 +1,8 @@
-"""Passes over the data until the first principal component is found: VR Power beside what there was before.
+"""Passes over the data until the first principal component is found: VR Power compared with older methods.
 
-Rows have an exact spectrum: 1, 1 - gap, and 48 values evenly spaced from .6 to .01. The error of x is 1 - (x'u)^2, u
-the first eigenvector, and passes are those that led to x; the pass by which an estimator sees that x is good enough is
-not counted, since other methods have none. Every seed has other rows, another start and other batches.
+Rows have an exact spectrum: 1, 1 - gap, and 48 values evenly spaced from .6 to .01. The error of x is 1 - (x'u)^2, where
+u is the first eigenvector. Passes are those that led to x. The pass in which an estimator sees that x is good enough is
+not counted, since other methods have no such pass. Every seed has other rows, another start and other batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from favor.eval.common import report
 from favor.eval.options.decomposition import FEATURES
 
 TARGETS = (1e-4, 1e-8)
-# Exact methods go on for so many times the passes of the others: they need more.
+# Exact methods need more passes: they may use this many times those of the others.
 PATIENCE = 5
 # Oja: steps c / (t + 300) with c = 3 / (l1 - l2).
 OJA = (3.0, 300)
@@ -37,14 +37,14 @@ POWER, VR_POWER = "power iteration", "VRPower, default"
 
 
 class _EnoughError(Exception):
-    """The next epoch would end beyond the limit."""
+    """Stops an estimator whose next epoch would end beyond the limit of passes."""
 
 
 class _Watched(StochasticPower):
-    """Keeps the points from which epochs start, with the passes that led to them, and stops at a limit.
+    """Keeps the points at which epochs start, with the passes that led to them, and stops at a limit.
 
     Attributes:
-        limit: passes.
+        limit: greatest number of passes.
         path_: passes and points `[d]`.
     """
 
@@ -60,7 +60,7 @@ class _Watched(StochasticPower):
             rule = rules(number)
 
             def keeping(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
-                # One pass was for the gradient at the point.
+                # One of the passes computed the gradient at the point: it did not lead there.
                 self.path_.append((source.passes - 1, point.x))
                 parameters, scale = rule(point, last, factor)
                 if source.passes + (parameters.epoch_length - 1) * share > self.limit:
@@ -83,12 +83,18 @@ class _WatchedHeavyBall(_Watched, VRHeavyBallPower):
 
 
 def spectrum(gap: float) -> np.ndarray:
-    """Eigenvalues `[d]`, falling."""
+    """Gives the eigenvalues `[d]`, in falling order."""
     return np.r_[1.0, 1.0 - gap, np.linspace(0.6, 0.01, FEATURES - 2)]
 
 
 def rows_with(values: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows `[n, d]` for which X'X / n has exactly these eigenvalues, and the first eigenvector `[d]`."""
+    """Draws rows `[n, d]` for which X'X / n has exactly these eigenvalues; also gives the first eigenvector `[d]`.
+
+    Args:
+        values: the eigenvalues `[d]`.
+        count: number of rows.
+        seed: draws the rows.
+    """
     source, d = np.random.default_rng(seed), len(values)
     left = np.linalg.qr(source.normal(size=(count, d)))[0]
     right = np.linalg.qr(source.normal(size=(d, d)))[0]
@@ -96,13 +102,19 @@ def rows_with(values: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np
 
 
 def error(x: np.ndarray, true: np.ndarray) -> float:
-    """1 - (x'u)^2 of x over its norm, without cancellation."""
+    """Computes 1 - (x'u)^2 for x divided by its norm, without cancellation."""
     x = x / np.linalg.norm(x)
     return float(np.square(x - (x @ true) * true).sum())
 
 
 def power(X: np.ndarray, x: np.ndarray, beta: float = 0.0) -> Iterator[np.ndarray]:
-    """Power iteration x_{t+1} = C x_t - beta x_{t-1}, a pass a point."""
+    """Runs the power iteration x_{t+1} = C x_t - beta x_{t-1}; yields a point per pass.
+
+    Args:
+        X: rows `[n, d]`.
+        x: start `[d]`.
+        beta: momentum.
+    """
     before = np.zeros_like(x)
     while True:
         after = X.T @ (X @ x) / len(X) - beta * before
@@ -112,7 +124,14 @@ def power(X: np.ndarray, x: np.ndarray, beta: float = 0.0) -> Iterator[np.ndarra
 
 
 def oja(X: np.ndarray, x: np.ndarray, c: float, seed: int) -> Iterator[np.ndarray]:
-    """Oja's rule x <- x + c / (t + 300) a (a'x) for one row after another in random order, a pass a point."""
+    """Runs Oja's rule x <- x + c / (t + 300) a (a'x) over the rows a in random order; yields a point per pass.
+
+    Args:
+        X: rows `[n, d]`.
+        x: start `[d]`.
+        c: factor of the steps.
+        seed: draws the order.
+    """
     source, t = np.random.default_rng((seed, 2)), OJA[1]
     x = x / np.linalg.norm(x)
     while True:
@@ -126,7 +145,13 @@ def oja(X: np.ndarray, x: np.ndarray, c: float, seed: int) -> Iterator[np.ndarra
 
 
 def path_of(points: Iterator[np.ndarray], true: np.ndarray, passes: int) -> Path:
-    """Errors of a method with a point for every pass, until the last target is met or passes are used up."""
+    """Computes the errors of a method after every pass, until the last target is met or the passes are used up.
+
+    Args:
+        points: one per pass.
+        true: the first eigenvector.
+        passes: greatest number of passes.
+    """
     path: Path = []
     for number in range(1, passes + 1):
         path.append((float(number), error(next(points), true)))
@@ -136,7 +161,14 @@ def path_of(points: Iterator[np.ndarray], true: np.ndarray, passes: int) -> Path
 
 
 def estimator_path(estimator: _Watched, X: np.ndarray, true: np.ndarray, passes: int) -> Path:
-    """Errors at the ends of epochs, of those that end within so many passes."""
+    """Computes the errors at the ends of the epochs that end within `passes` passes.
+
+    Args:
+        estimator: the method.
+        X: rows `[n, d]`.
+        true: the first eigenvector.
+        passes: greatest number of passes.
+    """
     estimator.limit = passes
     with suppress(_EnoughError):
         estimator.fit(X)
@@ -144,7 +176,15 @@ def estimator_path(estimator: _Watched, X: np.ndarray, true: np.ndarray, passes:
 
 
 def paths(X: np.ndarray, true: np.ndarray, gap: float, passes: int, seed: int) -> dict[str, Path]:
-    """Every method once, by name."""
+    """Runs every method once; gives their paths by name.
+
+    Args:
+        X: rows `[n, d]`.
+        true: the first eigenvector.
+        gap: between the first two eigenvalues.
+        passes: greatest number of passes.
+        seed: draws start and batches.
+    """
     start = np.random.default_rng((seed, 1)).normal(size=(X.shape[1],))
     l1, l2 = spectrum(gap)[:2].tolist()
     found = {
@@ -155,7 +195,7 @@ def paths(X: np.ndarray, true: np.ndarray, gap: float, passes: int, seed: int) -
     rule: dict[str, Any] = {"eta": "rule", "epoch_length": "rule"}
     known: dict[str, Any] = {"eigenvalues": (l1, l2)}
     estimate: dict[str, Any] = {"eigenvalues": "estimate"}
-    # Residuals are at least gap * sqrt(error), about.
+    # Residuals are at least about gap * sqrt(error).
     common: dict[str, Any] = {"random_state": seed, "max_epochs": passes + 1, "tol": 0.1 * gap * math.sqrt(TARGETS[-1])}
     cells: dict[str, _Watched] = {
         VR_POWER: _WatchedPower(**common),
@@ -172,12 +212,19 @@ def paths(X: np.ndarray, true: np.ndarray, gap: float, passes: int, seed: int) -
 
 
 def passes_to(path: Path, target: float) -> float:
-    """Passes until the error is at most the target; infinite if it never is."""
+    """Counts the passes until the error is at most the target; infinite if it never is."""
     return next((passes for passes, value in path if value <= target), math.inf)
 
 
 def measure(rows: int, gaps: Sequence[float], passes: int, seeds: int) -> dict[str, Any]:
-    """Medians over seeds of passes to each target, for every gap and method, and the paths of the first seed."""
+    """Measures the passes to each target, medians over seeds, for every gap and method; keeps paths of the first seed.
+
+    Args:
+        rows: number of rows.
+        gaps: between the first two eigenvalues.
+        passes: greatest number of passes.
+        seeds: number of seeds.
+    """
     found: dict[str, Any] = {"rows": rows, "features": FEATURES, "limit": passes, "seeds": seeds, "gaps": {}}
     for gap in gaps:
         runs = [paths(*rows_with(spectrum(gap), rows, seed), gap, passes, seed) for seed in range(seeds)]
@@ -194,7 +241,7 @@ def measure(rows: int, gaps: Sequence[float], passes: int, seeds: int) -> dict[s
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The report."""
+    """Writes the report."""
     gaps, limit = result["gaps"], result["limit"]
 
     def cell(name: str, found: Mapping[str, Any]) -> str:
@@ -219,7 +266,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def checks(result: Mapping[str, Any]) -> list[report.Check]:
-    """The claim, if its gap was measured."""
+    """Checks the claim, if its gap was measured."""
     found = result["gaps"].get(f"{CLAIM_GAP:g}")
     if found is None:
         return []

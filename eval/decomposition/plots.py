@@ -16,11 +16,11 @@ LEAST_GAP = 1e-12
 
 
 def plot(part: str, result: Mapping[str, Any], path: Path) -> None:
-    """The figure of a part, if it has one.
+    """Draws the figure of a part, if it has one.
 
     Args:
-        part: "nmf", "mixture" and "pca" have one.
-        result: what the part's `measure` returned.
+        part: "nmf", "mixture" and "pca" have a figure.
+        result: returned by the part's `measure`.
         path: of the PNG file.
     """
     drawings = {"nmf": _nmf, "mixture": _mixture, "pca": _pca}
@@ -43,9 +43,9 @@ def plot(part: str, result: Mapping[str, Any], path: Path) -> None:
 
 
 def _nmf(plt: Any, result: Mapping[str, Any]) -> Any:
-    """A row a data set: objective in units of the best, by sweeps and by seconds; means over starts, medians of times.
+    """Draws a row per data set: objective in units of the best, by sweeps and by seconds.
 
-    The first tenth of the sweeps is cut off at the top.
+    Objectives are means over starts, times are medians. Values of the first tenth of the sweeps may lie above the top.
     """
     sets, counts = result["sets"], np.array(result["sweeps"])
     figure, grid = plt.subplots(len(sets), 2, figsize=(10, 2.8 * len(sets) + 0.6), squeeze=False, layout="constrained")
@@ -68,7 +68,7 @@ def _nmf(plt: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _mixture(plt: Any, result: Mapping[str, Any]) -> Any:
-    """A panel a problem: relative gap by iteration."""
+    """Draws a panel per problem: relative gap by iteration."""
     figure, row = plt.subplots(1, len(result["problems"]), figsize=(10, 4), layout="constrained")
     for axes, (name, found) in zip(row, result["problems"].items(), strict=True):
         for method, cell in found["methods"].items():
@@ -86,7 +86,7 @@ def _mixture(plt: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _pca(plt: Any, result: Mapping[str, Any]) -> Any:
-    """Error by passes at the gap of the claim, or the first one there is."""
+    """Draws the error by passes at the gap of the claim, or at the first gap if that was not measured."""
     gaps = result["gaps"]
     gap = f"{CLAIM_GAP:g}" if f"{CLAIM_GAP:g}" in gaps else next(iter(gaps))
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The demo, `python -m favor.eval.demo`; `favor.eval.options.demo` says what it shows."""
+"""The demo, `python -m favor.eval.demo`; the help in `favor.eval.options.demo` describes it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKENDS = ("landmark", "favor#", "favor+")
 
 
 def rows(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[list[str]]:
-    """Cells of the table, one row per reader.
+    """Makes the cells of the table, one row per reader.
 
     Args:
         readings: by label.
@@ -55,7 +55,7 @@ def rows(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[l
 
 
 def checks(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[Check]:
-    """Says what the demo is to show, and whether this run does."""
+    """Checks the statements that the demo makes, in this run."""
     exact, linear = readings[EXACT], readings[LANDMARKS]
     points = {label: 100 * readings[label].accuracy() for label in readings}
     lost, gained = points[LANDMARKS] - points[EXACT], points[LANDMARKS] - points[CUT_SHORT]
@@ -77,7 +77,7 @@ def checks(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list
 
 
 def explanation(arguments: argparse.Namespace, shortest: int) -> list[str]:
-    """The lines below the table."""
+    """Writes the lines below the table."""
     halves, number = 2 * arguments.documents, fine_tuned.NUM_FEATURES
     text = (
         f"Found: of {halves} halves, those whose nearest half is the other one of their passage. One half is "
@@ -93,7 +93,7 @@ def explanation(arguments: argparse.Namespace, shortest: int) -> list[str]:
 
 
 def usage(folder: Path) -> list[str]:
-    """What a user copies."""
+    """Writes the lines of code that a user can copy."""
     return [
         "On a model of your own:",
         "",
@@ -118,10 +118,10 @@ HEADER = (
 
 
 def find_halves(model: Path, arguments: argparse.Namespace) -> dict[str, Reading]:
-    """Runs the first part, with a bar of progress."""
+    """Runs the first part, with a progress bar."""
     texts = documents(arguments.documents)
     total = count(READERS, len(texts), LENGTHS)
-    # A file gets few lines.
+    # In a file the bar is updated rarely, so that the file has few lines.
     pause = 0.1 if sys.stderr.isatty() else 15
     with tqdm(total=total, desc="find the other half", unit="text", mininterval=pause) as bar:
         return read_all(READERS, model, texts, LENGTHS, bar, arguments.seed)
@@ -141,7 +141,7 @@ def fine_tune(model: Path, arguments: argparse.Namespace) -> tuple[dict[str, flo
 
 @contextlib.contextmanager
 def fewer_messages() -> Iterator[None]:
-    """Hides the bars and warnings of loading and tokenizing; those of the demo and of its training stay."""
+    """Hides progress bars and warnings of loading and tokenizing; those of the demo and of its training stay."""
     logging, level = transformers.utils.logging, transformers.utils.logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     say(f"checking the weights in {PACKAGE}")
     model = minilm_path()
-    say(f"1. {arguments.documents} passages of novels: find the other half of each, nothing trained")
+    say(f"1. {arguments.documents} passages of novels: find the other half of each, without training")
     with fewer_messages():
         readings = find_halves(model, arguments)
         say("2. are the words in order? Fine-tuned with exact attention, then switched")

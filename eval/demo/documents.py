@@ -1,4 +1,4 @@
-"""The demo's documents: passages of novels in the public domain, packed beside this file (text/ORIGIN.md)."""
+"""The demo's documents: passages of novels in the public domain, in the folder text (see text/ORIGIN.md)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path(__file__).parent / "text" / "novels.txt.xz"
-# Between documents; the first line of each is "title | author | year".
+# Stands between documents. The first line of a document is "title | author | year".
 SEPARATOR = "\f"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One passage of a novel, of 8,200 word pieces of BERT."""
+    """One passage of a novel, 8,200 word pieces of BERT long."""
 
     title: str
     author: str
@@ -25,10 +25,10 @@ def documents(number: int | None = None) -> list[Document]:
     """Reads the documents: first one of each novel, then a second one of each, and so on.
 
     Args:
-        number: of documents; None is all.
+        number: number of documents; None is all.
 
     Raises:
-        ValueError: if there are not as many, or fewer than 2 are asked for.
+        ValueError: if `number` is below 2 or above the number of documents that exist.
     """
     parts = lzma.decompress(FILE.read_bytes()).decode().split(SEPARATOR)
     if number is not None and not 2 <= number <= len(parts):

@@ -1,4 +1,4 @@
-"""Fine-tune with exact attention, switch to linear attention by one argument, save, load again and evaluate."""
+"""Fine-tunes with exact attention, switches to linear attention by one argument, saves, loads again and evaluates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from favor.eval.demo import word_order
 from favor.eval.glue import checkpoints
 from favor.train import glue
 
-# Groups of keys, and keys that stay exact; random features are as many as groups.
+# Number of groups of keys, of selected keys, and of random features.
 NUM_FEATURES = 64
-# One training must do for two cores: 35 to 60 seconds.
+# The training must be short on two cores: it takes 35 to 60 seconds.
 BATCH_SIZE, LEARNING_RATE, WARMUP_RATIO = 16, 2e-4, 0.1
 
 
 @dataclass(frozen=True)
 class Switched:
-    """A fine-tuned model that was loaded again, and what it scored.
+    """A fine-tuned model that was loaded again, and its score.
 
     Attributes:
         folder: where it was saved.
@@ -38,7 +38,15 @@ class Switched:
 
 
 def train(model: Path, data_dir: Path, folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Runs `favor.train.glue` with exact attention; returns its results."""
+    """Runs `favor.train.glue` with exact attention; returns its results.
+
+    Args:
+        model: folder of the pretrained model.
+        data_dir: folder of the data.
+        folder: of the results.
+        steps: number of optimizer steps.
+        seed: of the training.
+    """
     command: list[object] = ["--model_name_or_path", model, "--attn_implementation", "sdpa"]
     command += ["--task_name", word_order.TASK, "--data_dir", data_dir, "--max_length", word_order.MAX_LENGTH]
     command += ["--max_train_steps", steps, "--per_device_train_batch_size", BATCH_SIZE, "--dropout", 0]
@@ -54,13 +62,13 @@ def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> S
         trained: folder of the model.
         results: of its training.
         backend: value of `attn_implementation`.
-        seed: of random features.
+        seed: draws the random features.
 
     Raises:
         RuntimeError: if the saved model does not come back with the attention it was saved with.
     """
     model = AutoModelForSequenceClassification.from_pretrained(trained, attn_implementation=backend)
-    # Few tokens: without these options, layers would keep exact attention, because it is faster.
+    # The texts are short: without exact_below=0, layers would keep exact attention, because it is faster.
     favor.configure(model, **options(backend), exact_below=0, seed=seed)
     folder = trained.parent / Backend(backend).slug
     model.save_pretrained(folder)
@@ -75,5 +83,5 @@ def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> S
 
 
 def options(backend: str) -> dict[str, Any]:
-    """Options of a backend in this task."""
+    """Gives the options of a backend in this task."""
     return {"num_features": NUM_FEATURES} | ({"selected_keys": NUM_FEATURES} if backend == "landmark" else {})

@@ -1,4 +1,4 @@
-"""The demo's picture: seconds by length, and found halves by seconds."""
+"""The demo's picture: seconds by length, and other halves found by seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def draw(readings: Mapping[str, Reading], path: Path) -> None:
     """Writes a picture with two panels.
 
     Args:
-        readings: by label, as of `favor.eval.demo.retrieval.read_all`.
+        readings: by label, from `favor.eval.demo.retrieval.read_all`.
         path: of the PNG file.
     """
     import matplotlib

@@ -1,7 +1,7 @@
-"""Find the other half: each document's second half is looked for by its first, and the first by the second.
+"""Finds the other half: each document's first half is used to find its second half, and the second to find the first.
 
-A model embeds every half alone, as the mean of its last hidden states. The other half is the nearest of all
-documents by cosine. Nothing is trained. The models have 512 positions, which repeat.
+A model embeds every half alone, as the mean of its last hidden states. The nearest half of all documents by cosine
+should be the other half. Nothing is trained. The models have 512 positions, which repeat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from favor.eval.demo.documents import Document
 
 CUT = 512  # positions of the model
 HALF, WHOLE = 4096, 8192
-# Timed on TIMED documents; a half is timed on all.
+# These lengths are timed on TIMED documents; halves are timed on all documents.
 LENGTHS, TIMED = (1024, 2048, WHOLE), 2
 
 
@@ -35,8 +35,8 @@ class Reader:
     Attributes:
         label: its name in the table.
         backend: value of `attn_implementation`.
-        options: of the backend.
-        cut: number of tokens after which a text ends; None reads all of it.
+        options: options of the backend.
+        cut: number of tokens that are read; None reads all.
     """
 
     label: str
@@ -54,46 +54,46 @@ class Reader:
 
 @dataclass
 class Reading:
-    """What one reader found, and how long it took.
+    """The embeddings that one reader made, and its times.
 
     Attributes:
         embeddings: of all halves, `[documents, 2, width]`.
-        seconds: of each text that was read, by its number of tokens.
+        seconds: of each text, by its number of tokens.
     """
 
     embeddings: Tensor
     seconds: dict[int, list[float]]
 
     def accuracy(self) -> float:
-        """Fraction of halves whose nearest half is the other one of their document."""
+        """Computes the fraction of halves whose nearest half is the other one of their document; more is better."""
         first, second = torch.nn.functional.normalize(self.embeddings, dim=-1).unbind(1)
         cosines, own = first @ second.T, torch.arange(len(first))
         return float(torch.cat([cosines.argmax(1) == own, cosines.argmax(0) == own]).float().mean())
 
     def cosine(self, exact: Reading) -> float:
-        """Mean cosine of embeddings to those of another reading."""
+        """Computes the mean cosine of the embeddings with those of another reading."""
         return float(torch.cosine_similarity(self.embeddings, exact.embeddings, dim=-1).mean())
 
     def median(self, length: int) -> float:
-        """Median seconds of a text of so many tokens."""
+        """Computes the median seconds of a text of `length` tokens."""
         return statistics.median(self.seconds[length])
 
 
 def read_all(
     readers: Sequence[Reader], folder: Path, documents: Sequence[Document], lengths: Sequence[int], bar: tqdm, seed: int
 ) -> dict[str, Reading]:
-    """Lets every reader embed both halves of every document, in turns, so that a slow moment hits all of them.
+    """Lets every reader embed both halves of every document, in turns, so that a slow moment slows all readers.
 
     Args:
         readers: with different labels.
         folder: of the model and its tokenizer.
         documents: to read.
         lengths: other numbers of tokens, timed on the first documents.
-        bar: advances by one for each text; see `count`.
-        seed: of random features.
+        bar: progress bar that advances by one per text; `count` gives its total.
+        seed: draws the random features.
 
     Returns:
-        a `Reading` for each label.
+        A `Reading` for each label.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     models = {reader.label: reader.load(folder, seed) for reader in readers}
@@ -116,13 +116,25 @@ def read_all(
 
 
 def count(readers: Sequence[Reader], documents: int, lengths: Sequence[int]) -> int:
-    """Number of texts that `read_all` reads."""
+    """Counts the texts that `read_all` reads.
+
+    Args:
+        readers: with different labels.
+        documents: number of documents.
+        lengths: other numbers of tokens.
+    """
     return len(readers) * (2 * documents + len(lengths) * min(TIMED, documents))
 
 
 @torch.no_grad()
 def embed(model: PreTrainedModel, tokenizer: Any, text: Sequence[int]) -> Tensor:
-    """Mean of the last hidden states of a text between its two special tokens, `[width]`."""
+    """Embeds a text as the mean of its last hidden states, special tokens included, `[width]`.
+
+    Args:
+        model: a BERT.
+        tokenizer: that of the model.
+        text: tokens, without special tokens.
+    """
     ids = torch.tensor([[tokenizer.cls_token_id, *text, tokenizer.sep_token_id]])
     places = placement(model, ids.shape[1], CUT)
     return model(input_ids=ids, **places).last_hidden_state.mean(1)[0]

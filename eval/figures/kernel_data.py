@@ -1,8 +1,8 @@
 """Data sets for kernel classification: eight UCI sets from files, a user's own CSV files, or scikit-learn's.
 
-One rule encodes columns everywhere: a column whose every value reads as a number is that number, any other column is
-one-hot, a 0/1 column for each value. Only the board files a ... h of krkopt (chess) become the numbers 1 ... 8, as its
-ranks are. The last column is the label, whatever it holds.
+One rule encodes the columns of all sets: a column in which every value is a number keeps its numbers, any other column
+is one-hot, with a 0/1 column for each value. The only exception is krkopt (chess): its board files a ... h become the
+numbers 1 ... 8, like its ranks. The last column is always the label.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Dataset:
     classes: int
 
     def shuffled(self, seed: int, max_rows: int = 0) -> Dataset:
-        """The rows in random order, the first `max_rows` of them (0: all)."""
+        """Gives the rows in random order, only the first `max_rows` of them (0: all)."""
         order = np.random.default_rng(seed).permutation(len(self.labels))[: max_rows or None]
         return Dataset(self.name, self.x[order], self.labels[order], self.classes)
 
 
 def load(name: str, folder: Path | None) -> Dataset:
-    """One data set by name.
+    """Loads one data set by name.
 
     Args:
-        name: of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder; without a folder one
-            of scikit-learn's sets iris, wine, breast_cancer, digits.
-        folder: where the files are.
+        name: name of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder, or one of
+            scikit-learn's sets iris, wine, breast_cancer, digits, which need no folder.
+        folder: folder of the files.
 
     Raises:
         ValueError: if there is no such set, or its file cannot be read as a table.
@@ -75,9 +75,9 @@ def load(name: str, folder: Path | None) -> Dataset:
 
 
 def read_rows(path: Path) -> list[list[str]]:
-    """Rows of fields of a CSV, ARFF or blank-separated file, without its header.
+    """Reads the rows of fields of a CSV, ARFF or blank-separated file, without its header.
 
-    The first row is taken for a header if it has words over a column that is otherwise all numbers.
+    The first row is taken for a header if it has a word in a column whose other values are all numbers.
 
     Raises:
         ValueError: if rows have different numbers of fields, or fewer than two.
@@ -99,7 +99,7 @@ def read_rows(path: Path) -> list[list[str]]:
 
 
 def is_number(values: Sequence[str]) -> bool:
-    """Tells whether every value reads as a finite number."""
+    """Tells whether every value can be read as a finite number."""
     try:
         return bool(np.isfinite([float(value) for value in values]).all())
     except ValueError:
@@ -107,7 +107,7 @@ def is_number(values: Sequence[str]) -> bool:
 
 
 def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
-    """Columns of text as numbers `[n, d]`, by the rule above."""
+    """Encodes columns of text as numbers `[n, d]`: a column of numbers as it is, any other one-hot."""
     parts = []
     for column in columns:
         if is_number(column):
@@ -119,10 +119,10 @@ def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
 
 
 def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Features and labels of "train" (90 %), "validation" (5 %) and "test" (5 %), in the order of the rows.
+    """Splits features and labels into "train" (90 %), "validation" (5 %) and "test" (5 %), in the order of the rows.
 
-    Features are centred and divided by their standard deviation, both of the training part; a column that is constant
-    there is only centred.
+    Features are centred and divided by their standard deviation, both of the training part. A column that is constant
+    in the training part is only centred.
 
     Raises:
         ValueError: if a part would be empty.

@@ -15,26 +15,38 @@ from favor.eval.common import report
 
 Results = Mapping[str, Mapping[str, Any]]
 MEAN = "mean over data sets"
-SIGNED = {"RBFSampler": "--", "trig": ":"}  # line styles of what is no positive feature
+SIGNED = {"RBFSampler": "--", "trig": ":"}  # line styles of methods without positive features
 
 
 def methods_of(results: Results) -> list[str]:
-    """Methods in the order in which they ran."""
+    """Lists the methods in the order in which they ran."""
     return list(next(iter(results.values()))["splits"][0]["methods"])
 
 
 def accuracy(result: Mapping[str, Any], method: str, count: int) -> float:
-    """Test accuracy of one method on one data set, the mean over splits."""
+    """Computes the test accuracy of one method on one data set, the mean over splits.
+
+    Args:
+        result: of the data set.
+        method: name of the method.
+        count: number of features.
+    """
     return float(np.mean([split["methods"][method][str(count)]["test"] for split in result["splits"]]))
 
 
 def mean_accuracy(results: Results, method: str, count: int) -> float:
-    """Test accuracy, the mean over data sets."""
+    """Computes the test accuracy, the mean over data sets.
+
+    Args:
+        results: by data set.
+        method: name of the method.
+        count: number of features.
+    """
     return float(np.mean([accuracy(result, method, count) for result in results.values()]))
 
 
 def checks(results: Results, counts: Sequence[int]) -> list[report.Check]:
-    """On average over the data sets: cderf is at least as good as sderf, and sderf as gerf, at every M."""
+    """Checks that, on average over the data sets, cderf is at least as good as sderf, and sderf as gerf, at every M."""
     order = [name for name in ("cderf", "sderf", "gerf") if name in methods_of(results)]
     found = []
     for better, worse in itertools.pairwise(order):
@@ -46,7 +58,13 @@ def checks(results: Results, counts: Sequence[int]) -> list[report.Check]:
 
 
 def report_lines(results: Results, counts: Sequence[int], arguments: argparse.Namespace) -> list[str]:
-    """The Markdown report: the mean over data sets, then a section a data set; bold: the best method of a column."""
+    """Writes the Markdown report: the mean over data sets, then one section per data set; the best of a column is bold.
+
+    Args:
+        results: by data set.
+        counts: numbers of features.
+        arguments: of the program.
+    """
     lines = [
         "# Kernel classification with random features (Figure 3 of the FAVOR# paper)",
         "",
@@ -80,7 +98,7 @@ def report_lines(results: Results, counts: Sequence[int], arguments: argparse.Na
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    """Explains in words how it was measured."""
+    """Explains in words how the measurements were made."""
     splits = f"{arguments.splits} random splits, averaged" if arguments.splits > 1 else "one random split"
     used = f" The first {arguments.max_rows} rows after the shuffle are used." if arguments.max_rows else ""
     scales = f"{len(arguments.scales)} values, {min(arguments.scales):g} to {max(arguments.scales):g}"
@@ -127,7 +145,13 @@ def _table(values: dict[str, list[float]], result: Mapping[str, Any] | None, cou
 
 
 def plot(results: Results, counts: Sequence[int], path: Path) -> None:
-    """A panel a data set and one for their mean, a curve a method, the exact kernel dashed."""
+    """Draws a panel per data set and one for their mean, with a curve per method; the exact kernel is dashed.
+
+    Args:
+        results: by data set.
+        counts: numbers of features.
+        path: of the picture.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

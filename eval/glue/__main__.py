@@ -21,7 +21,7 @@ from favor.train.common.program import program
 
 
 def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
-    """`["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError on anything else."""
+    """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError on other forms."""
     options: dict[str, list[str]] = {}
     for text in texts:
         task, colon, setting = text.partition(":")
@@ -36,10 +36,18 @@ def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
 def train_cell(
     task: str, backend: launch.Backend, seed: int, folder: Path, common: Sequence[str], num_processes: int
 ) -> tuple[table.Run, bool]:
-    """The run of one cell, and whether it had to be trained now (False: it was there already).
+    """Gives the run of one cell, and whether it was trained now (False: it was finished before).
+
+    Args:
+        task: name of the GLUE task.
+        backend: the attention.
+        seed: of the training.
+        folder: of the run.
+        common: arguments of `favor.train.glue` that do not depend on the cell.
+        num_processes: processes of the training.
 
     Raises:
-        ValueError: if the folder holds a finished run that had other arguments.
+        ValueError: if the folder holds a finished run with other arguments.
         RuntimeError: if the training fails.
     """
     arguments = ["--task_name", task, *backend.arguments(), "--seed", str(seed), *common]
@@ -62,19 +70,23 @@ def train_cell(
 
 
 def model_in_words(path: str) -> str:
-    """The pretrained model's name, without the folders of this machine."""
+    """Gives the pretrained model's name, without the folders of this machine."""
     if MODULE in Path(path).parts:
         return f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE} (model.safetensors sha256 {SHA256})"
     return Path(path).name if Path(path).exists() else path
 
 
 def run_from_results(results: dict[str, Any], backend: str, machine: str) -> table.Run:
-    """One record of the table from the `all_results.json` of one seed."""
+    """Makes one record of the table from the `all_results.json` of one seed.
+
+    Args:
+        results: the content of the file.
+        backend: name of the row.
+        machine: machine of the training.
+    """
     column = table.column(results["task_name"])
     if len(results["seeds"]) != 1:
-        raise ValueError(
-            f"expected the results of one seed, got seeds {results['seeds']}; point at a folder of one seed"
-        )
+        raise ValueError(f"expected the results of one seed, got seeds {results['seeds']}; give a folder of one seed")
     return table.Run(
         task=column.task,
         backend=backend,
@@ -98,7 +110,7 @@ def run_from_results(results: dict[str, Any], backend: str, machine: str) -> tab
 
 
 def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
-    """Train what is missing, one seed after the other, writing the report after each run; also returns failures."""
+    """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures."""
     backends = [launch.Backend.parse(text) for text in arguments.backends or DEFAULT_BACKENDS]
     options = parse_task_options(arguments.task_options)
     model = arguments.model_name_or_path or str(minilm_path())
@@ -118,14 +130,14 @@ def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[
             print(f"{name}: FAILED: {error}", flush=True)
             continue
         runs.append(run)
-        took = f"{time.perf_counter() - start:.0f} s" if trained else "already there"
+        took = f"{time.perf_counter() - start:.0f} s" if trained else "was finished before"
         print(f"{name}: {100 * run.value:.2f} (baseline {100 * (run.baseline or 0):.2f}), {took}", flush=True)
         write_report(runs, arguments)
     return runs, failures
 
 
 def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[str]]:
-    """Evaluate every saved run of the asked tasks; also returns those that do not repeat their training's metric."""
+    """Evaluates every saved run of the chosen tasks; also returns those that do not repeat their training's metric."""
     import datasets
     import transformers
 
@@ -163,7 +175,7 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
 
 
 def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
-    """Tells how many samples have no more tokens than a backend has features; only runs evaluated again tell."""
+    """Says how many samples have at most as many tokens as a backend has features; only runs evaluated again know it."""
     shares = {
         (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
         for run in runs
@@ -181,7 +193,13 @@ def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
 
 
 def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str) -> list[str]:
-    """The Markdown report: what was run and how, the scores, the costs."""
+    """Writes the Markdown report: settings, scores and costs.
+
+    Args:
+        runs: all runs.
+        arguments: of the program.
+        command: the command line.
+    """
     machines = sorted({run.details["machine"] for run in runs})
     sources = sorted({f"{run.task}: {', '.join(run.details['sources'].values())}" for run in runs})
     options = sorted(
@@ -223,7 +241,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
 
 
 def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> None:
-    """Write NAME.md, NAME.json and NAME.png into the results folder."""
+    """Writes NAME.md, NAME.json and NAME.png into the results folder."""
     folder = arguments.results or arguments.output_dir
     command = "python -m favor.eval.glue " + shlex.join(arguments.command)
     content = {
@@ -241,7 +259,7 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> No
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
+    """Runs the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
     arguments, rest = parse_arguments(argv)
     runs, failures = evaluate_all(arguments) if arguments.checkpoints else train_all(arguments, rest)
     if runs:

@@ -1,4 +1,4 @@
-"""Load saved fine-tuning runs again and evaluate them, apart from the program that trained them."""
+"""Loads saved fine-tuning runs again and evaluates them, independently of the program that trained them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from favor.train.text.metrics import load_glue_metric
 
 
 def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Folders of one-seed runs below `root` with their `all_results.json`.
+    """Finds the folders of one-seed runs below `root`, with their `all_results.json`.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no such runs.
     """
     found = [(path.parent, json.loads(path.read_text())) for path in sorted(root.rglob("all_results.json"))]
     runs = [(folder, results) for folder, results in found if (folder / "config.json").exists()]
     if not runs:
         raise ValueError(
-            f"expected saved runs (all_results.json beside config.json) below {root}, found none; train some with "
+            f"expected saved runs (folders with all_results.json and config.json) below {root}, found none; train some with "
             "favor.train.glue or with favor.eval.glue without --checkpoints"
         )
     return runs
 
 
 def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
-    """The row of a run, `backend`, and its `machine`: as `favor.eval.glue` wrote them down, else from the results."""
+    """Gives the row of a run, `backend`, and its `machine`: as `favor.eval.glue` recorded them, else from the results."""
     name, options = results["attn_implementation"], results["favor"] or {}
     backend = Backend(name, options.get("features") if name in ("favor#", "favor_sharp") else None)
     record = folder / "cell.json"
@@ -48,16 +48,16 @@ def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
 
 
 def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
-    """The saved model with the backend it was trained with.
+    """Loads the saved model with the backend of its training.
 
-    Zoo models remember their backend and reload by themselves; others are told, and read their options from the config.
+    Zoo models remember their backend; for others it is set here, and its options are read from the config.
     """
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     backend = results["attn_implementation"]
     if model.config._attn_implementation != backend:
         if keeps_backend(model.config.model_type):
             raise ValueError(
-                f"{folder} should reload with {backend} by itself, but came with {model.config._attn_implementation}"
+                f"{folder} should load with {backend}, but loaded with {model.config._attn_implementation}"
             )
         favor.configure(model, attn_implementation=backend)
     return model.eval()
@@ -65,14 +65,14 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
-    """Metrics of a saved run on its development set (MNLI: matched), with the length limit it was trained with.
+    """Computes the metrics of a saved run on its development set (MNLI: matched), with its training's length limit.
 
     Also returns how many tokens each sample has.
 
     Args:
         folder: where `save_pretrained` wrote model and tokenizer.
         results: the run's `all_results.json`.
-        data_dir: as in `favor.train.glue`. Default None: the folder the run was trained on, else the hub.
+        data_dir: as in `favor.train.glue`. None: the data folder of the training, else the hub.
     """
     arguments = DataArguments(**{field.name: results["arguments"][field.name] for field in fields(DataArguments)})
     task = get_task(results["task_name"])

@@ -1,7 +1,7 @@
-"""The layout of the FAVOR# paper's Table 1: eight GLUE tasks, one row a backend, the paper's own rows below.
+"""The layout of the FAVOR# paper's Table 1: eight GLUE tasks, one row per backend, and the paper's own rows below.
 
 A table is built from `Run` records, one per (task, backend, seed). All values are fractions in memory and
-are multiplied by 100 only where they are shown, as the paper does.
+are multiplied by 100 only in the output, as in the paper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DASH = "-"
 
 @dataclass(frozen=True)
 class Run:
-    """One finished fine-tuning run: where it belongs in the table and what it measured."""
+    """One finished fine-tuning run: its place in the table and its measurements."""
 
     task: str
     backend: str
@@ -65,7 +65,7 @@ class Run:
 
 
 def column(task: str) -> Column:
-    """The column of a task; raises ValueError for a task Table 1 does not have."""
+    """Gives the column of a task; raises ValueError for a task that Table 1 does not have."""
     for candidate in COLUMNS:
         if candidate.task == task:
             return candidate
@@ -79,12 +79,12 @@ def is_exact(backend: str) -> bool:
 
 
 def ordered_backends(runs: Sequence[Run]) -> list[str]:
-    """Backends in the order in which they first appear."""
+    """Lists the backends in the order in which they first appear."""
     return list(dict.fromkeys(run.backend for run in runs))
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`."""
+    """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for backend in ordered_backends(runs):
         row: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def _summarise_cell(cell: Sequence[Run], metric: str) -> dict[str, Any]:
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, float]:
-    """The majority-class metric of each task that was run; raises ValueError if two runs of a task disagree."""
+    """Gives the majority-class metric of each task that was run; raises ValueError if two runs of a task disagree."""
     found: dict[str, float] = {}
     for run in runs:
         if run.baseline is None:
@@ -133,7 +133,7 @@ def baselines(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def train_rows(runs: Sequence[Run]) -> dict[str, int]:
-    """The number of training rows of each task, the largest where runs differ."""
+    """Gives the number of training rows of each task, the largest if runs differ."""
     found: dict[str, int] = {}
     for run in runs:
         if run.train_rows is not None:
@@ -155,14 +155,14 @@ def _score(cell: dict[str, Any] | None, bold: bool) -> str:
 
 
 def _average(scores: dict[str, float], tasks: Sequence[str]) -> list[str]:
-    """The cell of a mean over tasks: none where there is but one task, a dash where the row lacks one."""
+    """Makes the cell of the mean over tasks: no cell if there is only one task, a dash if the row lacks a task."""
     if len(tasks) < 2:
         return []
     return [f"{statistics.fmean(scores[task] for task in tasks):.2f}" if scores.keys() >= set(tasks) else DASH]
 
 
 def score_lines(runs: Sequence[Run]) -> list[str]:
-    """Table 1 as Markdown lines: this code's rows, the baseline, then the paper's rows.
+    """Writes Table 1 as Markdown lines: favor's rows, the baseline, then the paper's rows.
 
     The last column is the mean over the tasks that were run.
     """
@@ -195,7 +195,7 @@ def score_lines(runs: Sequence[Run]) -> list[str]:
 
 
 def cost_lines(runs: Sequence[Run]) -> list[str]:
-    """Median seconds a step and peak memory of the rows that were run, as Markdown lines."""
+    """Writes median seconds per step and peak memory of the rows that were run, as Markdown lines."""
     summary = summarise(runs)
     columns = [c for c in COLUMNS if any(c.task in row for row in summary.values())]
     lines = [table_row(["Backend", *(c.heading for c in columns)]), table_row(["---", *("---:" for _ in columns)])]
@@ -211,7 +211,7 @@ def _cost(cell: dict[str, Any] | None) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """One group of bars a task, one bar a backend, whiskers of one standard deviation, baseline as a line."""
+    """Draws one group of bars per task, one bar per backend; whiskers are one standard deviation, lines the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")

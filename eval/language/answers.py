@@ -1,4 +1,4 @@
-"""How a model answers: it reads a document once, and goes on from a copy of its cache for every question."""
+"""Answers of a model: it reads a document once, and continues from a copy of its cache for every question."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> 
 
     Args:
         model: a causal language model; its attention is switched.
-        tokenizer: of the model.
+        tokenizer: that of the model.
         variant: attention and cache.
-        document: with its prompts.
+        document: a document with its prompts.
 
     Returns:
-        "seconds" of the document and of all answers, and "answers": of each question its task, depth, generated text,
-        "score" (the share of what should be in it) and "nats" (of a token of the target, given the ones before).
+        "seconds" of the document and of all answers, and "answers": for each question its task, depth, generated text,
+        "score" (the fraction of the expected parts that it contains, more is better) and "nats" (per token of the
+        target, given earlier tokens, less is better).
     """
     variant.apply(model)
     cache, start = variant.new_cache(model), time.perf_counter()
@@ -48,10 +49,15 @@ def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> 
 
 
 def _go_on(model: Any, cache: Any, prompt: Prompt) -> tuple[list[int], list[float]]:
-    """Continues a prompt by as many tokens as its target has, and reads the target besides: a batch of two.
+    """Continues a prompt by as many tokens as its target has, and reads the target too: a batch of two.
+
+    Args:
+        model: a causal language model.
+        cache: that of the document; it is changed.
+        prompt: the question.
 
     Returns:
-        The tokens that the model chose, and the nats of those of the target.
+        The tokens that the model chose, and the nats of the target's tokens.
     """
     logits = _read(model, cache, [prompt.ids])
     cache.batch_repeat_interleave(2)
@@ -65,6 +71,12 @@ def _go_on(model: Any, cache: Any, prompt: Prompt) -> tuple[list[int], list[floa
 
 
 def _read(model: Any, cache: Any, ids: list[list[int]]) -> torch.Tensor:
-    """Logits after some more tokens, `[batch, vocabulary]`; those of other places are not computed."""
+    """Reads some more tokens; gives the logits after the last one, `[batch, vocabulary]`.
+
+    Args:
+        model: a causal language model.
+        cache: of earlier tokens; it is changed.
+        ids: tokens `[batch, n]`.
+    """
     inputs = torch.tensor(ids, device=model.device)
     return model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()

@@ -13,10 +13,10 @@ from typing import Any
 from favor.eval.language.tasks import HIDDEN, KEYS, Fact, Question, common, vocabulary
 from favor.train.text.samples import around
 
-# Tokens between the place that a depth names and the end of a sentence before it.
+# Greatest number of tokens from the end of a sentence to the place of a fact, which moves back to that end.
 NEAR = 100
 SEPARATOR = "\n\n"
-# Tokens that texts may have more of together than alone.
+# Tokens by which joined texts may be longer than the texts one by one.
 SPARE = 4
 
 
@@ -25,7 +25,7 @@ class Prompt:
     """A question as tokens.
 
     Attributes:
-        question: what is asked.
+        question: the question.
         ids: end of the prompt, after the document.
         target: tokens that should follow.
     """
@@ -37,24 +37,24 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Document:
-    """What a model reads, and what it is asked then; with the longest question it has exactly the wanted length."""
+    """A text and the questions about it; with the longest question it has exactly the wanted length."""
 
     ids: list[int]
     prompts: list[Prompt]
 
     @property
     def digest(self) -> str:
-        """A name of all tokens, by which results of the same prompts are known."""
+        """A hash of all tokens, which identifies results of equal prompts."""
         tokens = [self.ids, *([prompt.ids, prompt.target] for prompt in self.prompts)]
         return hashlib.sha256(repr(tokens).encode()).hexdigest()[:12]
 
 
 class Haystack:
-    """A text whose pieces documents are made of.
+    """A text whose pieces become documents.
 
     Args:
-        text: long; pieces start at any of its sentences.
-        tokenizer: of the model.
+        text: a long text; pieces start at any of its tokens.
+        tokenizer: that of the model.
     """
 
     def __init__(self, text: str, tokenizer: Any) -> None:
@@ -67,17 +67,17 @@ class Haystack:
         self.before = around(tokenizer)[0]
 
     def document(self, tasks: Sequence[str], length: int, case: int, depths: int, seed: int) -> Document:
-        """Makes one document with the facts of some tasks; the same for the same arguments.
+        """Makes one document with the facts of some tasks; equal arguments give equal documents.
 
         Args:
-            tasks: names; `common` stands alone.
+            tasks: names of tasks; `common` cannot be combined with others.
             length: tokens of the document with the longest question, without the answer.
             case: number of the document. It chooses the depth.
-            depths: places, evenly spaced, that cases take in turns.
-            seed: of all that is drawn.
+            depths: number of evenly spaced places that the cases take in turns.
+            seed: of all random choices.
 
         Raises:
-            ValueError: if the facts and questions do not fit, or the text is shorter than that.
+            ValueError: if the facts and questions do not fit, or the text is too short.
         """
         source = Random(f"{seed} {' '.join(tasks)} {length} {case}")
         facts, questions = self._facts(
@@ -90,7 +90,7 @@ class Haystack:
         if number < 0:
             raise ValueError(f"{length} tokens are too few for the tasks {', '.join(tasks)}: {-number} are missing")
         if number > len(self.ids):
-            raise ValueError(f"the text has {len(self.ids)} tokens, and {number} are needed: give a longer one")
+            raise ValueError(f"the text has {len(self.ids)} tokens, and {number} are needed: give a longer text")
         start = source.randrange(len(self.ids) - number + 1)
         ids, done = [*self.before], start
         for depth, needle in needles:
@@ -110,13 +110,13 @@ class Haystack:
         return [fact for facts, _ in made for fact in facts], [q for _, questions in made for q in questions]
 
     def _end_before(self, place: int, start: int) -> int:
-        """The last end of a sentence that is near before a place, or else the place."""
+        """Finds the last end of a sentence within `NEAR` tokens before a place; if there is none, gives the place."""
         index = bisect_right(self.ends, place) - 1
         end = self.ends[index] if index >= 0 else 0
         return end if end >= max(start, place - NEAR) else place
 
     def _prompt(self, question: Question) -> Prompt:
-        """Cuts between question and answer where the tokens of both together have a border."""
+        """Cuts a question and its target after the tokens that do not change when the target is added."""
         text = SEPARATOR + question.text
         alone, both = self._tokens(text), self._tokens(text + question.target)
         same = 0
@@ -129,5 +129,5 @@ class Haystack:
 
 
 def _spread(depths: int) -> list[int]:
-    """Steps from the depth of a case to those of its keys, far from each other."""
+    """Gives steps from the depth of a case to the depths of its keys, which are far from each other."""
     return [key * depths // KEYS for key in range(KEYS)]

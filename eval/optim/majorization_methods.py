@@ -1,7 +1,8 @@
 """The optimizers that `favor.eval.majorization` compares, and the search for the best setting of each.
 
-Step sizes are on half decades, without bounds that matter; other options have a few values. The search has the same
-number of trials for every method. "SoftmaxBound, exact" is missing: it is "SPFB, damped" with another unit of damping.
+Step sizes are on half decades, with bounds far from where the search starts; other options have a few values. The search
+has the same number of trials for every method. "SoftmaxBound, exact" is missing, because it is "SPFB, damped" with
+another unit of damping.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from favor.eval.optim.majorization_data import Problem
 from favor.eval.optim.majorization_steps import FullBatch, Newton, Stepper, Stochastic
 
 Configuration = Mapping[str, Any]
-HALF_DECADES = 8  # a step size may be that far from where its search starts
+HALF_DECADES = 8  # greatest distance of a step size from the start of its search
 LARGEST_NEWTON = 3000
 LARGEST_SBM = 5000
-LARGEST_INPUT = 2000  # features, where a d x d matrix is factorised in every step
-LINE_SEARCH = 30  # evaluations of an iteration of L-BFGS
-LARGEST_SINGLE = 5000  # rows of a data set of which batches of one row are tried
+LARGEST_INPUT = 2000  # features d, for methods that factorise a d x d matrix in every step
+LINE_SEARCH = 30  # greatest number of evaluations in an iteration of L-BFGS
+LARGEST_SINGLE = 5000  # rows of a data set for which batches of one row are tried
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Values of one option, in an order in which neighbours are alike, and the place where the search starts."""
+    """Values of one option, ordered so that neighbours are alike, and the place where the search starts."""
 
     values: tuple[Any, ...]
     start: int = 0
@@ -39,13 +40,19 @@ Score = tuple[float, ...]
 
 
 def half_decades(start: float) -> Axis:
-    """Step sizes 10^(k/2) around `start`."""
+    """Lists step sizes 10^(k/2) around `start`."""
     middle = round(2 * math.log10(start))
     return Axis(tuple(10 ** (k / 2) for k in range(middle - HALF_DECADES, middle + HALF_DECADES + 1)), HALF_DECADES)
 
 
 def batches(problem: Problem, sizes: Sequence[int], start: int) -> Axis:
-    """Batch sizes: at most a third of the rows; one row, where others are possible, only of small data sets."""
+    """Lists batch sizes of at most a third of the rows; one row only for small data sets, or if no other size fits.
+
+    Args:
+        problem: the data.
+        sizes: batch sizes.
+        start: size at which the search starts.
+    """
     kept = [m for m in sizes if 3 * m <= problem.rows and (m > 1 or problem.rows <= LARGEST_SINGLE)] or [1]
     return Axis(tuple(kept), min(range(len(kept)), key=lambda i: abs(math.log(kept[i] / start))))
 
@@ -55,10 +62,10 @@ class Method:
     """One row of the tables.
 
     Args:
-        name: in tables.
-        make: problem, parameters, configuration and seed to what takes the steps.
+        name: name in tables.
+        make: makes the stepper from problem, parameters, configuration and seed.
         axes: options that are tuned, by name.
-        obstacle: why it is not possible for a problem; empty: it is.
+        obstacle: reason why the method is not possible for a problem; empty if it is possible.
     """
 
     name: str
@@ -71,12 +78,12 @@ Axes = Callable[[Problem], dict[str, Axis]]
 
 
 def tuned(rate: float | Callable[[Problem], float], sizes: Sequence[int], start: int, **options: Axis) -> Axes:
-    """Axes of a stochastic method.
+    """Makes the axes of a stochastic method.
 
     Args:
-        rate: step size where the search starts, of a problem if it is a function.
-        sizes: of batches.
-        start: the size where the search starts.
+        rate: step size at which the search starts, or a function that gives it for a problem.
+        sizes: batch sizes.
+        start: batch size at which the search starts.
         options: further axes.
     """
     return lambda problem: {
@@ -87,7 +94,7 @@ def tuned(rate: float | Callable[[Problem], float], sizes: Sequence[int], start:
 
 
 def stochastic(build: Callable[..., torch.optim.Optimizer], averaged: bool = False) -> Callable[..., Stochastic]:
-    """`Method.make` from a function of parameters, problem and configuration that makes the optimizer."""
+    """Makes a `Method.make` from a function of parameters, problem and configuration that makes the optimizer."""
 
     def make(problem: Problem, head: nn.Linear, configuration: Configuration, seed: int) -> Stochastic:
         optimizer = build(head, problem, configuration)
@@ -98,9 +105,9 @@ def stochastic(build: Callable[..., torch.optim.Optimizer], averaged: bool = Fal
 
 
 def step_factor(problem: Problem, configuration: Configuration) -> Callable[[int], float] | None:
-    """Factor of the step size after i steps: tau/(tau + i), with "tau" as it is or, for "decay", the steps of an epoch.
+    """Gives the factor of the step size after i steps: tau/(tau + i), or 1/(1 + i) if tau is 0; None: no decay.
 
-    Tau 0 is 1/(1 + i).
+    Tau is the option "tau"; with the option "decay" it is the number of steps of an epoch.
     """
     if "tau" in configuration:
         tau = configuration["tau"]
@@ -112,12 +119,19 @@ def step_factor(problem: Problem, configuration: Configuration) -> Callable[[int
 
 
 def full(build: Callable[[nn.Linear, Problem, Configuration], torch.optim.Optimizer]) -> Callable[..., FullBatch]:
-    """`Method.make` of our full-batch optimizers, as `stochastic`."""
+    """Makes a `Method.make` of favor's full-batch optimizers."""
     return lambda problem, head, configuration, seed: FullBatch(problem, head, build(head, problem, configuration))
 
 
 def lbfgs(problem: Problem, head: nn.Linear, configuration: Configuration, seed: int) -> FullBatch:
-    """One iteration of torch's L-BFGS a step."""
+    """Makes a stepper with one iteration of torch's L-BFGS per step.
+
+    Args:
+        problem: the data.
+        head: the parameters.
+        configuration: not used.
+        seed: not used.
+    """
     optimizer = torch.optim.LBFGS(
         head.parameters(),
         max_iter=1,
@@ -130,7 +144,7 @@ def lbfgs(problem: Problem, head: nn.Linear, configuration: Configuration, seed:
 
 
 def bound(curvature: str) -> Callable[..., Stochastic]:
-    """`Method.make` of SoftmaxBound."""
+    """Makes a `Method.make` of SoftmaxBound."""
     return stochastic(
         lambda head, p, c: optim.SoftmaxBound(
             head, lr=c["lr"], weight_decay=p.lam, damping=c["damping"], curvature=curvature
@@ -139,32 +153,32 @@ def bound(curvature: str) -> Callable[..., Stochastic]:
 
 
 def lspfb(rule: str) -> Callable[..., Stochastic]:
-    """`Method.make` of LSPFB."""
+    """Makes a `Method.make` of LSPFB."""
     return stochastic(lambda head, p, c: optim.LSPFB(head, lr=c["lr"], weight_decay=p.lam, rank=c["rank"], rule=rule))
 
 
 def sbm(variant: str) -> Callable[..., Stochastic]:
-    """`Method.make` of SBM."""
+    """Makes a `Method.make` of SBM."""
     return stochastic(lambda head, p, c: optim.SBM(head, p.rows, lr=c["lr"], weight_decay=p.lam, variant=variant))
 
 
 def spfb_literal(head: nn.Linear, problem: Problem, configuration: Configuration) -> torch.optim.Optimizer:
-    """SPFB as published."""
+    """Makes the optimizer SPFB as published."""
     return optim.SPFB(head, lr=configuration["lr"], weight_decay=problem.lam, literal=True)
 
 
 def parameters_up_to(limit: int) -> Callable[[Problem], str]:
-    """`Method.obstacle` where a D x D matrix is needed."""
+    """Makes a `Method.obstacle` for methods that need a D x D matrix."""
     return lambda p: f"D = {p.size} > {limit}: no dense curvature" if p.size > limit else ""
 
 
 def inputs_up_to(limit: int) -> Callable[[Problem], str]:
-    """`Method.obstacle` where a d x d matrix is needed."""
+    """Makes a `Method.obstacle` for methods that need a d x d matrix."""
     return lambda p: f"d = {p.x.shape[1]} > {limit}: d x d matrix in every step" if p.x.shape[1] > limit else ""
 
 
 def natural(factor: float) -> Callable[[Problem], float]:
-    """Step size of gradient descent relative to 1 / (mean of |x|^2)."""
+    """Gives the step size of gradient descent: `factor` divided by the mean of |x|^2."""
     return lambda problem: factor / problem.mean_square
 
 
@@ -246,20 +260,20 @@ def search(
     trials: int,
     over: Callable[[], bool] = lambda: False,
 ) -> tuple[Configuration, bool, int]:
-    """Coordinate search for the configuration of the smallest score.
+    """Searches, axis by axis, for the configuration with the smallest score.
 
-    From the start of every axis it goes along one axis after the other, up and then down, as long as that is better,
-    until no neighbour is better or the trials are used up.
+    The search begins at the start of every axis. It moves along one axis after the other, up and then down, while the
+    score gets smaller, until no neighbour is better or the trials are used up.
 
     Args:
         axes: by option.
-        score: of a configuration.
-        trials: how often it may be called.
-        over: whether it may not be called any more, for another reason.
+        score: gives the score of a configuration.
+        trials: greatest number of calls of `score`.
+        over: tells whether to stop for another reason.
 
     Returns:
-        The best configuration; whether a neighbour of its step size, where that is the first axis and free, has not
-        been tried or lies outside the axis; the number of trials.
+        The best configuration; whether a neighbour of its step size has not been tried or lies outside the axis (only
+        if the first axis is that of step sizes, else False); the number of trials.
     """
     tried: dict[tuple[int, ...], Score] = {}
 

@@ -225,7 +225,7 @@ def test_no_option_is_left_of_the_variant_before(bert_folder):
     ("text", "message"),
     [
         ("landmark:page=4", "unknown option page"),
-        ("landmark:seed=4", "seed is no option of a compared backend"),
+        ("landmark:seed=4", "seed cannot be set for one of the compared backends"),
         ("favor_elu:num_features=4", "does not read num_features"),
         ("landmarks", "a backend must be one of .* got 'landmarks'"),
         ("favor#:wderf:64", "must be written NAME"),

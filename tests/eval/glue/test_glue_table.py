@@ -177,7 +177,7 @@ def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys, mon
         "--max_train_steps", "4", "--task_options", "sst2:max_train_steps=3",
     ]  # fmt: skip
     assert glue.main(train) == 0
-    assert "already there" not in capsys.readouterr().out
+    assert "was finished before" not in capsys.readouterr().out
     content = json.loads((tmp_path / "results" / "table.json").read_text())
     for backend, slug in (("sdpa", "sdpa"), ("favor#:saderf:8", "favor_sharp-saderf-8")):
         saved = json.loads((tmp_path / "runs" / "sst2" / slug / "seed_3" / "all_results.json").read_text())
@@ -193,7 +193,7 @@ def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys, mon
         assert len(plot.getcolors(1 << 20)) > 3
 
     assert glue.main(train) == 0
-    assert capsys.readouterr().out.count("already there") == 2
+    assert capsys.readouterr().out.count("was finished before") == 2
     with pytest.raises(ValueError, match="holds a finished run with other arguments"):
         glue.main([word.replace("1e-2", "1e-3") for word in train])
 

@@ -330,7 +330,7 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
                 assert converted == pytest.approx([found["searches"]["greedy"][metric]])
 
     assert program.main(words) == 0
-    assert capsys.readouterr().out.count("already there") == 3
+    assert capsys.readouterr().out.count("was finished before") == 3
     assert {place: place.stat().st_mtime_ns for place in finished} == finished
     with pytest.raises(ValueError, match=r"(?s)other arguments .* 1e-2.* here .* 1e-3"):
         program.main([word.replace("1e-2", "1e-3") for word in words])
