@@ -50,7 +50,7 @@ class HeadErrors:
             self.diagnostics.setdefault(name, {}).setdefault(seen.layer, []).extend(values.cpu().unbind(0))
 
     def _places(self, length: int, device: torch.device) -> Tensor:
-        """Chooses the queries to measure, at random: with a fixed step all could have the same place in their blocks."""
+        """Chooses the queries to measure, at random: with a fixed step all could have one place in their blocks."""
         if self.query_samples is None or self.query_samples >= length:
             return torch.arange(length, device=device)
         generator = torch.Generator().manual_seed(self.seed)

@@ -1,8 +1,8 @@
 """Are the words in order? A task in the layout of GLUE's SST-2, made from the demo's documents.
 
-Label 1 is a passage of a novel, label 0 a passage with its words shuffled. Every passage comes in both forms, so a model
-that ignores the order of words is right in 50 % of the cases. Passages of training and development are of different
-documents.
+Label 1 is a passage of a novel, label 0 a passage with its words shuffled. Every passage comes in both forms, so a
+model that ignores the order of words is right in 50 % of the cases. Passages of training and development are of
+different documents.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ from favor.train.common.program import program
 
 
 def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError on other forms."""
+    """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError for other forms.
+
+    Args:
+        texts: options of tasks, `TASK:NAME=VALUE`.
+    """
     options: dict[str, list[str]] = {}
     for text in texts:
         task, colon, setting = text.partition(":")
@@ -175,7 +179,7 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
 
 
 def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
-    """Says how many samples have at most as many tokens as a backend has features; only runs evaluated again know it."""
+    """Says how many samples have at most as many tokens as a backend has features, if runs were evaluated again."""
     shares = {
         (run.details["options"]["num_features"], run.task): run.details.get("short_samples")
         for run in runs

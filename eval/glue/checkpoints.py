@@ -65,7 +65,7 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
-    """Computes the metrics of a saved run on its development set (MNLI: matched), with its training's length limit.
+    """Computes the metrics of a saved run on its development set (MNLI: matched), with the length limit of its training.
 
     Also returns how many tokens each sample has.
 

@@ -211,7 +211,7 @@ def _cost(cell: dict[str, Any] | None) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draws one group of bars per task, one bar per backend; whiskers are one standard deviation, lines the baseline."""
+    """Draws bars per task and backend; whiskers are one standard deviation, lines the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -84,7 +84,7 @@ def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: s
 
 
 def difference(nats: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-    """Computes by what fraction perplexity is greater than with exact attention, and the standard error of this fraction.
+    """Computes by what fraction perplexity is greater than with exact attention, and its standard error.
 
     Args:
         nats: mean nats of each sample, `[samples]`.

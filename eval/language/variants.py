@@ -24,8 +24,8 @@ class Variant:
 
     Attributes:
         label: the text that the user wrote.
-        backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with a
-            sliding window block by block, which gives the same numbers in linear time.
+        backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with
+            a sliding window block by block, which gives the same numbers in linear time.
         options: all options of the backend, so that no option of another variant stays.
         cache: "dynamic" keeps all keys (transformers' `DynamicCache`), "state" is `favor.FavorCache` with a state of
             fixed size, "all" is `favor.FavorCache(keep="all")`, which keeps the keys and reads the selected ones.

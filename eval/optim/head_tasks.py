@@ -190,8 +190,8 @@ def text(
 ) -> HeadTask:
     """Makes the task "next word of a text", with a small causal transformer whose output layer is not tied.
 
-    Words are lower-cased; all words that are not among the most frequent ones of the file are one unknown word. Training
-    and test samples are spaced evenly over the file, and none overlap.
+    Words are lower-cased; all words that are not among the most frequent ones of the file are one unknown word.
+    Training and test samples are spaced evenly over the file, and none overlap.
 
     Args:
         path: text file, plain or compressed (.gz, .xz).

@@ -1,9 +1,9 @@
 """Data sets for the comparison of optimizers: l2-regularised multinomial logistic regression.
 
-A data set is shuffled by a seed; 90 % of its rows are for training, the others for testing. The scaling is computed from
-the training part and is equal for all methods. A column that holds only zeros and ones is not changed. Every other
-column is centred and divided by its standard deviation (a constant column is only centred). Exceptions: text has rows of
-norm 1 and is not changed; pixels of fashion are divided by one number, so that the largest is 1; pixels of mnist are
+A data set is shuffled by a seed; 90 % of its rows are for training, the others for testing. The scaling is computed
+from the training part and is equal for all methods. A column that holds only zeros and ones is not changed. Every other
+column is centred and divided by its standard deviation (a constant column is only centred). Exceptions: text has rows
+of norm 1 and is not changed; pixels of fashion are divided by one number, so that the largest is 1; pixels of mnist are
 projected to 50 principal components, which are divided by one number in the same way (D = 510 = 10 * 51 in "Stochastic
 Bound Majorization" suggests 50 features and a bias; the paper does not state its projection); synthetic is badly scaled
 on purpose and is not changed. A column of ones is the bias, regularised like the others. Numbers have double precision
@@ -148,7 +148,7 @@ def make_problem(name: str, seed: int, uci_dir: Path | None, images_dir: Path | 
         max_rows: rows that are used after the shuffle; 0: all.
 
     Raises:
-        ValueError: if the set is not known or its folder is not given.
+        ValueError: if the set is not known, or its folder is not given, or its package is not installed.
     """
     if name not in LAM_SUM:
         raise ValueError(f"expected a data set among {', '.join(LAM_SUM)}; got {name!r}.")

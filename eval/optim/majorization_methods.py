@@ -1,8 +1,8 @@
 """The optimizers that `favor.eval.majorization` compares, and the search for the best setting of each.
 
-Step sizes are on half decades, with bounds far from where the search starts; other options have a few values. The search
-has the same number of trials for every method. "SoftmaxBound, exact" is missing, because it is "SPFB, damped" with
-another unit of damping.
+Step sizes are on half decades, with bounds far from where the search starts; other options have a few values. The
+search has the same number of trials for every method. "SoftmaxBound, exact" is missing, because it is "SPFB, damped"
+with another unit of damping.
 """
 
 from __future__ import annotations

@@ -17,13 +17,19 @@ from favor.eval.optim.majorization_steps import CONVERGED, FULL_BATCH_FACTOR, Tr
 Results = Mapping[str, Mapping[str, Any]]
 BASELINES = ("sgd", "asgd_tau", "asgd", "adam", "lbfgs", "newton")
 CURVE_POINTS = 20
-FEW_POINTS = 4  # of a run that a line alone would hardly show
+FEW_POINTS = 4  # a run with fewer points also gets markers, since its line is hard to see
 ROUNDING = 1e-6  # a relative increase of F that single precision explains
 HEADER = ("method", "configuration", "passes to 10 %", "passes to 1 %", "seconds to 1 %", "gap", "test error, %", "end")
 
 
 def crossing(position: Sequence[float], gap: Sequence[float], level: float) -> float:
-    """Finds where a gap first is at most `level`, by straight lines in log gap; infinity if nowhere."""
+    """Finds where a gap first is at most `level`, by linear interpolation of its logarithm; infinity if nowhere.
+
+    Args:
+        position: passes or seconds of each evaluation.
+        gap: at each evaluation.
+        level: the gap to reach.
+    """
     for i, value in enumerate(gap):
         if value <= level:
             if i == 0 or math.isinf(gap[i - 1]):
@@ -39,7 +45,7 @@ def summary(trace: Trace, optimum: float) -> dict[str, Any]:
 
     Returns:
         Passes and seconds to 1.1 F* and to 1.01 F*; the relative gap (F - F*)/F*, test error, passes and
-        seconds at the end; why it ended; the largest relative increase of F between evaluations.
+        seconds at the end; the reason for the end; the largest relative increase of F between evaluations.
     """
     gap = [value / optimum - 1 for value in trace.objective]
     rises = [later / before - 1 for before, later in zip(trace.objective, trace.objective[1:], strict=False)]
@@ -58,7 +64,7 @@ def summary(trace: Trace, optimum: float) -> dict[str, Any]:
 
 
 def thinned(trace: Trace, optimum: float) -> dict[str, list[float]]:
-    """Twenty points of a run, close together at the start, to three digits."""
+    """Picks twenty points of a run, close together at the start, with three digits."""
     last = len(trace.passes) - 1
     picks = sorted({round(x) for x in np.geomspace(1, last + 1, CURVE_POINTS) - 1}) if last else [0]
     rows = {"passes": trace.passes, "seconds": trace.seconds, "error": trace.error}
@@ -67,12 +73,12 @@ def thinned(trace: Trace, optimum: float) -> dict[str, list[float]]:
 
 
 def median(result: Mapping[str, Any], key: str) -> float:
-    """Over seeds; what was not reached counts as infinity."""
+    """Computes the median over seeds; a level that was not reached counts as infinity."""
     return float(np.median([run[key] if not math.isnan(run[key]) else math.inf for run in result["runs"]]))
 
 
 def ran(results: Results, *methods: str) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Data sets on which all of these methods were possible, and what came out."""
+    """Finds the data sets on which all of these methods were possible, and their results."""
     found = []
     for name, result in results.items():
         cells = [result["methods"].get(method, {"obstacle": ""}) for method in methods]
@@ -82,7 +88,7 @@ def ran(results: Results, *methods: str) -> list[tuple[str, list[Mapping[str, An
 
 
 def checks(results: Results) -> list[report.Check]:
-    """Checks what the papers claim, each held against every data set on which it can be."""
+    """Checks the claims of the papers, each on every data set on which its methods are possible."""
     found: list[report.Check] = []
 
     def claim(statement: str, rows: Sequence[tuple[str, str, bool]]) -> None:
@@ -111,24 +117,25 @@ def checks(results: Results) -> list[report.Check]:
 
 
 def title(results: Results, method: str) -> str:
-    """Name of a method in tables."""
+    """Gives the name of a method in tables."""
     return next((r["methods"][method]["name"] for r in results.values() if method in r["methods"]), method)
 
 
 def faster(cells: Sequence[Mapping[str, Any]], unit: str) -> tuple[str, bool]:
-    """Passes or seconds of two methods, and whether the first is smaller: to 1 %, or to 10 % if neither gets to 1 %."""
+    """Compares passes or seconds of two methods, to 1 %, or to 10 % if neither reaches 1 %; also says whether the first
+    is smaller."""
     level = 1 if any(math.isfinite(median(cell, f"{unit}_1")) for cell in cells) else 10
     one, two = (median(cell, f"{unit}_{level}") for cell in cells)
     return f"{text_of(one)} and {text_of(two)} to {level} %", one < two
 
 
 def text_of(value: float) -> str:
-    """Two digits; "-" for what was not reached."""
+    """Writes a number with two digits; "-" if it was not reached."""
     return f"{value:.2g}" if math.isfinite(value) else "-"
 
 
 def configuration(result: Mapping[str, Any]) -> str:
-    """Options of a method as text, a star where the step size may lie beyond what was tried."""
+    """Writes the options of a method, with a star if a neighbour of the step size was not tried."""
     words = []
     for option, value in result["configuration"].items():
         if option == "decay" or (option == "tau" and not value):
@@ -139,7 +146,7 @@ def configuration(result: Mapping[str, Any]) -> str:
 
 
 def report_lines(results: Results, arguments: argparse.Namespace) -> list[str]:
-    """The Markdown report: a table a data set."""
+    """Writes the Markdown report, one table per data set."""
     lines = ["# Bound majorization and other optimizers of logistic regression", "", *settings(arguments)]
     for name, result in results.items():
         minima = ", ".join(f"{optimum['objective']:.5f}" for optimum in result["optima"])
@@ -158,7 +165,7 @@ def report_lines(results: Results, arguments: argparse.Namespace) -> list[str]:
 
 
 def settings(arguments: argparse.Namespace) -> list[str]:
-    """Explains in words how it was measured."""
+    """Explains in words how the measurements were made."""
     used = f" At most {arguments.max_rows} rows of a data set are used." if arguments.max_rows else ""
     seeds = "One run" if arguments.seeds == 1 else f"Median of {arguments.seeds} runs (other split, start and order)"
     return [
@@ -202,12 +209,12 @@ def _table(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot(name: str, result: Mapping[str, Any], traces: Mapping[str, Sequence[Trace]], path: Path) -> None:
-    """Relative gap and test error against passes and seconds, the first run of every method; baselines dashed.
+    """Draws relative gap and test error against passes and seconds, the first run of every method; baselines are dashed.
 
     Args:
-        name: of the data set.
-        result: about it.
-        traces: runs by method.
+        name: name of the data set.
+        result: its results.
+        traces: its runs, by method.
         path: of the PNG file.
     """
     import matplotlib

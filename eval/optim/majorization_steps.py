@@ -1,9 +1,9 @@
-"""How the methods of `favor.eval.majorization` take steps (mini-batches, full batches, Newton's method), and a run.
+"""Steps and runs of the methods of `favor.eval.majorization`: mini-batches, full batches, Newton's method.
 
 Every method trains one `torch.nn.Linear` without bias. Stochastic methods go through a new random order of the rows in
-every epoch. ASGD evaluates the mean of all iterates after the first epoch, and the iterate itself before. Passes over
-the data: a mini-batch of m rows is m/T, an evaluation of loss and gradient by a full-batch method is 1, those of a line
-search included. What a method computes besides (the exact Hessian, a bound) is not a pass, but takes its seconds.
+every epoch. ASGD evaluates the mean of all iterates after the first epoch, and before that the iterate itself. Passes
+over the data: a mini-batch of m rows is m/T, an evaluation of loss and gradient by a full-batch method is 1, also in a
+line search. Other computations of a method (the exact Hessian, a bound) are not passes, but their seconds count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIVERGED = 1e3
 
 
 def initial_head(problem: Problem, seed: int) -> nn.Linear:
-    """A linear layer near 0: initial logits have a standard deviation of about 0.1."""
+    """Makes a linear layer near 0: initial logits have a standard deviation of about 0.1."""
     head = nn.Linear(problem.x.shape[1], problem.classes, bias=False, dtype=problem.x.dtype)
     draw = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     head.weight.data.copy_(0.1 / math.sqrt(problem.mean_square) * draw)
@@ -38,12 +38,12 @@ class Stochastic:
     """Steps of an optimizer on mini-batches.
 
     Args:
-        problem: what is minimised.
+        problem: the problem to minimise.
         head: the parameters.
-        optimizer: of `head`.
+        optimizer: optimizer of `head`.
         batch: rows of a batch; the last of an epoch may be smaller.
-        seed: of the order of rows.
-        factor: of the step size, a function of the number of steps before; None: constant.
+        seed: draws the order of rows.
+        factor: factor of the step size, a function of the number of earlier steps; None: constant.
         averaged: whether iterates are averaged from the second epoch on.
     """
 
@@ -77,7 +77,7 @@ class Stochastic:
         return self.head.weight.detach() if self.mean is None else self.mean
 
     def advance(self) -> None:
-        """One step."""
+        """Takes one step."""
         if self.position >= self.problem.rows:
             order = torch.randperm(self.problem.rows, generator=self.generator)
             self.x, self.y = self.problem.x[order], self.problem.y[order]
@@ -100,11 +100,11 @@ class FullBatch:
     """Steps of an optimizer with a closure.
 
     Args:
-        problem: what is minimised.
+        problem: the problem to minimise.
         head: the parameters.
-        optimizer: of `head`.
-        regularised: whether the closure adds lam/2 |W|^2, which an optimizer of torch needs. It then evaluates nothing
-            where the parameters are those of its last evaluation: torch's L-BFGS asks twice.
+        optimizer: optimizer of `head`.
+        regularised: whether the closure adds lam/2 |W|^2, which an optimizer of torch needs. The closure then does not
+            evaluate again at the parameters of its last evaluation: torch's L-BFGS calls it twice there.
     """
 
     full_batch = True
@@ -123,7 +123,7 @@ class FullBatch:
         return self.head.weight.detach()
 
     def closure(self) -> float:
-        """Loss at the parameters, whose gradient it stores."""
+        """Computes the loss at the parameters, and stores its gradient."""
         if self.regularised and self.point is not None and torch.equal(self.point, self.weight):
             return self.loss
         self.optimizer.zero_grad()
@@ -137,14 +137,14 @@ class FullBatch:
         return self.loss
 
     def advance(self) -> None:
-        """One step; one that evaluates nothing counts as a pass, so that a run ends."""
+        """Takes one step; a step without evaluation counts as a pass, so that a run ends."""
         before = self.passes
         self.optimizer.step(self.closure)
         self.passes = max(self.passes, before + 1)
 
 
 class Newton:
-    """Newton's method with the exact Hessian, halving the step until F decreases enough."""
+    """Newton's method with the exact Hessian; it halves the step until F decreases enough."""
 
     full_batch = True
 
@@ -160,7 +160,7 @@ class Newton:
         return self.head.weight.detach()
 
     def evaluate(self, weight: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
-        """The point itself, F, the gradient, and the probabilities `[T, n]`."""
+        """Evaluates a point; gives the point itself, F, the gradient, and the probabilities `[T, n]`."""
         self.passes += 1
         logits = self.x @ weight.T
         log_p = logits.log_softmax(-1)
@@ -170,7 +170,7 @@ class Newton:
         return weight, float(value), gradient, p
 
     def hessian(self, p: Tensor) -> Tensor:
-        """Of F, `[D, D]`."""
+        """Computes the Hessian of F, `[D, D]`."""
         classes, features = p.shape[1], self.x.shape[1]
         blocks = self.x.new_zeros(classes, features, classes, features)
         for a in range(classes):
@@ -183,7 +183,7 @@ class Newton:
         return hessian
 
     def advance(self) -> None:
-        """One step."""
+        """Takes one step."""
         if self.at is None:
             self.at = self.evaluate(self.weight.double())
         weight, value, gradient, p = self.at
@@ -204,7 +204,7 @@ Stepper = Stochastic | FullBatch | Newton
 
 @dataclass
 class Trace:
-    """One run: numbers at each evaluation, the first of them before the first step, and how it ended."""
+    """One run: numbers at each evaluation, of which the first is before the first step, and the reason for its end."""
 
     passes: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -213,7 +213,14 @@ class Trace:
     end: str = ""
 
     def add(self, passes: float, seconds: float, objective: float, error: float) -> None:
-        """One more evaluation."""
+        """Adds an evaluation.
+
+        Args:
+            passes: passes over the data so far.
+            seconds: seconds so far.
+            objective: F.
+            error: test error.
+        """
         self.passes.append(passes)
         self.seconds.append(seconds)
         self.objective.append(objective)
@@ -226,7 +233,7 @@ class Trace:
 
 
 def next_evaluation(passes: float) -> float:
-    """Passes until which a stochastic method goes on before its next evaluation."""
+    """Says after how many passes a stochastic method is evaluated next."""
     for end, step in ((0.2, 0.05), (1.0, 0.1), (5.0, 0.25)):
         if passes < end - 1e-9:
             return passes + step
@@ -234,14 +241,14 @@ def next_evaluation(passes: float) -> float:
 
 
 def run(stepper: Stepper, problem: Problem, optimum: Optimum, epochs: float, seconds: float) -> Trace:
-    """Steps until the passes or the seconds are used up, or F is at its minimum, or has diverged.
+    """Takes steps until the passes or the seconds are used up, or F is at its minimum or has diverged.
 
     Args:
-        stepper: what takes the steps.
-        problem: what it minimises.
-        optimum: of the problem.
-        epochs: passes over the data; of a full-batch method five times as many.
-        seconds: of optimisation, processor time.
+        stepper: takes the steps.
+        problem: the problem to minimise.
+        optimum: its minimum.
+        epochs: passes over the data; a full-batch method gets five times as many.
+        seconds: processor time of the steps.
     """
     trace, spent = Trace(), 0.0
     epochs *= FULL_BATCH_FACTOR if stepper.full_batch else 1
@@ -268,7 +275,13 @@ def run(stepper: Stepper, problem: Problem, optimum: Optimum, epochs: float, sec
 
 
 def advance(stepper: Stepper, due: float, seconds: float) -> tuple[Exception | None, float]:
-    """Takes steps, at least one, until so many passes or seconds; returns what was raised and the seconds it took."""
+    """Takes at least one step, until a number of passes or seconds; returns the error if one was raised, and the seconds.
+
+    Args:
+        stepper: takes the steps.
+        due: number of passes since the start of the run.
+        seconds: greatest processor time.
+    """
     start = time.process_time()
     failure = None
     try:

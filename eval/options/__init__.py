@@ -1,1 +1,1 @@
-"""Options of the evaluation programs, a module each: without torch or transformers, so that help comes at once."""
+"""Options of the evaluation programs, one module per program. They do not import torch, so that --help is fast."""

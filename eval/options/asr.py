@@ -1,4 +1,4 @@
-r"""Word and character error rates of a saved speech model, and how fast it recognises.
+r"""Word and character error rates of a saved speech model, and its speed.
 
     python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
         --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors
@@ -6,7 +6,7 @@ r"""Word and character error rates of a saved speech model, and how fast it reco
 The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
 may be switched to another backend, without training. Each split is transcribed by greedy search and, with `--beam_size`
 above 1, by beam search. The output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the
-reference and the hypotheses of every utterance. One process, on a GPU if there is one.
+reference and the hypotheses of every utterance. The program runs in one process, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from favor.train.speech.arguments import HUB
 
 @dataclass(kw_only=True)
 class EvaluationArguments:
-    """The model, the speech and where the results go."""
+    """The model, the speech and the output folder."""
 
     model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
     output_dir: str = field(metadata={"help": "Folder of all results."})
@@ -29,16 +29,16 @@ class EvaluationArguments:
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")
-    batch_seconds: float = option(200.0, "Seconds of audio, padding included, a forward pass.")
+    batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
     max_samples: int | None = option(
-        None, "So many utterances of a split only, evenly spaced over its order, which is by speaker in LibriSpeech."
+        None, "Number of utterances per split, evenly spaced over its order, which is by speaker in LibriSpeech."
     )
     max_bad: float = option(
-        0.0, "Utterances that may be left out because they cannot be used: a number, or below 1 a part of all."
+        0.0, "Most utterances to leave out because they cannot be used: a number, or below 1 a fraction of all."
     )
-    resample: bool = option(False, "Convert audio that has not the model's sampling rate instead of refusing it.")
-    seed: int | None = option(None, "Of the random features. Default: the model's own.")
-    device: str | None = option(None, "Default: cuda if there is a GPU, else cpu.")
+    resample: bool = option(False, "Convert audio of other sampling rates than the model's instead of refusing it.")
+    seed: int | None = option(None, "Seed of the random features. Default: the model's own.")
+    device: str | None = option(None, "Device of the model. Default: cuda if there is a GPU, else cpu.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
@@ -48,7 +48,7 @@ class EvaluationArguments:
 
 
 def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, EvaluationArguments]:
-    """Arguments of the program; ends it for bad ones, raises ValueError for values that cannot be used."""
+    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     parser = DataclassParser("favor.eval.asr", __doc__, [BackendArguments, EvaluationArguments])
     backend, arguments = parser.parse(words)
     return backend, arguments

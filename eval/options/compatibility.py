@@ -1,10 +1,11 @@
-"""Which models of transformers run with a FAVOR backend, and whether they compute what they should.
+"""Which models of transformers run with a FAVOR backend, and whether their outputs are right.
 
-    python -m favor.eval.compatibility                        # all classes, some ten minutes on two cores
+    python -m favor.eval.compatibility                        # all classes, about ten minutes on two cores
     python -m favor.eval.compatibility --models bert llama    # some
 
-Every model class of the installed transformers is built tiny, with random weights, and run with exact attention, with
-landmarks of one key each, which are softmax attention too, and with few landmarks, which must differ.
+A tiny model with random weights is built of every model class of the installed transformers. It runs with exact
+attention, with landmarks of one key each, which are softmax attention too, and with few landmarks, whose output must
+differ.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from favor.train.common.program import Parser
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.compatibility", __doc__, abbreviations=True)
     add = parser.add_argument
-    add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default all")
+    add("--models", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default: all")
     add("--classes", nargs="+", metavar="CLASS", help="only these classes")
     add("--jobs", type=int, default=2, help="processes at a time")
-    add("--seconds", type=int, default=60, help="most processor time of one class")
+    add("--seconds", type=int, default=60, help="greatest processor time per class")
     add_results(parser, "compatibility")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1 or arguments.seconds <= 0:

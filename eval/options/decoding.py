@@ -1,10 +1,10 @@
-"""What a token costs in generation through landmarks with selected keys, beside exact attention with its cache.
+"""Time of a token in generation with landmarks and selected keys, compared with exact attention and its cache.
 
     python -m favor.eval.decoding --contexts 16384 32768 --shapes llama gemma
 
-A decoder with random weights reads a context and goes on token by token: with exact attention and a `DynamicCache`, and
-with the backend `landmark` and `FavorCache(config, keep="all")`, in turns. Times are printed only if the last hidden
-state with the cache is that of a full forward pass without one.
+A decoder with random weights reads a context and continues token by token: with exact attention and a `DynamicCache`,
+and with the backend `landmark` and `FavorCache(config, keep="all")`, in turns. Times are printed only if the last
+hidden state with the cache equals that of a full forward pass without a cache.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ from collections.abc import Sequence
 from favor.eval.common.program import add_results
 from favor.train.common.program import Parser
 
-# Query heads, key heads, width of a head: those of a small LLaMA, and of the global layers of Gemma 3 270M.
+# Query heads, key heads and width of a head: of a small LLaMA, and of the global layers of Gemma 3 270M.
 SHAPES = {"llama": (8, 8, 64), "gemma": (4, 1, 256)}
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.decoding", __doc__, abbreviations=True)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[16384, 32768], metavar="L", help="tokens before")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the heads")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[16384, 32768],
+        metavar="L",
+        help="tokens before those that are timed",
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes of the heads")
     parser.add_argument("--num_features", type=int, default=256, help="landmarks per head")
-    parser.add_argument("--selected_keys", type=int, default=256, help="keys read exactly; 0 for none")
-    parser.add_argument("--layers", type=int, default=4, help="of the decoder, 512 wide")
-    parser.add_argument("--tokens", type=int, default=24, help="timed after each context; at least 3")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--selected_keys", type=int, default=256, help="keys read exactly; 0: none")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the decoder, 512 wide")
+    parser.add_argument(
+        "--tokens", type=int, default=24, help="tokens after each context, most of them timed; at least 3"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "decoding_cpu")
     given = parser.parse_args(words)
     if given.tokens < 3:

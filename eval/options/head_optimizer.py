@@ -1,18 +1,18 @@
-"""The optimizer of a softmax output layer: AdamW with a learning rate of its own against `favor.optim.SoftmaxBound`.
+"""Optimizers of a softmax output layer: AdamW with a learning rate of its own, and `favor.optim.SoftmaxBound`.
 
     python -m favor.eval.head_optimizer --images_dir DIR --glue_dir DIR --text_file FILE --cache FILE
 
 The body of each network trains with AdamW. Its output layer trains with AdamW, with `SoftmaxBound`, or, on the cheap
-task, with plain gradient descent; learning rates are constant, weight decay is 0. Which has the lower training loss
-after 1, 2 and 5 epochs? For each of the three there is a choice of its own: every configuration of a grid, at least as
-many for AdamW as for SoftmaxBound, runs with seed 0 (with all seeds where that is cheap), and the one with the lowest
-training loss runs with all seeds. Where an epoch is dear the grid runs for 2 epochs only, and the best few of each
-optimizer go on to 5. A seed determines the initial parameters, the order of the samples and the dropout, the same for
-all optimizers.
+task, with plain gradient descent; learning rates are constant, weight decay is 0. The program compares the training
+losses after 1, 2 and 5 epochs. For each number of epochs it chooses a configuration of each optimizer: every
+configuration of a grid, at least as many for AdamW as for SoftmaxBound, runs with seed 0 (with all seeds if that is
+cheap), and the one with the lowest training loss runs with all seeds. If an epoch is expensive, the grid runs for 2
+epochs only, and the best few configurations of each optimizer continue to 5. A seed determines the initial parameters,
+the order of the samples and the dropout, equally for all optimizers.
 
 Tasks: `fashion` (10 labels, --images_dir), `sst2` (2 labels, --glue_dir) and `text` (8192 labels, --text_file); see
-`favor.eval.optim.head_tasks`. Finished runs are kept in the file --cache; a program started again with it goes on from
-there.
+`favor.eval.optim.head_tasks`. Finished runs are kept in the file --cache and are not repeated if the program is started
+again with that file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ MILESTONES = (1, 2, 5)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.head_optimizer", __doc__, abbreviations=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="which tasks")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="tasks to run")
     parser.add_argument(
         "--heads",
         nargs="+",
         choices=("adamw", "sgd", "bound"),
         default=["adamw", "sgd", "bound"],
-        help="attention heads",
+        help="optimizers of the output layer",
     )
     parser.add_argument("--images_dir", type=Path, help=f"folder of {IMAGES}")
     parser.add_argument("--glue_dir", type=Path, help="folder of GLUE's TSV files")
@@ -46,9 +46,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sst2_samples", type=int, default=640, help="training sentences of sst2")
     parser.add_argument("--text_tokens", type=int, default=64_000, help="training words of text")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--epochs", type=int, nargs="+", default=list(MILESTONES), help="after which to compare")
+    parser.add_argument(
+        "--epochs", type=int, nargs="+", default=list(MILESTONES), help="numbers of epochs after which to compare"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; made if it is not there")
+    parser.add_argument("--cache", type=Path, help="file of finished runs, JSON lines; it is made if needed")
     add_results(parser, "head_optimizer")
     arguments = parser.parse_args(argv)
     needed = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text_file"}

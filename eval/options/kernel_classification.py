@@ -5,13 +5,13 @@
 
 Nadaraya-Watson: the class of u* is the largest entry of sum_i K(s u*, s u_i) onehot(r_i) over the training set, with
 the Gaussian kernel K = exp(-|x - y|^2/2) estimated by random features (alpha = -1/2). Each data set is shuffled and
-split 90/5/5, the same for all methods; s is the best of ten values from 0.01 to 100 on the validation part, by the
-mean accuracy over 50 draws of the features; the test accuracy is the mean over 50 fresh draws. Parameters of positive
-features are fitted to the pair of sets the kernel is taken of, queries (validation or test inputs) as x and training
-inputs as y, without labels. Directions are orthogonal, and in opposite pairs for the families that have that as their
-default (cderf). The features of fewer than the largest M are the first M of the same draw.
+split 90/5/5, equally for all methods. s is the best of ten values from 0.01 to 100 on the validation part, by the mean
+accuracy over 50 draws of the features; the test accuracy is the mean over 50 fresh draws. Parameters of positive
+features are fitted, without labels, to the two sets of the kernel: queries (validation or test inputs) as x and
+training inputs as y. Directions are orthogonal, and in opposite pairs for families with opposite pairs as their default
+(cderf). A number M below the largest uses the first M features of each draw.
 
-DIR holds the UCI files (see `favor.eval.figures.kernel_data`) or CSV files of one's own, named by --datasets.
+DIR holds the UCI files (see `favor.eval.figures.kernel_data`) or your own CSV files, named by --datasets.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ METHODS = (RBF_SAMPLER, "trig", *POSITIVE)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.kernel_classification", __doc__, abbreviations=True)
     parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
-    parser.add_argument("--datasets", nargs="+", help="default: the eight UCI sets, without a folder the bundled ones")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="what is compared"
+        "--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="methods to compare"
     )
     parser.add_argument(
         "--num_features", type=int, nargs="+", default=[16, 32, 64, 128], metavar="M", help="numbers of random features"
     )
     parser.add_argument(
-        "--scales", type=float, nargs="+", metavar="S", help="of the kernel; default: ten from 0.01 to 100"
+        "--scales", type=float, nargs="+", metavar="S", help="factors s of the inputs; default: ten from 0.01 to 100"
     )
     parser.add_argument(
         "--feature_seeds", type=int, default=50, help="draws of the features, in validation and in test"
     )
     parser.add_argument("--splits", type=int, default=1, help="shuffles of each data set; results are their mean")
     parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
-    parser.add_argument("--seed", type=int, default=0, help="of the first shuffle")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first shuffle")
     add_results(parser, "kernel_classification")
     arguments = parser.parse_args(argv)
     import numpy as np

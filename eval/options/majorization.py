@@ -1,19 +1,19 @@
-"""Bound majorization against other optimizers of l2-regularised multinomial logistic regression.
+"""Bound majorization compared with other optimizers of l2-regularised multinomial logistic regression.
 
     python -m favor.eval.majorization
     python -m favor.eval.majorization --uci_dir DIR --images_dir DIR --datasets secstr digit1 text mnist adult ecoli
 
 All methods minimise F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2 from the same point near 0. The
-minimum F* is that of scipy's L-BFGS in double precision. Reported are F - F* and the test error against passes over the
-data and against seconds: processor time of one thread, which other processes do not disturb, for steps alone and not
-for evaluation. What a pass is: `favor.eval.optim.majorization_steps`; how data are scaled:
-`favor.eval.optim.majorization_data`.
+minimum F* is that of scipy's L-BFGS in double precision. The report has F - F* and the test error, by passes over the
+data and by seconds. Seconds are processor time of one thread, which other processes do not disturb, of steps alone and
+without evaluations. `favor.eval.optim.majorization_steps` defines a pass, and `favor.eval.optim.majorization_data` the
+scaling of the data.
 
-Every method has the same budget for its step size and other options: a search of at most --trials short runs with seed
-0, which together take as long as one run at most; the best objective at their end wins. A run ends after --epochs
-passes (full-batch methods: five times as many, a tuning run a tenth), after --time_limit seconds of optimisation, when
-F - F* is 1e-6 F*, or when F is not finite or a thousand times its first value: then the method has diverged. A seed
-determines split, initial point and order of examples.
+Every method has the same budget to find its step size and other options: a search of at most --trials short runs with
+seed 0, which together take at most as long as one run; the best objective at their end wins. A run ends after --epochs
+passes (full-batch methods: five times as many, a tuning run: a tenth), after --time_limit seconds of optimisation, or
+when F - F* is 1e-6 F*. It also ends when F is not finite or a thousand times its first value: the method has diverged.
+A seed determines split, initial point and order of examples.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ QUICK = ("synthetic", "digits", "breast_cancer")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.majorization", __doc__, abbreviations=True)
-    parser.add_argument("--datasets", nargs="+", default=list(QUICK), metavar="NAME", help="which data")
+    parser.add_argument("--datasets", nargs="+", default=list(QUICK), metavar="NAME", help="data sets")
     parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
     parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="what is compared; default: all")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to compare; default: all")
     parser.add_argument("--epochs", type=float, default=30, help="passes over the data (see above)")
-    parser.add_argument("--trials", type=int, default=10, help="configurations that are tried, at most")
-    parser.add_argument("--seeds", type=int, default=1, help="runs with the configuration that was chosen")
+    parser.add_argument("--trials", type=int, default=10, help="greatest number of configurations that are tried")
+    parser.add_argument("--seeds", type=int, default=1, help="runs with the chosen configuration")
     parser.add_argument("--time_limit", type=float, default=8, help="seconds of a run, and of all trials together")
     parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
     add_results(parser, "majorization")

@@ -1,11 +1,11 @@
-"""Perplexity of a causal language model on long texts, by length and attention, the second half apart.
+"""Perplexity of a causal language model on long texts, by length and attention, also of the second half alone.
 
     python -m favor.eval.language.perplexity MODEL --texts novels.txt.xz --lengths 2048 4096
 
 MODEL is a folder, or "gemma" (Gemma 3 270M from packages of PyPI: an optional experiment under its own terms of use).
-Samples are evenly spaced over each text. Exact attention comes first; beside each other variant stands by how much its
-perplexity is greater, with the standard error of that difference, paired by sample. Each sample is kept in NAME.jsonl
-when it is done, so that the same command goes on where it was stopped.
+Samples are evenly spaced over each text. Exact attention comes first. For each other variant the table says by how much
+its perplexity is greater, with the standard error of the difference, paired by sample. The results of each sample are
+kept in NAME.jsonl, so that the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NAME = "favor.eval.language.perplexity"
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does, and ValueError for bad variants."""
+    """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
     parser = Parser(NAME, __doc__, abbreviations=True)
     shared.options(parser, "perplexity")
     add = parser.add_argument
-    add("--texts", nargs="+", required=True, metavar="TEXT", help="UTF-8, plain, .gz or .xz")
+    add("--texts", nargs="+", required=True, metavar="TEXT", help="texts: UTF-8, plain, .gz or .xz")
     add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help="tokens of a sample")
-    add("--samples", type=int, default=8, help="of each text and length")
+    add("--samples", type=int, default=8, help="samples of each text and length")
     arguments = shared.prepare(parser, words)
     if min(arguments.lengths) < 4 or arguments.samples < 1:
         parser.error("--lengths must be at least 4 and --samples at least 1")

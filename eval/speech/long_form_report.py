@@ -15,13 +15,13 @@ Cell = dict[str, Any]
 
 
 def lines(cells: Sequence[Cell], check: dict[str, Any], arguments: argparse.Namespace, load: Sequence[float]) -> Any:
-    """The Markdown report.
+    """Writes the Markdown report.
 
     Args:
-        cells: all of them, in order.
-        check: what `favor.eval.speech.long_form_cell.check` found.
+        cells: all cells, in order.
+        check: from `favor.eval.speech.long_form_cell.check`.
         arguments: of the program.
-        load: average of the machine before and after.
+        load: load average of the machine before and after.
     """
     labels = list(dict.fromkeys(cell["backend"] for cell in cells))
     header = ["minutes", *labels]
@@ -161,13 +161,13 @@ def checks(cells: Sequence[Cell], max_gigabytes: float) -> list[report.Check]:
 
 
 def _longest(cells: Sequence[Cell], label: str, done: dict[float, Cell]) -> Cell | None:
-    """The longest cell of a backend that has run, beside one in `done`."""
+    """Finds the longest cell of a backend that has run, among those with the minutes of a cell in `done`."""
     own = [cell for cell in cells if cell["backend"] == label and cell["status"] == "ok" and cell["minutes"] in done]
     return max(own, key=lambda cell: cell["minutes"], default=None)
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Time and peak memory of a pass over minutes of audio, both axes logarithmic; nothing if no cell has run."""
+    """Draws time and peak memory of a pass over minutes of audio, all axes logarithmic; nothing if no cell has run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -57,7 +57,7 @@ def saved_architecture(config: ConformerConfig) -> str | None:
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """Says whether to train "ctc" or "transducer": as the arguments say, else the checkpoint, else "ctc"."""
+    """Chooses between "ctc" and "transducer": as the arguments say, else the checkpoint, else "ctc"."""
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     config = ConformerConfig.from_pretrained(arguments.model_name_or_path)

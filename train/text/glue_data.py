@@ -182,7 +182,8 @@ def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool
     Args:
         name: one of the nine task names.
         data_dir: GLUE's folder, or the task's own, in the official TSV layout; each file is plain or ends in .gz. If
-            `train.tsv` is missing, a file that is marked as a sample of it is read, such as `train.sub9999.tsv`. Default None: `nyu-mll/glue` from the hub.
+            `train.tsv` is missing, a file that is marked as a sample of it is read, such as `train.sub9999.tsv`.
+            Default None: `nyu-mll/glue` from the hub.
         skip_bad_rows: leave out malformed rows and count them, instead of raising. Default False.
 
     Raises:
@@ -218,7 +219,7 @@ def load_from_hub(task: Task) -> GlueData:
         hub = load_dataset(HUB_ID, task.name)
     except OSError as error:
         raise ValueError(
-            f"cannot read {HUB_ID} from the hub ({error}); to use local files, set data_dir to the folder of GLUE's TSVs"
+            f"cannot read {HUB_ID} from the hub ({error}); for local files set data_dir to the folder of GLUE's TSVs"
         ) from error
     evaluation = {split: hub[split] for split in task.eval_splits}
     sources = dict.fromkeys(("train", *evaluation), f"{HUB_ID} {task.name}")
