@@ -1,7 +1,7 @@
 """Passes over the data until the first principal component is found: VR Power compared with older methods.
 
-Rows have an exact spectrum: 1, 1 - gap, and 48 values evenly spaced from .6 to .01. The error of x is 1 - (x'u)^2, u the
-first eigenvector. Passes are those that led to x. The pass in which an estimator sees that x is good enough is not
+Rows have an exact spectrum: 1, 1 - gap, and 48 values evenly spaced from .6 to .01. The error of x is 1 - (x'u)^2, u
+the first eigenvector. Passes are those that led to x. The pass in which an estimator sees that x is good enough is not
 counted, since other methods have no such pass. Every seed has other rows, another start and other batches.
 """
 

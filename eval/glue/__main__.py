@@ -21,7 +21,9 @@ from favor.train.common.program import program
 
 
 def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError for other forms.
+    """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`.
+
+    Raises ValueError for other forms.
 
     Args:
         texts: options of tasks, `TASK:NAME=VALUE`.

@@ -39,7 +39,7 @@ def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
-    """Gives the row of a run, `backend`, and its `machine`: as `favor.eval.glue` recorded them, else from the results."""
+    """Gives the `backend` and the `machine` of a run: as `favor.eval.glue` recorded them, else from the results."""
     name, options = results["attn_implementation"], results["favor"] or {}
     backend = Backend(name, options.get("features") if name in ("favor#", "favor_sharp") else None)
     record = folder / "cell.json"
@@ -65,7 +65,7 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
-    """Computes the metrics of a saved run on its development set (MNLI: matched), with the length limit of its training.
+    """Computes the metrics of a saved run on its development set (MNLI: matched), with its training's limit of length.
 
     Also returns how many tokens each sample has.
 

@@ -92,7 +92,7 @@ class Entry:
 
 
 def checks(results: Mapping[str, Sequence[Entry]]) -> list[report.Check]:
-    """Checks that SoftmaxBound has a lower mean training loss than AdamW, on every task after every number of epochs."""
+    """Checks that SoftmaxBound has a lower mean training loss than AdamW, for every task and number of epochs."""
     found = []
     for task, entries in results.items():
         by = {(entry.method, entry.epochs): entry for entry in entries}

@@ -122,8 +122,10 @@ def title(results: Results, method: str) -> str:
 
 
 def faster(cells: Sequence[Mapping[str, Any]], unit: str) -> tuple[str, bool]:
-    """Compares passes or seconds of two methods, to 1 %, or to 10 % if neither reaches 1 %; also says whether the first
-    is smaller."""
+    """Compares passes or seconds of two methods; also says whether the first has fewer.
+
+    Both are counted to a gap of 1 %, or of 10 % if neither method reaches 1 %.
+    """
     level = 1 if any(math.isfinite(median(cell, f"{unit}_1")) for cell in cells) else 10
     one, two = (median(cell, f"{unit}_{level}") for cell in cells)
     return f"{text_of(one)} and {text_of(two)} to {level} %", one < two
@@ -209,7 +211,7 @@ def _table(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot(name: str, result: Mapping[str, Any], traces: Mapping[str, Sequence[Trace]], path: Path) -> None:
-    """Draws relative gap and test error against passes and seconds, the first run of every method; baselines are dashed.
+    """Draws relative gap and test error against passes and seconds, of the first run of every method; baselines dashed.
 
     Args:
         name: name of the data set.

@@ -275,7 +275,7 @@ def run(stepper: Stepper, problem: Problem, optimum: Optimum, epochs: float, sec
 
 
 def advance(stepper: Stepper, due: float, seconds: float) -> tuple[Exception | None, float]:
-    """Takes at least one step, until a number of passes or seconds; returns the error if one was raised, and the seconds.
+    """Takes at least one step, until a number of passes or seconds; returns the error, if any, and the seconds.
 
     Args:
         stepper: takes the steps.

@@ -79,6 +79,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         if unused or arguments.model_name_or_path or arguments.num_processes != 1:
             raise ValueError(
                 "with --checkpoints nothing is trained: --model_name_or_path, --task_options, --num_processes and "
-                f"arguments of favor.train.glue have no effect, got {shlex.join(unused) or 'one of the first three'}: leave it out"
+                f"arguments of favor.train.glue have no effect, so leave them out; got "
+                f"{shlex.join(unused) or 'one of the first three'}"
             )
     return arguments, rest

@@ -9,7 +9,7 @@ loaded with `WhisperForConditionalGeneration.from_pretrained`. `--source` names 
 
 Layout of `model.bin`, little endian, where a string is a u16 length and that many bytes, the last one 0: u32 version,
 string name of the kind of model, u32 revision; u32 number of variables, and for each its string name, u8 rank, u32
-dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and for each two strings, the alias and its variable.
+dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and for each two strings, alias and variable.
 """
 
 from __future__ import annotations

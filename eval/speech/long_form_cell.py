@@ -255,7 +255,7 @@ def _resident() -> int:
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """Calls a function; gives its result, the bytes by which it raises the resident memory, and the peak of that memory."""
+    """Calls a function; gives its result, the bytes by which resident memory rises, and the peak of resident memory."""
     results: list[Any] = []
     _settle()
     before = _resident()

@@ -25,11 +25,11 @@ Row = dict[str, Any]
 
 
 def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, Run]:
-    """The record of every arm and seed that was begun below a folder, by its own folder.
+    """Reads the records of all started arms and seeds below a folder, by their own folders.
 
     Args:
         folder: output folder of the arms.
-        arguments: those all must have had. Default None: those of the first.
+        arguments: the arguments that all arms must have. Default None: those of the first arm.
 
     Raises:
         ValueError: if the arms cannot be compared, because their arguments differ.
@@ -39,7 +39,7 @@ def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, 
         arguments = record["arguments"] if arguments is None else list(arguments)
         if record["arguments"] != arguments:
             raise ValueError(
-                f"{place} has other arguments than its neighbours or this run:\n"
+                f"{place} has other arguments than the other folders or this run:\n"
                 f"  there {shlex.join(record['arguments'])}\n  here  {shlex.join(arguments)}\n"
                 "choose another --output_dir, or remove that folder to run it again"
             )
@@ -47,7 +47,7 @@ def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, 
 
 
 def read(folder: Path) -> list[Run]:
-    """Every finished arm and seed below a folder: its record with the scores and costs of its training."""
+    """Reads every finished arm and seed below a folder: its record with the scores and costs of its training."""
     runs = []
     for place, record in records(folder).items():
         if (place / RESULTS).exists():
@@ -62,14 +62,21 @@ def read(folder: Path) -> list[Run]:
 
 
 def normalised(run: Run, runs: Sequence[Run], stage: str, metric: str) -> float | None:
-    """A score over that of exact attention with the same seed at the same stage; None without that, or if it is 0."""
+    """Divides an error rate by that of exact attention with the same seed and stage; None if that is missing or 0.
+
+    Args:
+        run: the run.
+        runs: all runs.
+        stage: a key of STAGES.
+        metric: name of the error rate.
+    """
     exact = [other for other in runs if other["backend"] == EXACT and other["seed"] == run["seed"]]
     reference = exact[0]["scores"][stage][metric] if exact else 0
     return run["scores"][stage][metric] / reference if reference else None
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and sample standard deviation of what is known, None where nothing is, and all values."""
+    """Computes mean and sample standard deviation of the known values, None for too few; also gives all values."""
     known = [value for value in values if value is not None]
     return {
         "mean": statistics.fmean(known) if known else None,
@@ -79,11 +86,11 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 
 def summarise(runs: Sequence[Run]) -> list[Row]:
-    """A row an arm: exact attention, the mean over time, then the backends by name and number of features.
+    """Makes one row per arm: exact attention, the mean over time, then the backends by name and number of features.
 
     Returns:
-        Rows with `scores[stage][metric]` and `normalised[stage][metric]`, each as `spread` gives it over the seeds, and
-        the costs: medians over the seeds, the greatest for the memory.
+        Rows with `scores[stage][metric]` and `normalised[stage][metric]`, each a `spread` over the seeds, and the
+        costs: medians over the seeds, for memory the greatest.
     """
 
     def rank(run: Run) -> tuple[int, str, int]:
@@ -111,7 +118,7 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
 
 
 def checks(rows: Sequence[Row], splits: Sequence[str]) -> list[report.Check]:
-    """After training: FAVOR# is no worse than FAVOR++ at any M, and every backend beats the mean over time."""
+    """Checks that, after training, FAVOR# is no worse than FAVOR++ at any M, and all backends beat the mean over time."""
     found = []
     values = {
         (row["backend"], row["num_features"]): {name: of["mean"] for name, of in row["scores"]["trained"].items()}
@@ -150,7 +157,7 @@ def _name(row: Row) -> list[str]:
 
 
 def score_lines(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
-    """A table a stage and split: error rates in percent, and over those of exact attention."""
+    """Writes one table per stage and split: error rates in percent, and divided by those of exact attention."""
     header = ["attention", "M", "WER %", "normalised WER", "CER %", "normalised CER"]
     lines: list[str] = []
     for stage, title in STAGES.items():
@@ -172,7 +179,7 @@ def score_lines(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
 
 
 def cost_lines(rows: Sequence[Row]) -> list[str]:
-    """Tabulates the cost of the training of each arm."""
+    """Writes the table of the costs of the training of each arm."""
 
     def number(value: float | None, form: str, unit: float = 1.0) -> str:
         return DASH if value is None else format(value / unit, form)
@@ -192,7 +199,13 @@ def cost_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def report_lines(rows: Sequence[Row], runs: Sequence[Run], words: Sequence[str]) -> list[str]:
-    """The Markdown report."""
+    """Writes the Markdown report.
+
+    Args:
+        rows: one per arm.
+        runs: all runs.
+        words: the arguments that all arms share.
+    """
     splits, first = runs[0]["splits"], runs[0]
     seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
     starts = "--model_name_or_path" in words
@@ -224,14 +237,14 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
 
     Args:
         folder: output folder of the arms.
-        results: where the files go.
-        name: of the report.
+        results: folder of the files.
+        name: name of the report.
 
     Returns:
-        The Markdown report's lines.
+        The lines of the Markdown report.
 
     Raises:
-        ValueError: if no arm is finished, or two had different arguments.
+        ValueError: if no arm is finished, or two arms had different arguments.
     """
     runs = read(folder)
     if not runs:
@@ -255,7 +268,13 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
 
 
 def plot(rows: Sequence[Row], splits: Sequence[str], path: Path) -> None:
-    """Normalised error rates against M: a row of panels a stage, a column a split and metric."""
+    """Draws normalised error rates against M: a row of panels per stage, a column per split and metric.
+
+    Args:
+        rows: one per arm.
+        splits: the evaluation splits.
+        path: of the picture.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

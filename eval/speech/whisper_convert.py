@@ -1,4 +1,4 @@
-"""Whisper as CTranslate2 stores it, as a model of transformers."""
+"""Converts Whisper from the format of CTranslate2 to a model of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from favor.eval.common.pretrained import packaged
 from favor.eval.options.whisper_convert import FILES, PACKAGE, parse_arguments
 from favor.train.common.program import program
 
-# model.bin of that version
+# sha256 of model.bin in PACKAGE
 SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
 KIND = (6, "WhisperSpec", 3)
 TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
@@ -32,7 +32,7 @@ END = "<|endoftext|>"
 
 
 def packaged_folder() -> Path:
-    """Folder of the model in the installed package; raises ValueError if it is not there or not the expected one."""
+    """Finds the model in the installed package; raises ValueError if it is missing or not the expected one."""
     return packaged(PACKAGE, "model/model.bin", SHA256).parent
 
 
@@ -57,10 +57,10 @@ class _Reader:
 
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
-    """Arrays of a `model.bin` by name, without aliases.
+    """Reads the arrays of a `model.bin` by name, without aliases.
 
     Raises:
-        ValueError: if it is no Whisper of the known version, or cut short.
+        ValueError: if the file is not a Whisper of the known version, or is cut short.
     """
     reader = _Reader(path)
     try:
@@ -79,11 +79,11 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
 
 
 def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """The weights under transformers' names, in float32.
+    """Renames the weights as transformers names them, in float32.
 
     Raises:
-        ValueError: if a weight is left over, or keys have a bias, which Whisper's do not.
-        KeyError: if one is missing.
+        ValueError: if a weight is left over, or keys have a bias, which keys of Whisper do not have.
+        KeyError: if a weight is missing.
     """
     real = {name: array for name, array in variables.items() if array.ndim and array.dtype.kind == "f"}
     rest = {name: torch.from_numpy(array.astype(np.float32)) for name, array in real.items()}
@@ -95,14 +95,14 @@ def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
             found[f"{new}.bias"] = rest.pop(f"{old}/{bias}")
 
     def attention(new: str, old: str, linears: Sequence[str]) -> None:
-        """The layers before the last one hold the queries', keys' and values' rows, in this order."""
+        """Moves one attention layer; linears before the last one hold rows of queries, keys and values, in order."""
         weights, biases = (torch.cat([rest.pop(f"{old}/{n}/{w}") for n in linears[:-1]]) for w in ("weight", "bias"))
         for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights.chunk(3), biases.chunk(3), strict=True):
             found[f"{new}.{name}.weight"] = weight
             if name != "k_proj":
                 found[f"{new}.{name}.bias"] = bias
             elif bias.any():
-                raise ValueError(f"the keys of {old} have a bias, which those of Whisper have not")
+                raise ValueError(f"the keys of {old} have a bias, but keys of Whisper have none")
         move(f"{new}.out_proj", f"{old}/{linears[-1]}")
         move(f"{new}_layer_norm", f"{old}/layer_norm", "gamma", "beta")
 
@@ -127,12 +127,18 @@ def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def layers_of(variables: dict[str, np.ndarray], side: str) -> int:
-    """Number of layers of the encoder or decoder."""
+    """Counts the layers of the encoder or decoder."""
     return sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/bias") for name in variables)
 
 
 def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, Any]) -> Any:
-    """The model's configuration, from the shapes of its weights and the tokenizer's special tokens."""
+    """Makes the model's configuration from the shapes of its weights and the tokenizer's special tokens.
+
+    Args:
+        variables: arrays of `model.bin`.
+        weights: under transformers' names.
+        special: numbers of special tokens.
+    """
     vocabulary, width = weights["proj_out.weight"].shape
     return WhisperConfig(
         vocab_size=vocabulary,
@@ -154,7 +160,7 @@ def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], 
 
 
 def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProcessor]:
-    """Model and processor of a folder as CTranslate2 has it, of a model for English alone.
+    """Converts a folder of CTranslate2 to model and processor; only for a model for English alone.
 
     Raises:
         ValueError: if a file is missing or cannot be read, or the weights are not exactly those of Whisper.
@@ -174,7 +180,7 @@ def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProce
         model = WhisperForConditionalGeneration(config).eval()
         model.load_state_dict(weights)
     except (KeyError, RuntimeError) as error:
-        raise ValueError(f"{folder / 'model.bin'} has not the weights of Whisper: {error}") from error
+        raise ValueError(f"{folder / 'model.bin'} does not have the weights of Whisper: {error}") from error
     model.generation_config = GenerationConfig(
         max_length=config.max_target_positions,
         suppress_tokens=stored["suppress_ids"],

@@ -1,4 +1,4 @@
-"""Speed and memory of FAVOR attention beside exact attention and other packages, checked in float64 first."""
+"""Speed and memory of FAVOR attention, compared with exact attention and other packages; results are checked first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ TINY = 16
 
 
 def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Contender:
-    """A method as a contender, at cells like `cell` of any length."""
+    """Makes a contender of a method.
+
+    Args:
+        bench: settings of all panels.
+        method: the method.
+        cell: the contender runs cells that differ from it in length alone.
+    """
 
     def refuses(length: int) -> str | None:
         here = replace(cell, length=length)
@@ -72,7 +78,7 @@ def _inputs(cell: Cell) -> tuple[torch.Tensor, ...]:
 
 
 def isolated_peak(request: dict[str, Any]) -> int:
-    """Peak bytes of one pass, in the process that calls this; see `favor.eval.speed.measure`."""
+    """Measures peak bytes of one pass in the calling process, as `favor.eval.speed.measure` describes."""
     cell, method = Cell(**request["cell"]), methods.by_name(request["method"])
     warnings.simplefilter("ignore")
     for one in (replace(cell, length=TINY), cell):
@@ -84,7 +90,7 @@ def isolated_peak(request: dict[str, Any]) -> int:
 
 
 def run_attention(bench: Bench) -> Iterator[None]:
-    """A panel for each direction and pass; stops after each."""
+    """Runs a panel for each direction and pass; yields after each."""
     arguments = bench.arguments
     chosen = []
     for method in methods.select(arguments.methods, arguments.features, arguments.device):
@@ -105,7 +111,14 @@ def run_attention(bench: Bench) -> Iterator[None]:
 
 
 def model_contender(bench: Bench, model: speed_models.Model, backend: str, backward: bool) -> Contender:
-    """A backend of a model as a contender."""
+    """Makes a contender of a backend of a model.
+
+    Args:
+        bench: settings of all panels.
+        model: the model.
+        backend: the backend.
+        backward: whether a pass has a backward pass.
+    """
     batch_size = bench.arguments.batch_size
 
     def refuses(length: int) -> str | None:
@@ -128,13 +141,13 @@ def model_contender(bench: Bench, model: speed_models.Model, backend: str, backw
 
 
 def _model_peak(model: speed_models.Model, call: Callable[[], object]) -> int:
-    """Peak bytes of a pass; without this, gradients of the pass before would count as there already."""
+    """Measures peak bytes of a pass without gradients of earlier passes, which would not count as new memory."""
     model.module.zero_grad(set_to_none=True)
     return measure.cuda_peak(call)
 
 
 def run_models(bench: Bench) -> Iterator[None]:
-    """A panel for each model and pass; stops after each."""
+    """Runs a panel for each model and pass; yields after each."""
     arguments = bench.arguments
     for name in speed_models.MODELS if arguments.model == "both" else (arguments.model,):
         model = speed_models.Model.build(
@@ -197,7 +210,7 @@ def shown_command(argv: Sequence[str]) -> str:
 
 
 def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
-    """Collects what makes a run repeatable."""
+    """Collects command, machine, versions and settings, with which a run can be repeated."""
     arguments = bench.arguments
     versions = launch.versions()
     for package in ("triton", "performer-pytorch", "flash-linear-attention"):
@@ -220,7 +233,7 @@ def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code, 1 if a cell failed."""
+    """Runs the benchmark; returns the exit code, 1 if a cell failed."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     if arguments.threads:
@@ -243,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 bench.note(problem)
         for _ in run_models(bench) if arguments.model else run_attention(bench):
-            # After each panel, so that one that fails does not take the others with it.
+            # Write after each panel, so that an error in a later panel does not lose it.
             lines = report.write(
                 bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name
             )

@@ -1,4 +1,4 @@
-"""One cell of the benchmark: which inputs, and which pass over them."""
+"""One cell of the benchmark: its inputs, and the pass over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that fixes the inputs of one cell; plain values, so that another process can make the same ones."""
+    """All values that determine the inputs of one cell, so that another process can make equal inputs."""
 
     length: int
     causal: bool
@@ -45,10 +45,12 @@ class Cell:
         return getattr(torch, self.dtype).itemsize
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Normal query, output gradient `[B, H, L, d]`, key and value `[B, Hk, L, d]`.
+        """Draws normal query and output gradient `[B, H, L, d]`, key and value `[B, Hk, L, d]`.
 
-        The standard deviation of query and key is `magnitude`, of the others 1. Returned as query, key, value, output
-        gradient; the first three require gradients if the cell has a backward.
+        The standard deviation of query and key is `magnitude`, of the others 1.
+
+        Returns:
+            Query, key, value, output gradient; the first three require gradients if the cell has a backward pass.
         """
         generator = torch.Generator(device=self.device).manual_seed(self.seed)
 
@@ -62,13 +64,21 @@ class Cell:
 
     @property
     def input_output_bytes(self) -> int:
-        """Bytes that any method must move: q, k, v and the output; with a backward also their gradients."""
+        """Bytes that any method must move: q, k, v and the output; with a backward pass also their gradients."""
         once = 2 * self.batch_size * (self.heads + self.key_heads) * self.length * self.head_dim * self.itemsize
         return once * (2 if self.backward else 1)
 
 
 def run_pass(attend: Attend, query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> tuple[Tensor, ...]:
-    """One pass of a cell: the output, and the three gradients if the inputs require them."""
+    """Runs one pass of a cell; gives the output, and the three gradients if the inputs require them.
+
+    Args:
+        attend: the attention.
+        query: `[B, H, L, d]`.
+        key: `[B, Hk, L, d]`.
+        value: `[B, Hk, L, d]`.
+        slope: gradient of the output, `[B, H, L, d]`.
+    """
     if not query.requires_grad:
         with torch.no_grad():
             return (attend(query, key, value),)

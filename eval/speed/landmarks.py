@@ -1,4 +1,4 @@
-"""What attention through landmarks must equal, for some query rows: groups of keys first, then float64 formulas."""
+"""The right output of attention through landmarks, for some query rows: groups of keys, then float64 formulas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
 
 
 def landmark_rows(sample: Sample, num_landmarks: int, window: int) -> Rows:
-    """The output of some rows, `[R, dv]`, where keys outside a row's block count as the mean of their group.
+    """Computes the output of some rows, `[R, dv]`, if keys outside a row's block count as the mean of their group.
 
-    Which keys form a group is chosen in float32, as in the code that is timed: it does not change with the precision
-    but where two landmarks are equally far.
+    Groups are chosen in float32, as in the code that is timed. They depend on the precision only if two landmarks are
+    equally far.
+
+    Args:
+        sample: the rows.
+        num_landmarks: number of groups.
+        window: tokens of exact blocks, 0 for no blocks.
     """
     scale = sample.query.shape[-1] ** -0.5
     queries = sample.all_queries.view(-1, len(sample.key), sample.key.shape[1]).float()
@@ -34,9 +39,15 @@ def landmark_rows(sample: Sample, num_landmarks: int, window: int) -> Rows:
 
 
 def selected_rows(sample: Sample, num_landmarks: int, keys: int, page_size: int) -> Rows:
-    """The output of some rows, `[R, dv]`, where keys outside the pages chosen for a row count as means.
+    """Computes the output of some rows, `[R, dv]`, if keys outside the chosen pages of a row count as means.
 
-    Which pages are chosen is computed in float32, as in the code that is timed. A page size of 0 is the default.
+    Pages are chosen in float32, as in the code that is timed.
+
+    Args:
+        sample: the rows.
+        num_landmarks: number of groups.
+        keys: number of selected keys.
+        page_size: keys of a page; 0 is the default of the method.
     """
     scale, length = sample.query.shape[-1] ** -0.5, len(sample.key)
     size, together = page_size or PAGE_SIZE[sample.causal], QUERY_BLOCK[sample.causal]
@@ -63,7 +74,13 @@ def selected_rows(sample: Sample, num_landmarks: int, keys: int, page_size: int)
 
 
 def _regroup(queries: Tensor, num_landmarks: int, scale: float) -> Regroup:
-    """How a causal layer joins groups, in float32; queries are those of the heads that share keys, `[G, L, d]`."""
+    """Gives the function by which a causal layer joins groups, in float32.
+
+    Args:
+        queries: those of the heads that share keys, `[G, L, d]`.
+        num_landmarks: number of groups.
+        scale: of the logits.
+    """
 
     def regroup(rows: Tensor, means: Tensor, counts: Tensor) -> Tensor:
         own = queries[:, rows].flatten(0, 1)

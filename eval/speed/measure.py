@@ -1,15 +1,15 @@
-"""Clock, peak memory and the machine's own ceilings.
+"""Clock, peak memory and the ceilings of the machine.
 
-Peak memory of a pass counts everything the pass allocates at its highest point, its output and gradients included, and
-not its inputs, which exist before.
+Peak memory of a pass is all memory that the pass has allocated at its peak, with its output and gradients, but without
+its inputs, which exist before.
 
-On CUDA it is `torch.cuda.max_memory_allocated` less what was allocated before. On a CPU each pass runs once in a fresh
-process: it makes the inputs, runs the method at a tiny length so that libraries have their buffers, gives free memory
-back to the system, resets the high-water mark of its resident memory (a 5 written to `/proc/self/clear_refs`), runs the
-pass, and reports `VmHWM` less the `VmRSS` from before. So it needs Linux. Repetitions agree to 0.2 MB; up to 2 MB more
-than the tensors are found, buffers of libraries. Those processes take every block above 64 KiB from the system by mmap,
-which returns it when freed, and are forked from one server, a process that has imported everything and computed
-nothing, since importing alone takes seconds.
+On CUDA it is `torch.cuda.max_memory_allocated` less the memory that was allocated before. On a CPU each pass runs once
+in a fresh process. The process makes the inputs, runs the method at a tiny length so that libraries have their buffers,
+gives free memory back to the system, resets the high-water mark of its resident memory (it writes a 5 to
+`/proc/self/clear_refs`), runs the pass, and reports `VmHWM` less the earlier `VmRSS`. So this needs Linux. Repetitions
+agree to 0.2 MB; results are up to 2 MB above the size of the tensors, because of buffers of libraries. These processes
+take every block above 64 KiB from the system by mmap, which gives it back when freed. They are forked from one server,
+a process that has imported everything and computed nothing, since importing alone takes seconds.
 """
 
 from __future__ import annotations
@@ -31,26 +31,32 @@ from typing import IO, Any, NoReturn
 import torch
 from torch import Tensor
 
-# A sample shorter than this repeats the call, so that the clock's own cost does not show.
+# A sample repeats the call until it is at least this long, so that the cost of the clock does not count.
 SHORTEST_SAMPLE = 0.01
 MOST_CALLS = 100
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 MATMUL_WIDTH = {"cpu": 2048, "cuda": 8192}
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-# Freed memory goes back at once: environment of a process that is started, numbers in malloc.h for this one.
+# Freed memory goes back to the system at once: environment variables for a new process, numbers of malloc.h for this.
 _RELEASED = 1 << 16
 _RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(_RELEASED), "MALLOC_MMAP_THRESHOLD_": str(_RELEASED)}
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def synchronise(device: str) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Waits until the device has finished all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
-    """Mean seconds of a call, over `calls` of them one after another, the device waited for before and after."""
+    """Measures the mean seconds of a call over `calls` calls; waits for the device before and after.
+
+    Args:
+        call: the function.
+        device: "cpu" or "cuda".
+        calls: number of calls.
+    """
     synchronise(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -60,7 +66,7 @@ def seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
 
 
 def record(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A CUDA graph of a call that has run before, and the tensors that its replays fill."""
+    """Records a CUDA graph of a call that has run before; also gives the tensors that its replays fill."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -73,10 +79,10 @@ def record(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph
 
 
 class Recorded:
-    """A call replayed from a CUDA graph, recorded the first time, so that its time is the device's alone.
+    """A call that is recorded as a CUDA graph the first time and then replayed, so that only the device's time counts.
 
     Raises:
-        RuntimeError: if a replay does not give what the call gave, within 1 % of the norm of each result.
+        RuntimeError: if a replay differs from the call by more than 1 % of the norm of a result.
     """
 
     def __init__(self, call: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -84,7 +90,7 @@ class Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        """Replay, or record and compare."""
+        """Replays the graph, or records and compares it."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -93,7 +99,7 @@ class Recorded:
         graph.replay()
         for one, other in zip(found, expected, strict=True):
             if not float((one.double() - other.double()).norm()) <= 0.01 * float(other.double().norm()):
-                raise RuntimeError("expected a CUDA graph to give what the call gave, got something else")
+                raise RuntimeError("expected a CUDA graph to give the result of the call, got another result")
         self._graph = graph
 
 
@@ -109,7 +115,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: list[float], calls: int) -> Timing:
-        """From seconds a sample."""
+        """Makes it from the seconds of each sample."""
         median = statistics.median(samples)
         if len(samples) < 2:
             return cls(median, median, median, 1, calls)
@@ -119,7 +125,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Something to time: `ready` runs before each sample, off the clock."""
+    """A call to time, with its expected seconds; `ready` runs before each sample and is not timed."""
 
     call: Callable[[], object]
     ready: Callable[[], object]
@@ -129,10 +135,17 @@ class Stopwatch:
 def interleaved(
     entries: Mapping[str, Stopwatch], device: str, repeats: int, seconds_per_cell: float
 ) -> dict[str, Timing | Exception]:
-    """Time several things in turns, one sample of each a round, so that a noisy machine hits all alike.
+    """Times several calls in turns, one sample of each per round, so that a noisy machine delays all of them equally.
 
-    The order turns by one each round. What is slow takes part in fewer rounds: it gets about `seconds_per_cell`
-    seconds, but at least one sample. What raises is left out from then on, with its exception as the result.
+    The order rotates by one in each round. A slow call takes part in fewer rounds: it gets about `seconds_per_cell`
+    seconds, but at least one sample. A call that raises an exception is left out from then on; the exception is its
+    result.
+
+    Args:
+        entries: the calls by name.
+        device: "cpu" or "cuda".
+        repeats: greatest number of samples.
+        seconds_per_cell: time of each call.
     """
     plans = {}
     for name, entry in entries.items():
@@ -154,17 +167,22 @@ def interleaved(
                     entries[name].ready()
                     samples[name].append(seconds(entries[name].call, device, calls))
                 except Exception as error:
-                    broken[name] = error.with_traceback(None)  # which would keep the tensors of the call
+                    broken[name] = error.with_traceback(None)  # a traceback would keep the tensors of the call
     finally:
         gc.enable()
     return {name: broken.get(name) or Timing.of(samples[name], plans[name][0]) for name in entries}
 
 
 def predict(history: Mapping[int, float], length: int, exponent: int) -> float | None:
-    """Seconds to expect at `length` from those at shorter lengths; None without any.
+    """Predicts the seconds at a length from those at shorter lengths; None if there are none.
 
-    The time grows as it did between the last two lengths, at least linearly and at most with power 2.5; with one
-    length only, with power `exponent`.
+    The time grows as it did between the last two lengths, at least linearly and at most with power 2.5. If there is
+    only one shorter length, it grows with power `exponent`.
+
+    Args:
+        history: seconds by length.
+        length: the length.
+        exponent: power of the length.
     """
     known = sorted(done for done in history if done < length)
     if not known:
@@ -180,18 +198,18 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Holds the best of a machine: bytes a second, read plus written, of a copy; operations a second of matmul."""
+    """Holds the best rates of a machine: bytes per second of a copy, read plus written; matmul operations per second."""
 
     copy_bytes: float
     matmul_flops: float
 
     def roofline_seconds(self, flops: float, moved_bytes: float) -> float:
-        """The least time for that many operations and bytes."""
+        """Gives the least time for a number of operations and of bytes."""
         return max(flops / self.matmul_flops, moved_bytes / self.copy_bytes)
 
 
 def ceilings(dtype: str, device: str) -> Ceilings:
-    """Measured now: a copy of 256 MiB (1 GiB on CUDA) and a square matmul of 2048 (8192) in the type of the cells."""
+    """Measures a copy of 256 MiB (1 GiB on CUDA) and a square matmul of width 2048 (8192) in the type of the cells."""
     source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     width = MATMUL_WIDTH[device]
@@ -211,7 +229,7 @@ def _fastest(call: Callable[[], object], device: str) -> float:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that can still be taken: of the GPU, or of the machine (within the limit of its control group)."""
+    """Gives the free memory: of the GPU, or of the machine (within the limit of its control group)."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     found = []
@@ -226,7 +244,7 @@ def free_bytes(device: str) -> int:
 
 
 def cuda_peak(call: Callable[[], object]) -> int:
-    """Bytes that a call allocates on the GPU at its highest point."""
+    """Measures the bytes that a call has allocated on the GPU at its peak."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -237,7 +255,7 @@ def cuda_peak(call: Callable[[], object]) -> int:
 
 
 def resident_peak(call: Callable[[], object]) -> int:
-    """Bytes by which a call raises the resident memory of this process at its highest point (Linux)."""
+    """Measures the bytes by which a call raises the resident memory of this process at its peak (Linux)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text("5")
@@ -247,7 +265,7 @@ def resident_peak(call: Callable[[], object]) -> int:
 
 
 def release_early() -> None:
-    """Has this process give freed memory back at once from here on, so that a peak holds none of it (Linux)."""
+    """Makes this process give freed memory back at once from now on, so that it does not count in a peak (Linux)."""
     for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(setting, _RELEASED)
 
@@ -256,23 +274,23 @@ def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
-    raise RuntimeError(f"expected {field} in /proc/self/status, which Linux has; measure memory on Linux")
+    raise RuntimeError(f"expected {field} in /proc/self/status, as on Linux: measure memory on Linux")
 
 
 def warm_libraries() -> None:
-    """Start the thread pool and the matrix library, whose buffers would otherwise count."""
+    """Starts the thread pool and the matrix library, whose buffers would otherwise count."""
     large = torch.ones(1 << 20)
     large.exp().sum()
     torch.ones(512, 512) @ torch.ones(512, 512)
 
 
 class MemoryServer:
-    """The process that forks one process a measurement; a context manager.
+    """The process that forks one process per measurement; a context manager.
 
-    Requests and answers are one line of JSON each, after a first line that says that all is imported.
+    Requests and answers are one line of JSON each. Before them, the server writes a line when all is imported.
 
     Args:
-        threads: of a measurement.
+        threads: CPU threads of a measurement.
         program: module that calls `serve` when it is started with `--isolate`.
     """
 
@@ -282,7 +300,7 @@ class MemoryServer:
 
     @staticmethod
     def problem() -> str | None:
-        """Why memory cannot be measured here, None if it can."""
+        """Says why memory cannot be measured on this machine; None if it can."""
         if os.access(_CLEAR_REFS, os.W_OK) and hasattr(os, "fork"):
             return None
         return "peak memory on a CPU needs Linux and /proc/self/clear_refs"
@@ -295,19 +313,19 @@ class MemoryServer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
         if self._process.stdout is not None:
-            self._process.stdout.readline()  # its imports would slow down what is timed meanwhile
+            self._process.stdout.readline()  # its imports would slow down passes that are timed
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.communicate(timeout=60)  # an end of its input ends it
+            self._process.communicate(timeout=60)  # the server ends when its input ends
             self._process = None
 
     def peak(self, request: dict[str, Any]) -> int:
-        """Bytes measured in a fresh process.
+        """Measures peak bytes in a fresh process.
 
         Raises:
-            RuntimeError: with what went wrong there.
+            RuntimeError: if the process fails; the message says why.
         """
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
@@ -319,7 +337,7 @@ class MemoryServer:
             raise RuntimeError("the memory server has ended; run the program with --isolate to see why") from None
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError("the memory server ended without an answer; the system may have had no memory left")
+            raise RuntimeError("the memory server ended without an answer; maybe the system had no memory left")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -327,7 +345,13 @@ class MemoryServer:
 
 
 def serve(requests: IO[str], answers: IO[str], measure: Callable[[dict[str, Any]], int]) -> None:
-    """Say that it is ready, then answer each line of requests by `measure` in a forked process, until their end."""
+    """Writes a line when ready, then answers each line of requests by `measure` in a forked process, until they end.
+
+    Args:
+        requests: lines of JSON.
+        answers: gets lines of JSON.
+        measure: gives the bytes for a request.
+    """
     gc.collect()
     gc.freeze()  # a child's collector would otherwise touch, and so copy, every object
     answers.write("ready\n")
@@ -349,8 +373,14 @@ def serve(requests: IO[str], answers: IO[str], measure: Callable[[dict[str, Any]
 
 
 def _answer(line: str, send: int, measure: Callable[[dict[str, Any]], int]) -> NoReturn:
-    """Runs in the forked process; it never returns, since the loop and the buffers around it are its parent's."""
-    os.dup2(2, 1)  # what a method prints must not end up among the answers
+    """Answers in the forked process; never returns, since the loop and the buffers belong to the parent.
+
+    Args:
+        line: the request.
+        send: file descriptor that takes the answer.
+        measure: gives the bytes for a request.
+    """
+    os.dup2(2, 1)  # lines that a method prints must not mix with the answers
     answer: dict[str, Any]
     try:
         answer = {"bytes": measure(json.loads(line))}

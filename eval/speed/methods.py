@@ -1,4 +1,4 @@
-"""What the benchmark times: FAVOR attention, torch's softmax attention, and the linear attentions of other packages."""
+"""Methods of the benchmark: FAVOR attention, torch's softmax attention, and linear attention of other packages."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Prepared:
     """A method made for one cell.
 
     Attributes:
-        attend: what is timed, `(query, key, value) -> output`, on inputs in the method's own layout.
-        rows: the float64 formula it must equal.
-        layout: from `[B, H, L, d]` to the method's own layout and back, the same both ways; done before the clock runs.
+        attend: the function to time, `(query, key, value) -> output`, on inputs in the method's own layout.
+        rows: the float64 formula that gives the right output.
+        layout: changes `[B, H, L, d]` to the method's own layout, and also back; it is not timed.
     """
 
     attend: Attend
@@ -49,7 +49,15 @@ class Prepared:
     layout: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
     def check(self, cell: Cell, query: Tensor, key: Tensor, value: Tensor, factor: float = 1.0) -> reference.Check:
-        """Compare with the formula on the cell's own inputs."""
+        """Compares the method with the formula on the cell's own inputs.
+
+        Args:
+            cell: sizes and direction.
+            query: `[B, H, L, d]`.
+            key: `[B, Hk, L, d]`.
+            value: `[B, Hk, L, d]`.
+            factor: of the tolerance.
+        """
 
         def attend(*inputs: Tensor) -> Tensor:
             return self.layout(self.attend(*map(self.layout, inputs)))
@@ -71,9 +79,9 @@ class Method(ABC):
     """One way to compute attention.
 
     Attributes:
-        name: row of the tables.
-        exponent: power of the length that its time grows with.
-        factor: of the tolerance of its check, in half precision.
+        name: name of its row in the tables.
+        exponent: its time grows with this power of the length.
+        factor: factor of the tolerance of its check, in half precision.
     """
 
     name: str
@@ -81,24 +89,24 @@ class Method(ABC):
     factor: float = 1.0
 
     def missing(self) -> str | None:
-        """Why it cannot run here at all, and how to install it; None if it can."""
+        """Says why the method cannot run on this machine, and how to install it; None if it can run."""
         return None
 
     def refuses(self, cell: Cell) -> str | None:
-        """Why it cannot run this kind of cell, None if it can."""
+        """Says why the method cannot run this kind of cell; None if it can."""
         return None
 
     def scratch_bytes(self, cell: Cell) -> int:
-        """Estimate of the memory it needs beyond a few copies of its inputs; 0 where that is all."""
+        """Estimates the memory that the method needs beyond a few copies of its inputs; 0 if it needs no more."""
         return 0
 
     @abstractmethod
     def prepare(self, cell: Cell) -> Prepared:
-        """The function to time and the formula to check it with."""
+        """Makes the function to time and the formula to check it with."""
 
     @abstractmethod
     def flops(self, cell: Cell) -> float:
-        """Floating-point operations of the pass, by the counts that the report states."""
+        """Counts the floating-point operations of the pass, as the report states."""
 
 
 def _linear_flops(cell: Cell, per_feature: int, num_features: int) -> float:
@@ -108,17 +116,17 @@ def _linear_flops(cell: Cell, per_feature: int, num_features: int) -> float:
 
 
 class Softmax(Method):
-    """Holds what the kinds of exact attention have in common."""
+    """Base of the kinds of exact attention."""
 
     exponent = 2
 
     def flops(self, cell: Cell) -> float:
-        """4 L d per token and head, half of it if causal; 3.5 times that with the backward."""
+        """Counts 4 L d operations per token and head, half of that if causal; 3.5 times that with the backward pass."""
         count = 4 * cell.length**2 * cell.head_dim * cell.batch_size * cell.heads
         return count * (3.5 if cell.backward else 1.0) * (0.5 if cell.causal else 1.0)
 
     def matrices(self, cell: Cell, itemsize: int) -> int:
-        """Bytes of the L x L matrices that live at a time: three, or five with the backward."""
+        """Counts the bytes of the L x L matrices that exist at a time: three, or five with the backward pass."""
         return (5 if cell.backward else 3) * cell.batch_size * cell.heads * cell.length**2 * itemsize
 
 
@@ -134,11 +142,11 @@ class Sdpa(Softmax):
         return _sdpa_problem(self.backend, replace(cell, length=16))
 
     def scratch_bytes(self, cell: Cell) -> int:
-        """The math backend holds matrices, in float32 at least."""
+        """Counts the matrices of the math backend, at least in float32; other backends hold none."""
         return self.matrices(cell, max(cell.itemsize, 4)) if self.backend == "math" else 0
 
     def prepare(self, cell: Cell) -> Prepared:
-        """SDPA with only this backend allowed."""
+        """Makes SDPA with only this backend allowed."""
         grouped = cell.heads != cell.key_heads
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -160,16 +168,16 @@ def _sdpa_problem(backend: str, tiny: Cell) -> str | None:
 
 
 class Eager(Softmax):
-    """Softmax attention as written in a textbook: matrix product, softmax, matrix product."""
+    """Softmax attention as in a textbook: matrix product, softmax, matrix product."""
 
     name = "eager"
 
     def scratch_bytes(self, cell: Cell) -> int:
-        """Logits and weights, in the type of the inputs."""
+        """Counts logits and weights, in the type of the inputs."""
         return self.matrices(cell, cell.itemsize)
 
     def prepare(self, cell: Cell) -> Prepared:
-        """The queries of the heads that share a key are taken together, so that no key is repeated."""
+        """Makes attention that joins the queries of heads that share a key, so that no key is repeated."""
         group = cell.heads // cell.key_heads
         hidden = None
         if cell.causal:
@@ -189,8 +197,8 @@ class Eager(Softmax):
 class Favor(Method):
     """`favor.favor_attention` with one family of features.
 
-    A name such as wderf@128 stands for exact blocks of so many tokens, landmark+256 for so many selected keys, and
-    landmark+256/8 for pages of so many keys.
+    The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
+    and landmark+256/8 means 256 selected keys in pages of 8 keys.
     """
 
     def __init__(self, name: str) -> None:
@@ -208,13 +216,13 @@ class Favor(Method):
         self.name = f"favor:{name}"
 
     def scratch_bytes(self, cell: Cell) -> int:
-        """Features of any sign are held for all tokens, positive ones are not."""
+        """Counts features of any sign, which are held for all tokens; positive features are not."""
         if issubclass(families.REGISTRY[self.features], families.PositiveFeatures | families.Landmarks):
             return 0
         return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
 
     def prepare(self, cell: Cell) -> Prepared:
-        """`favor_attention` with the kernel of the cell."""
+        """Makes `favor_attention` with the kernel of the cell."""
         positive = issubclass(families.REGISTRY[self.features], families.PositiveFeatures)
         attend = partial(
             favor_attention,
@@ -237,7 +245,7 @@ class Favor(Method):
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:
-        """8 M d (landmarks 6) + 4 (window + keys) d per token and head, three times that with the backward."""
+        """Counts 8 M d (landmarks 6) + 4 (window + keys) d per token and head; three times that with the backward pass."""
         features = cell.head_dim if self.features == "elu" else cell.num_features
         return _linear_flops(cell, 6 if self.features == "landmark" else 8, features) + _linear_flops(
             cell, 4, self.window + self.keys
@@ -251,11 +259,11 @@ class Performer(Method):
     factor = 4.0  # it keeps exponents and sums in half precision too
 
     def missing(self) -> str | None:
-        """Tells whether the package can be imported."""
+        """Says why the package cannot be imported; None if it can."""
         return _problem("performer_pytorch", "performer-pytorch==1.1.4")
 
     def scratch_bytes(self, cell: Cell) -> int:
-        """Features of all tokens; causal (without its CUDA extension) also products [chunk, M, d] for L/128 tokens."""
+        """Counts features of all tokens; if causal (without its CUDA extension) also L/128 products [chunk, M, d]."""
         heads = cell.batch_size * cell.heads * cell.itemsize
         count = (12 if cell.backward else 6) * heads * cell.length * cell.num_features
         if cell.causal:
@@ -265,9 +273,9 @@ class Performer(Method):
         return count
 
     def prepare(self, cell: Cell) -> Prepared:
-        """Its module with a projection drawn from the seed; shared keys are repeated, since it has no groups."""
+        """Makes its module with a projection drawn by the seed; shared keys are repeated, since it has no groups."""
         module = _load("performer_pytorch")
-        # Built for causal attention it prints that it falls back to its slow form.
+        # A causal module prints that it falls back to its slow form.
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
             torch.manual_seed(cell.seed)
             fast = module.FastAttention(cell.head_dim, nb_features=cell.num_features, causal=cell.causal)
@@ -279,29 +287,29 @@ class Performer(Method):
         return Prepared(attend, lambda s: reference.performer_rows(s, fast.projection_matrix))
 
     def flops(self, cell: Cell) -> float:
-        """Counts the operations of a pass as for FAVOR: M features for each token and head."""
+        """Counts the operations of a pass as for FAVOR: M features per token and head."""
         return _linear_flops(cell, 8, cell.num_features)
 
 
 class Fla(Method):
-    """`chunk_linear_attn` of flash-linear-attention, the closest it has: identity map, no normaliser."""
+    """`chunk_linear_attn` of flash-linear-attention, its closest method: identity map, no normaliser."""
 
     name = "fla"
 
     def missing(self) -> str | None:
-        """Tells whether the package can be imported and there is a GPU."""
+        """Says that there is no GPU, or why the package cannot be imported; None if it can run."""
         if not torch.cuda.is_available():
             return "it runs on CUDA only (pip install flash-linear-attention)"
         return _problem("fla.ops.linear_attn", "flash-linear-attention")
 
     def refuses(self, cell: Cell) -> str | None:
-        """It is causal, and runs on CUDA."""
+        """Refuses bidirectional cells and cells that are not on CUDA."""
         if not cell.causal:
             return "it is causal only"
         return None if cell.device == "cuda" else "it runs on CUDA only"
 
     def prepare(self, cell: Cell) -> Prepared:
-        """Its inputs are `[B, L, H, d]`; shared keys are repeated."""
+        """Makes its function, with inputs `[B, L, H, d]`; shared keys are repeated."""
         chunked = _load("fla.ops.linear_attn").chunk_linear_attn
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -310,7 +318,7 @@ class Fla(Method):
         return Prepared(attend, reference.linear_rows, layout=lambda tensor: tensor.transpose(1, 2).contiguous())
 
     def flops(self, cell: Cell) -> float:
-        """4 d^2 per token and head, three times that with the backward."""
+        """Counts 4 d^2 per token and head, three times that with the backward pass."""
         return _linear_flops(cell, 4, cell.head_dim)
 
 
@@ -321,7 +329,7 @@ def _repeated(tensor: Tensor, cell: Cell, dim: int) -> Tensor:
 
 def _load(module: str):  # type: ignore[no-untyped-def]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other packages' deprecations are not ours to report
+        warnings.simplefilter("ignore")  # such as deprecations in other packages
         return importlib.import_module(module)
 
 
@@ -337,7 +345,12 @@ def _problem(module: str, requirement: str) -> str | None:
 
 
 def select(groups: Sequence[str], features: Sequence[str], device: str) -> list[Method]:
-    """The methods of some of `GROUPS`, one a feature family and SDPA backend, whether or not they can run here.
+    """Lists the methods of some of `GROUPS`, one per family and SDPA backend, even if they cannot run on this machine.
+
+    Args:
+        groups: names of groups.
+        features: families of `favor_attention`, with options as in `Favor`.
+        device: "cpu" or "cuda".
 
     Raises:
         ValueError: for an unknown group or feature family.
@@ -357,12 +370,12 @@ def select(groups: Sequence[str], features: Sequence[str], device: str) -> list[
 
 
 def preload() -> None:
-    """Import the optional packages, so that forked processes need not."""
+    """Imports the optional packages, so that forked processes need not."""
     Performer().missing()
 
 
 def by_name(name: str) -> Method:
-    """The method with the name that tables show."""
+    """Makes the method with a name of the tables."""
     group, _, rest = name.partition(":")
     if group == "favor":
         return Favor(rest)
@@ -371,4 +384,4 @@ def by_name(name: str) -> Method:
     for method in (Eager(), Performer(), Fla()):
         if method.name == name:
             return method
-    raise ValueError(f"expected a method as the tables name it, got {name!r}")
+    raise ValueError(f"expected the name of a method as in the tables, got {name!r}")

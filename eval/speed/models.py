@@ -1,6 +1,6 @@
-"""Whole models in tokens a second: a BERT and a LLaMA-shaped decoder with random weights, one backend after another.
+"""Whole models in tokens per second: a BERT and a LLaMA-shaped decoder with random weights, with each backend.
 
-The models end at the last hidden state: a head over a vocabulary would cost more than the attention that is compared.
+The models end at the last hidden state: a head over a vocabulary would take more time than the attention.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Model:
     Attributes:
         name: "bert" or "llama".
         module: a transformers model in evaluation mode, without dropout.
-        num_features, seed, kernel: of the FAVOR backends.
-        device: of the weights.
+        num_features, seed, kernel: options of the FAVOR backends.
+        device: device of the weights.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Model:
         dtype: str,
         device: str,
     ) -> Model:
-        """A model with random weights.
+        """Makes a model with random weights.
 
         Args:
             name: "bert" (BERT-base shape: 12 heads of 64) or "llama" (12 heads of 64, 4 key heads, causal).
             layers: number of layers, 12 in BERT-base.
             longest: number of positions.
-            num_features, seed, kernel: of the FAVOR backends; the seed also draws the weights.
-            dtype, device: of the weights.
+            num_features, seed, kernel: options of the FAVOR backends; the seed also draws the weights.
+            dtype, device: type and device of the weights.
         """
         from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -83,11 +83,11 @@ class Model:
 
     @property
     def causal(self) -> bool:
-        """Tells whether its tokens see only earlier ones."""
+        """Whether its tokens see only earlier tokens."""
         return self.name == "llama"
 
     def use(self, backend: str) -> None:
-        """Switch to a backend; FAVOR runs at every length."""
+        """Switches to a backend; FAVOR runs at every length."""
         if backend == "sdpa":
             self.module.set_attn_implementation("sdpa")
             return
@@ -96,23 +96,29 @@ class Model:
         )
 
     def scratch_bytes(self, batch_size: int, length: int, backward: bool) -> int:
-        """Rough memory of a pass without attention: 12 hidden states, or 30 a layer that wait for the backward."""
+        """Estimates the memory of a pass without attention: 12 hidden states, or 30 per layer with a backward pass.
+
+        Args:
+            batch_size: sequences.
+            length: tokens of a sequence.
+            backward: whether the pass has a backward pass.
+        """
         states = 30 * self.module.config.num_hidden_layers if backward else 12
         return states * batch_size * length * HIDDEN * self.module.dtype.itemsize
 
     def tokens(self, batch_size: int, length: int) -> Tensor:
-        """Random token numbers `[B, L]`."""
+        """Draws random token numbers `[B, L]`."""
         generator = torch.Generator().manual_seed(self.seed)
         top = self.module.config.vocab_size
         return torch.randint(1000, top, (batch_size, length), generator=generator).to(self.device)
 
     def slope(self, batch_size: int, length: int) -> Tensor:
-        """A random gradient of the last hidden state, `[B, L, 768]`; a constant one would vanish in its layer norm."""
+        """Draws a gradient of the last hidden state, `[B, L, 768]`; a constant one would vanish in the layer norm."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         return torch.randn(batch_size, length, HIDDEN, generator=generator).to(self.device, self.module.dtype)
 
     def run(self, tokens: Tensor, slope: Tensor | None) -> Tensor:
-        """The last hidden state `[B, L, 768]`; given its gradient also those of all weights, left in `grad`."""
+        """Computes the last hidden state `[B, L, 768]`; with its gradient `slope` also gradients of all weights."""
         self.module.zero_grad(set_to_none=True)
         if slope is None:
             with torch.no_grad():
@@ -122,9 +128,15 @@ class Model:
         return hidden.detach()
 
     def problem(self, backend: str, tokens: Tensor, slope: Tensor | None) -> str | None:
-        """Run once and say what is wrong: another backend ran, FAVOR gave exactly what SDPA gives, or no number.
+        """Runs once and says what is wrong; None if nothing is.
 
-        What attention returns is checked against float64 by the attention cells, not here.
+        Wrong are: another backend, a result of FAVOR that equals that of SDPA, and numbers that are not finite. The
+        cells of attention, not this function, check results against float64.
+
+        Args:
+            backend: the backend to run.
+            tokens: `[B, L]`.
+            slope: gradient of the last hidden state; None for no backward pass.
         """
         self.use(backend)
         implementation = self.module.config._attn_implementation

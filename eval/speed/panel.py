@@ -1,4 +1,4 @@
-"""A panel of the benchmark: contenders at growing lengths, each checked first, then timed in turns."""
+"""A panel of the benchmark: contenders at growing lengths, which are checked first and then timed in turns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from favor.eval.speed import measure, report
 
 @dataclass(frozen=True)
 class Trial:
-    """One contender made ready for one length.
+    """One contender prepared for one length.
 
     Attributes:
-        check: says what is wrong with its result, None if nothing; and the errors found.
+        check: says what is wrong with its result, None if nothing is, and gives the errors.
         call: the pass that is timed.
-        peak: peak bytes of a pass, None where it is not measured.
-        ready: runs before each sample, off the clock.
+        peak: gives peak bytes of a pass; None if they are not measured.
+        ready: runs before each sample and is not timed.
         flops, moved_bytes: for the roofline.
-        tokens: processed by a pass, for tokens a second.
+        tokens: number of tokens of a pass, for tokens per second.
     """
 
     check: Callable[[], tuple[str | None, dict[str, Any] | None]]
@@ -38,7 +38,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of a panel: why it cannot run at a length, and how it is made ready for one."""
+    """One row of a panel: `refuses` says why it cannot run at a length, `start` prepares it for a length."""
 
     name: str
     exponent: int
@@ -48,7 +48,7 @@ class Contender:
 
 @dataclass
 class Bench:
-    """Holds what all panels share, and what they found."""
+    """Holds the settings of all panels, and their results."""
 
     arguments: argparse.Namespace
     ceilings: measure.Ceilings
@@ -59,17 +59,17 @@ class Bench:
     began: float = field(default_factory=time.perf_counter)
 
     def say(self, text: str) -> None:
-        """Print with the time since the start."""
+        """Prints a line with the time since the start."""
         print(f"[{time.perf_counter() - self.began:4.0f} s] {text}", flush=True)
 
     def note(self, text: str) -> None:
-        """Print a line that the report repeats, once."""
+        """Prints a line once; the report repeats it."""
         if text not in self.notes:
             self.notes.append(text)
             self.say(text)
 
     def run(self, panel: str, contenders: Sequence[Contender]) -> None:
-        """All lengths of a panel, shortest first."""
+        """Runs all lengths of a panel, the shortest first."""
         history: dict[str, dict[int, float]] = {c.name: {} for c in contenders}
         skipped: set[str] = set()
         for length in self.arguments.lengths:
@@ -104,7 +104,13 @@ class Bench:
     def _open(
         self, contender: Contender, result: report.Result, trials: dict[str, tuple[Trial, measure.Stopwatch]]
     ) -> None:
-        """Make a contender ready, check it, and run it once to warm it up."""
+        """Prepares a contender, checks it, and runs it once to warm it up.
+
+        Args:
+            contender: the contender.
+            result: gets the outcome of the check.
+            trials: gets the prepared contender.
+        """
         device = self.arguments.device
         try:
             trial = contender.start(result.length)
@@ -114,7 +120,7 @@ class Bench:
             if problem is not None:
                 result.status, result.reason = "failed", problem
                 return
-            # A CPU is warm after so long a check; a GPU may have compiled in it.
+            # After a long check a CPU is warm; on a GPU the check may have been long because it compiled kernels.
             if device == "cuda" or expected < self.arguments.seconds_per_cell:
                 trial.ready()
                 expected = measure.seconds(trial.call, device)
@@ -150,7 +156,7 @@ class Bench:
 
 
 def _explain(error: Exception, result: report.Result) -> None:
-    """Being out of memory is no fault of a method; anything else is."""
+    """Records an error: a method that runs out of memory is skipped, any other error is a failure."""
     gc.collect()
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""What attention must equal: float64 formulas for a few query rows, and the check of a method against them.
+"""The right output of attention: float64 formulas for a few query rows, and the check of a method against them.
 
-The formulas are written apart from the code that is timed. A cell is checked on its own inputs, but only for some
+The formulas do not share code with the methods that are timed. A cell is checked on its own inputs, but only for some
 query rows of one head, so that a check costs rows x L and never L x L. Its backward pass gets an output gradient that
-is zero outside those rows; then the gradients of all keys and values follow exactly from these rows alone.
+is zero outside of these rows; then the gradients of all keys and values follow exactly from these rows alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sample:
     """Some query rows of one head with all keys that they may see, in float64.
 
     Attributes:
-        batch, head, key_head: where it was taken from.
+        batch, head, key_head: the sequence and the heads that it was taken from.
         rows: positions of the queries, `[R]`.
         query: `[R, d]`.
         key, value: `[L, d]`, `[L, dv]`.
@@ -52,9 +52,17 @@ class Sample:
 
     @classmethod
     def draw(cls, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, seed: int = 0) -> Sample:
-        """A sample of query `[B, H, L, d]`, key and value `[B, Hk, L, d]`: the first rows and others over the length.
+        """Draws a sample of query rows.
 
-        Half of the rows grow by powers from row 0 on, where an error in causality is largest.
+        Half of the rows grow by powers from row 0 on, where an error in causality is largest; the others are spread
+        over the length.
+
+        Args:
+            query: `[B, H, L, d]`.
+            key: `[B, Hk, L, d]`.
+            value: `[B, Hk, L, d]`.
+            causal: row i sees keys 0 ... i.
+            seed: draws head and rows.
         """
         generator = torch.Generator().manual_seed(seed)
         batch, heads, length = query.shape[:3]
@@ -82,29 +90,29 @@ class Sample:
 
     @property
     def hidden(self) -> Tensor | None:
-        """`[R, L]`, True where a row must not see a key; None if it sees all."""
+        """Booleans `[R, L]`, True for keys that a row must not see; None if all rows see all keys."""
         if not self.causal:
             return None
         return torch.arange(self.key.shape[0], device=self.rows.device) > self.rows[:, None]
 
 
 def softmax_rows(sample: Sample) -> Rows:
-    """Exact softmax attention with the scale 1/sqrt(d), `[R, dv]`."""
+    """Computes exact softmax attention with the scale 1/sqrt(d), `[R, dv]`."""
     logits = sample.query @ sample.key.T * sample.query.shape[-1] ** -0.5
     return softmax_of(logits, sample), 1.0
 
 
 def favor_rows(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Rows:
-    """The estimator that `favor_attention` computes, from its definition: features of rows and keys, then weights.
+    """Computes the estimator of `favor_attention` from its definition: features of rows and keys, then weights.
 
     Args:
-        sample: what to compute.
+        sample: the rows.
         name: registry name of the features.
         omega: directions of the key head, `[M, d]`.
-        window: length of the blocks inside which weights are exact; 0 for none.
+        window: tokens of the blocks in which weights are exact; 0 for no blocks.
 
     Returns:
-        `[R, dv]`, and for features of any sign `[R]`, by how much sums of them cancel: errors grow by that factor.
+        `[R, dv]`, and for features of any sign `[R]`, the factor by which cancellation in their sums raises errors.
     """
     family = families.get(name)
     omega = omega.double()
@@ -148,13 +156,13 @@ def _signed_rows(sample: Sample, family: SignedFeatures, x: Tensor, y: Tensor, o
 
 
 def performer_rows(sample: Sample, projection: Tensor) -> Rows:
-    """Attention as performer-pytorch 1.1.4 defines it, with both of its epsilons.
+    """Computes attention as performer-pytorch 1.1.4 defines it, with both of its epsilons.
 
     A feature is M^-1/2 (exp(p.x - |x|^2/2 - top) + 1e-4), with x = d^-1/4 times the token and `top` the largest p.x of
     the row for queries, of the whole head for keys. Its causal form adds 1e-6 to each sum of key features.
 
     Args:
-        sample: what to compute.
+        sample: the rows.
         projection: rows p, `[M, d]`.
     """
     projection = projection.double()
@@ -178,7 +186,7 @@ def performer_rows(sample: Sample, projection: Tensor) -> Rows:
 
 
 def linear_rows(sample: Sample) -> Rows:
-    """Linear attention with the identity map and no normaliser: sum over keys of (q.k / sqrt(d)) v, `[R, dv]`."""
+    """Computes linear attention with the identity map and no normaliser: sum over keys of (q.k / sqrt(d)) v."""
     weights = sample.query @ sample.key.T * sample.query.shape[-1] ** -0.5
     if sample.hidden is not None:
         weights = weights.masked_fill(sample.hidden, 0.0)
@@ -186,14 +194,14 @@ def linear_rows(sample: Sample) -> Rows:
 
 
 def softmax_of(logits: Tensor, sample: Sample) -> Tensor:
-    """Mean of the values with softmax weights, `[R, dv]`, given logits `[R, L]` of all keys."""
+    """Computes the mean of the values with softmax weights, `[R, dv]`, from logits `[R, L]` of all keys."""
     if sample.hidden is not None:
         logits = logits.masked_fill(sample.hidden, -torch.inf)
     return logits.softmax(-1) @ sample.value
 
 
 def _by_blocks(weights: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
-    """Weights `[R, L]` of keys `[L, d]`, some keys at a time; their features are computed again in the backward."""
+    """Computes weights `[R, L]` of keys `[L, d]`, some keys at a time; the backward pass computes features again."""
     return torch.cat([checkpoint(weights, block, use_reentrant=False) for block in keys.split(BLOCK)], dim=-1)
 
 
@@ -203,7 +211,7 @@ class Check:
 
     Attributes:
         errors: relative errors by name: "output", and with a backward pass "query", "key", "value".
-        tolerance: the largest error allowed; gradients may have twice as much.
+        tolerance: the largest error allowed; twice as much for gradients.
     """
 
     errors: dict[str, float]
@@ -221,7 +229,7 @@ class Check:
         return f"relative error {self.errors[name]:.1e} of {name}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionary for JSON."""
+        """Gives a plain dictionary for JSON."""
         return asdict(self)
 
 
@@ -237,18 +245,18 @@ def compare(
     factor: float = 1.0,
     seed: int = 0,
 ) -> Check:
-    """Run `attend` once on `[B, H, L, d]` inputs and compare it with `rows` in float64.
+    """Runs `attend` once on `[B, H, L, d]` inputs and compares it with `rows` in float64.
 
-    The error of the output is that of the worst row, |found - expected| / |expected|; that of a gradient is the one of
-    the worst sixteenth of the length. Every gradient outside the sampled head has to be zero.
+    The error of the output is that of the worst row, |found - expected| / |expected|. The error of a gradient is that
+    of the worst sixteenth of the length. Every gradient outside of the sampled head must be zero.
 
     Args:
-        attend: what is checked, `(query, key, value) -> [B, H, L, dv]`.
-        rows: what it must equal.
+        attend: the function to check, `(query, key, value) -> [B, H, L, dv]`.
+        rows: the formula that gives the right output.
         query, key, value: the inputs of the cell; they require gradients if `backward`.
         causal, backward: direction and pass of the cell.
-        factor: of the tolerance, for methods that compute in half precision throughout.
-        seed: chooses the rows and the output gradient.
+        factor: factor of the tolerance, for methods that compute in half precision throughout.
+        seed: draws the rows and the output gradient.
     """
     sample = Sample.draw(query, key, value, causal=causal, seed=seed)
     place = (sample.batch, sample.head)
@@ -282,11 +290,11 @@ def _worst_row(found: Tensor, expected: Tensor, condition: Tensor | float) -> fl
 
 
 def _worst_segment(gradient: Tensor, place: tuple[int, int], expected: Tensor) -> float:
-    """Error of `gradient[place]`, `[L, d]`, by segments of the length, and of what must be zero elsewhere."""
+    """Computes the largest error of `gradient[place]`, `[L, d]`, by segments of the length, and of zeros elsewhere."""
     size = -(-expected.shape[0] // SEGMENTS)
     parts = zip((gradient[place].double() - expected).split(size), expected.split(size), strict=True)
     errors, norms = zip(*((difference.norm(), part.norm()) for difference, part in parts), strict=True)
-    # Far segments may have next to no gradient; their error then counts against the mean segment.
+    # A far segment may have almost no gradient; its error is then relative to the mean segment.
     floor = 0.1 * expected.norm() / len(norms) ** 0.5
     elsewhere = gradient.detach().clone()
     elsewhere[place] = 0

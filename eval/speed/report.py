@@ -1,4 +1,4 @@
-"""Results of the benchmark: one record a cell, crossover lengths, Markdown, JSON and plots."""
+"""Results of the benchmark: one record per cell, crossover lengths, Markdown, JSON and plots."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Result:
     """One method at one length.
 
     Attributes:
-        panel: what is compared with each other, such as "causal, forward".
-        method: row of the tables.
+        panel: name of the comparison, such as "causal, forward".
+        method: name of the row in the tables.
         length: tokens L.
         status: "ok", "failed" (its check or the method itself) or "skipped".
-        reason: why it failed or was skipped, empty otherwise.
-        check: errors and tolerance of the check, None if there was none.
+        reason: reason why it failed or was skipped, empty otherwise.
+        check: errors and tolerance of the check, None if there was no check.
         timing: seconds of a pass; None unless the status is "ok".
-        speedup: seconds of the fastest SDPA backend of the cell over its own.
-        peak_bytes: peak memory of a pass, inputs not counted.
-        tflops: counted floating-point operations a second, in 10^12.
-        roofline: share of the least possible time, see the report.
-        tokens_per_second: whole models only.
+        speedup: seconds of the fastest SDPA backend of the cell over its own; more is better.
+        peak_bytes: peak memory of a pass, without inputs.
+        tflops: counted floating-point operations per second, in 10^12.
+        roofline: least possible time, as the report defines it, over its own; 1 is best.
+        tokens_per_second: of whole models only.
     """
 
     panel: str
@@ -51,11 +51,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From which length on a method is faster than SDPA.
+    """The length from which on a method is faster than SDPA.
 
     Attributes:
         kind: "interpolated", "at or below" the shortest length, or "not reached" up to the longest.
-        length: tokens, the shortest or the longest length for the last two.
+        length: tokens; the shortest length for "at or below", the longest for "not reached".
     """
 
     kind: str
@@ -68,9 +68,9 @@ def is_baseline(method: str) -> bool:
 
 
 def crossover(method: Mapping[int, float], baseline: Mapping[int, float]) -> Crossover | None:
-    """Finds where `method` becomes faster than `baseline` and stays so at every longer length measured for both.
+    """Finds the length from which on `method` is faster than `baseline`, at every longer length measured for both.
 
-    Between two lengths the logarithm of the ratio is taken as linear in the logarithm of the length.
+    Between two lengths, the logarithm of the ratio is interpolated linearly in the logarithm of the length.
 
     Args:
         method, baseline: seconds by length.
@@ -98,7 +98,7 @@ def crossover(method: Mapping[int, float], baseline: Mapping[int, float]) -> Cro
 
 
 def seconds_by_length(results: Sequence[Result]) -> dict[str, dict[str, dict[int, float]]]:
-    """Median seconds of the cells that were timed, as `{panel: {method: {length: seconds}}}`."""
+    """Gives the median seconds of the cells that were timed, as `{panel: {method: {length: seconds}}}`."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for result in results:
         if result.timing is not None:
@@ -107,7 +107,7 @@ def seconds_by_length(results: Sequence[Result]) -> dict[str, dict[str, dict[int
 
 
 def best_baseline(methods: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Seconds of the fastest SDPA backend at each length."""
+    """Gives the seconds of the fastest SDPA backend at each length."""
     best: dict[int, float] = {}
     for name, times in methods.items():
         if is_baseline(name):
@@ -117,7 +117,7 @@ def best_baseline(methods: Mapping[str, Mapping[int, float]]) -> dict[int, float
 
 
 def add_speedups(results: Sequence[Result]) -> None:
-    """Fill in `speedup` of every timed cell that has an SDPA time beside it."""
+    """Fills in `speedup` of every timed cell, if SDPA was timed at its length."""
     best = {panel: best_baseline(methods) for panel, methods in seconds_by_length(results).items()}
     for result in results:
         base = best.get(result.panel, {}).get(result.length)
@@ -126,7 +126,7 @@ def add_speedups(results: Sequence[Result]) -> None:
 
 
 def crossovers(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The crossover of each linear method in each panel; SDPA and eager attention are quadratic both."""
+    """Finds the crossover of each linear method in each panel; SDPA and eager attention are both quadratic."""
     found = []
     for panel, methods in seconds_by_length(results).items():
         base = best_baseline(methods)
@@ -137,7 +137,7 @@ def crossovers(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def crossover_line(item: Mapping[str, Any]) -> str:
-    """One crossover in words."""
+    """Describes one crossover in words."""
     where = f"{item['length']:.0f} tokens"
     texts = {
         "interpolated": f"faster than SDPA from {where} on",
@@ -152,7 +152,7 @@ def _ordered(values: Sequence[str]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Three digits, never an exponent."""
+    """Writes a number with three digits, never with an exponent."""
     decimals = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
     return f"{value:.{min(decimals, 6)}f}"
 
@@ -188,7 +188,7 @@ TABLES = (
 
 
 def table_lines(results: Sequence[Result]) -> list[str]:
-    """All tables as Markdown lines: a section a panel, a row a length, a column a method."""
+    """Writes all tables as Markdown lines: a section per panel, a row per length, a column per method."""
     lines: list[str] = []
     for panel in _ordered([r.panel for r in results]):
         here = [r for r in results if r.panel == panel]
@@ -218,16 +218,16 @@ def write(
     folder: Path,
     name: str,
 ) -> list[str]:
-    """Write name.json, name.md and name.png into the folder; returns the lines of name.md.
+    """Writes name.json, name.md and name.png into the folder; returns the lines of name.md.
 
     Args:
-        results: every cell, skipped ones too.
-        notes: what was skipped and why.
-        explanation: how to read the numbers.
-        context: command, machine, versions, settings; goes to JSON whole. Needs the keys "title", "command",
+        results: every cell, also skipped ones.
+        notes: lines about skipped or failed cells, with reasons.
+        explanation: lines that explain the numbers.
+        context: command, machine, versions, settings; all of it goes to JSON. Needs the keys "title", "command",
             "machine" and "versions".
-        folder: made if it is not there.
-        name: of the files.
+        folder: of the files; it is made if needed.
+        name: name of the files.
     """
     add_speedups(results)
     crosses = crossovers(results)
@@ -246,7 +246,13 @@ def write(
 
 
 def _style(name: str, favors: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
-    """SDPA in black, FAVOR solid and coloured, the rest dashed."""
+    """Gives the style of a line: SDPA is black, FAVOR solid and coloured, other methods are dashed.
+
+    Args:
+        name: the method.
+        favors: names of FAVOR methods.
+        others: names of other methods.
+    """
     if is_baseline(name):
         dashes = ("-", "--", ":", "-.")
         return {"color": "black", "linestyle": dashes[[m for m in others if is_baseline(m)].index(name) % 4]}
@@ -257,7 +263,7 @@ def _style(name: str, favors: Sequence[str], others: Sequence[str]) -> dict[str,
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Time (for whole models tokens a second) above, peak memory below where measured, against the length."""
+    """Draws time, or tokens per second of whole models, and below it peak memory if measured, against the length."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -64,8 +64,8 @@ def architecture_of(arguments: SpeechModelArguments) -> str:
     found = saved_architecture(config)
     if found is None:
         raise ValueError(
-            f"{arguments.model_name_or_path} has the architecture {' '.join(config.architectures or ['none'])}: say what "
-            f"to train on its encoder, --architecture {' or '.join(MODELS)}"
+            f"{arguments.model_name_or_path} has the architecture {' '.join(config.architectures or ['none'])}: say "
+            f"what to train on its encoder, --architecture {' or '.join(MODELS)}"
         )
     return found
 
