@@ -1,4 +1,4 @@
-"""A page in headless Chromium: real pointer, real keys and pictures, by Chromium's own protocol over two pipes."""
+"""A page in headless Chromium, with pointer, keys and pictures, by Chromium's own protocol over two pipes."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ class Page:
     """One page.
 
     Attributes:
-        problems: errors and warnings of the console, exceptions, and addresses that the page asked for.
+        problems: errors and warnings of the console, exceptions, and network addresses that the page requested.
     """
 
     def __init__(self, commands: IO[bytes], answers: IO[bytes]) -> None:
@@ -35,7 +35,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Calls a method of the protocol; what the page reports meanwhile is kept."""
+        """Calls a method of the protocol; keeps problems that the page reports meanwhile."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters, **self._session}
         self._commands.write(json.dumps(message).encode() + b"\0")
@@ -51,13 +51,13 @@ class Page:
             self._keep(answer)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Gives the value of an expression in the page."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def point(self, selector: str, press: bool = False) -> None:
-        """Moves the pointer to the middle of an element, and presses there if asked to."""
+        """Moves the pointer to the middle of an element; with `press`, also presses the button."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
         box = f"(box => [box.x + box.width / 2, box.y + box.height / 2])({place(selector)})"
         x, y = self.run(box)
@@ -77,7 +77,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self, path: Path) -> None:
-        """Writes what is seen as a PNG file."""
+        """Writes the visible page as a PNG file."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Page:
 
 
 def place(selector: str) -> str:
-    """The expression for the rectangle of an element."""
+    """Gives the expression for the rectangle of an element."""
     return f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
 
 

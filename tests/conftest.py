@@ -1,4 +1,4 @@
-"""What tests share: a tiny BERT checkpoint, tiny GLUE files, and how to start the training program.
+"""Parts that tests share: a tiny BERT checkpoint, a text, and tiny GLUE files.
 
 Nothing here needs a network or a GPU.
 """
@@ -7,9 +7,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Bits are compared, also where there is a GPU.
+# On the CPU also if there is a GPU, because tests compare results bit by bit.
 os.environ["ACCELERATE_USE_CPU"] = "true"
-# One thread a worker: pytest-xdist and the processes that tests start share the cores.
+# One thread per worker: pytest-xdist and the processes that tests start share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import gzip
@@ -21,7 +21,7 @@ import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    # Triton decides when it is imported, which other tests bring about too.
+    # Triton reads this when it is imported, and other tests import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
@@ -29,9 +29,9 @@ WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Programs set the number of threads for the life of the process; the next test has one again.
+    """Sets the number of threads back to one after each test, since programs set it for the whole process.
 
-    With more, every later test on this worker would contend for the cores with the other workers.
+    With more threads, every later test on this worker would compete for the cores with the other workers.
     """
     yield
     if torch.get_num_threads() != 1:
@@ -40,7 +40,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of plain BERT with random weights, dropout included, and a WordPiece tokenizer."""
+    """Saves a checkpoint of plain BERT with random weights, with dropout, and a WordPiece tokenizer."""
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     folder = tmp_path_factory.mktemp("bert")
@@ -63,7 +63,7 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compressed text of 4000 words that the tokenizer above knows."""
+    """Writes a compressed text of 4000 words that the tokenizer of `bert_folder` knows."""
     path = tmp_path_factory.mktemp("text") / "words.txt.gz"
     source = random.Random(0)
     with gzip.open(path, "wt", encoding="utf-8") as stream:
@@ -73,7 +73,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def glue_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLUE tasks in the official layout: SST-2 that a model can learn, STS-B and MNLI with odd numbers of rows."""
+    """Writes GLUE tasks in the official layout: SST-2 can be learned; STS-B and MNLI have odd numbers of rows."""
     root = tmp_path_factory.mktemp("glue")
     source = random.Random(0)
 
@@ -97,7 +97,7 @@ def glue_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tsv(path: Path, lines: list[str]) -> Path:
-    """Writes lines, making the folder if it is not there."""
+    """Writes lines to a file, and makes its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

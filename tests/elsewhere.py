@@ -1,7 +1,7 @@
-"""A device beside the CPU for machines that have no other one, to test what must not depend on the device.
+"""A device other than the CPU for machines without a GPU, to test code that must not depend on the device.
 
-Its tensors say that they are on "meta", hold their values on the CPU, and refuse to meet tensors that are there, as
-those of a GPU would. What the host reads of them, which makes it wait for a GPU, is counted.
+Its tensors say that they are on "meta", hold their values on the CPU, and raise an error together with tensors of the
+CPU, as tensors of a GPU do. Reads by the host, for which it would have to wait on a GPU, are counted.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
-# The device of these is that of their first input, and the other one may lie anywhere.
+# The device of these is that of their first input; other inputs may be on any device.
 MIXED = {aten.copy_.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
@@ -33,7 +33,7 @@ class Elsewhere(torch.Tensor):
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         raise AssertionError(f"{operator} outside of another_device()")
 
-    # PyTorch takes these for what they would be on "meta", before any operator is called.
+    # Without these methods PyTorch treats the tensor as one of "meta" before any operator is called.
     def tolist(self):
         return self.cpu().tolist()
 

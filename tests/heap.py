@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> Iterator[None]:
-    """Optimizers ask Python's garbage collector who else holds a weight: not among what imports have made."""
+    """Hides objects of imports from Python's garbage collector, which optimizers ask for the holders of a weight."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,8 +1,8 @@
 """Programs in processes of their own: with `accelerate launch` as users start them, or forked from a warm process.
 
-Importing torch, transformers and datasets takes longer than most of what the tests run. `fork` starts each program in a
-new process all the same, with its own memory, streams and signals, but from a server that has imported them once;
-`run` starts Python anew, for tests of the launch itself.
+To import torch, transformers and datasets takes longer than most of the programs in the tests. `fork` also starts each
+program in a new process, with its own memory, streams and signals, but from a server that has imported them once. `run`
+starts a new Python, for tests of the launch itself.
 """
 
 import io
@@ -26,23 +26,23 @@ TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
 
 SECONDS = 300
 PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
-# Of the standard library's server there is one for a process: whoever starts it, `favor.eval.long_form` uses it too.
+# A process has only one fork server of the standard library, so `favor.eval.long_form` uses this one too.
 PRELOADED.append("favor.eval.speech.long_form_cell")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
 
 
 def run(*command: object) -> str:
-    """Runs a command to its end and returns what it printed; it must end with 0."""
+    """Runs a command to its end and returns its output; the exit code must be 0."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def fork(module: str, *words: object, processes: int = 1) -> str:
-    """Runs `python -m module words` in a forked process, or in several that train together; returns what was printed.
+    """Runs `python -m module words` in a forked process, or in several that train together; returns their output.
 
-    All processes must end with 0.
+    The exit code of all processes must be 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
@@ -55,7 +55,7 @@ def fork(module: str, *words: object, processes: int = 1) -> str:
 
 
 def start(module: str, words: Sequence[object], logs: Sequence[Path]) -> list[multiprocessing.Process]:
-    """Starts one forked process for each log, with the environment that `accelerate launch` gives to several."""
+    """Starts one forked process per log; several get the environment that `accelerate launch` gives to processes."""
     port = free_port()
     started = []
     for rank, log in enumerate(logs):
@@ -70,7 +70,7 @@ def start(module: str, words: Sequence[object], logs: Sequence[Path]) -> list[mu
 
 
 def _program(module: str, words: list[str], log: Path, environment: dict[str, object]) -> None:
-    """The life of a forked process: a session, streams and arguments of its own, then the program."""
+    """Runs in a forked process: makes a session, streams and arguments of its own, then runs the program."""
     os.setsid()
     os.environ.update({name: str(value) for name, value in environment.items()})
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -79,13 +79,13 @@ def _program(module: str, words: list[str], log: Path, environment: dict[str, ob
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w"), line_buffering=True) for number in (1, 2))
     sys.argv = [module, *words]
     with warnings.catch_warnings():
-        # The module is already imported here, which is the point.
+        # The server has already imported the module, on purpose.
         warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def wait(process: multiprocessing.Process) -> None:
-    """Waits for the end of a process, but not for ever."""
+    """Waits for the end of a process, with a limit of time."""
     process.join(SECONDS)
     if process.exitcode is None:
         process.kill()
@@ -93,20 +93,20 @@ def wait(process: multiprocessing.Process) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Finds a free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 class Forked:
-    """Takes the place of `subprocess` in `favor.eval.common.launch`: trainings are forked instead of launched."""
+    """A replacement of `subprocess` in `favor.eval.common.launch`, which forks trainings instead of launching them."""
 
     STDOUT = subprocess.STDOUT
 
     @staticmethod
     def run(command: Sequence[str], stdout: io.TextIOBase, **_: object) -> subprocess.CompletedProcess:
-        """Runs the module that `accelerate launch` was asked to run."""
+        """Runs the module that a command of `accelerate launch` names."""
         module = len(command) - 1 - command[::-1].index("favor.train.glue")
         log = Path(stdout.name)
         (process,) = start(command[module], command[module + 1 :], [log])
@@ -115,7 +115,7 @@ class Forked:
 
 
 def kill_after(step: int, folder: Path, module: str, *words: object) -> None:
-    """Starts a program and kills it, as no program can prevent, when it has written the checkpoint of a step."""
+    """Starts a program and kills it with SIGKILL when it has written the checkpoint of a step."""
     with tempfile.TemporaryDirectory() as logs:
         (process,) = start(module, words, [Path(logs) / "log.txt"])
         deadline = time.monotonic() + 120
@@ -129,5 +129,5 @@ def kill_after(step: int, folder: Path, module: str, *words: object) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The step of the newest checkpoint in a folder, 0 if there is none."""
+    """Gives the step of the newest checkpoint in a folder, 0 if there is none."""
     return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)

@@ -1,4 +1,4 @@
-"""Few cases in which every two values of two parameters still meet."""
+"""A small number of test cases that still has every pair of values of two parameters."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def pairs(**axes: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Names and cases for `pytest.mark.parametrize(*pairs(...))`: every pair of values of two axes is in some case.
+    """Makes names and cases for `pytest.mark.parametrize(*pairs(...))`: every pair of values of two axes is in a case.
 
-    The cases are the same in every run. With two axes or fewer they are the full product.
+    The cases are equal in every run. With at most two axes they are the full product.
     """
     columns = [list(values) for values in axes.values()]
     sizes = [len(values) for values in columns]
     if len(sizes) < 3:
         return tuple(axes), list(product(*columns))
-    # A pair is two positions: (axis, value) twice. A dict keeps their order, which a set does not.
+    # A pair is two positions (axis, value). A dict keeps the order of the pairs, a set does not.
     open_pairs = {
         ((i, a), (j, b)): None
         for i, j in combinations(range(len(sizes)), 2)
@@ -24,7 +24,7 @@ def pairs(**axes: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]
     while open_pairs:
         case = dict(next(iter(open_pairs)))
         for axis in sorted(set(range(len(sizes))) - set(case), key=lambda axis: -sizes[axis]):
-            # The value that closes most pairs with those chosen so far; of equals, one that moves on from case to case.
+            # Take the value that covers most open pairs with those chosen so far; if several do, rotate among them.
             gains = [
                 sum(tuple(sorted(((axis, value), other))) in open_pairs for other in case.items())
                 for value in range(sizes[axis])

@@ -48,7 +48,7 @@ def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utt
 
 
 def errors(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Word and character error rate in percent of (reference, hypothesis) pairs."""
+    """Computes word and character error rate in percent of (reference, hypothesis) pairs; less is better."""
     references, hypotheses = (list(side) for side in zip(*texts, strict=True))
     return {
         "wer": 100 * word_errors(references, hypotheses).rate,

@@ -107,7 +107,7 @@ def is_number(values: Sequence[str]) -> bool:
 
 
 def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
-    """Encodes columns of text as numbers `[n, d]`: a column of numbers as it is, any other one-hot."""
+    """Encodes columns of text as numbers `[n, d]`: a column of numbers unchanged, any other one-hot."""
     parts = []
     for column in columns:
         if is_number(column):

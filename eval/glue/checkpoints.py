@@ -32,8 +32,8 @@ def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
     runs = [(folder, results) for folder, results in found if (folder / "config.json").exists()]
     if not runs:
         raise ValueError(
-            f"expected saved runs (folders with all_results.json and config.json) below {root}, found none; train some with "
-            "favor.train.glue or with favor.eval.glue without --checkpoints"
+            f"expected saved runs (folders with all_results.json and config.json) below {root}, found none; "
+            "train some with favor.train.glue or with favor.eval.glue without --checkpoints"
         )
     return runs
 

@@ -204,7 +204,7 @@ Stepper = Stochastic | FullBatch | Newton
 
 @dataclass
 class Trace:
-    """One run: numbers at each evaluation, of which the first is before the first step, and the reason for its end."""
+    """One run: numbers at each evaluation, also before the first step, and the reason for its end."""
 
     passes: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)

@@ -6,11 +6,11 @@
 Every attention head of MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads real text with
 exact attention. Each backend, number of features and window is then computed on the same queries, keys and values. The
 error is |output - exact| / |exact|, Frobenius norms over the sequence; less is better. There are two baselines: the
-mean of the values, and exact attention inside the window without keys outside. There are also diagnostics: rho and the norms
-of x and y. Then the whole model runs with the backend in every layer. Its score is the cosine of mean-pooled embeddings
-with the exact ones, the masked-LM loss or the perplexity, depending on the model. `--data_dir GLUE` adds the Spearman
-correlation on STS-B. `--converted DIR ...` adds checkpoints from `favor.train.distill` or `favor.convert`, made from
-MODEL.
+mean of the values, and exact attention inside the window without keys outside. There are also diagnostics: rho and the
+norms of x and y. Then the whole model runs with the backend in every layer. Its score is the cosine of mean-pooled
+embeddings with the exact ones, the masked-LM loss or the perplexity, depending on the model. `--data_dir GLUE` adds the
+Spearman correlation on STS-B. `--converted DIR ...` adds checkpoints from `favor.train.distill` or `favor.convert`,
+made from MODEL.
 
 Several lengths give a table by length. If a sample has more tokens than the model has positions, the positions repeat,
 so that tokens keep statistics that the model knows.

@@ -118,7 +118,7 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
 
 
 def checks(rows: Sequence[Row], splits: Sequence[str]) -> list[report.Check]:
-    """Checks that, after training, FAVOR# is no worse than FAVOR++ at any M, and all backends beat the mean over time."""
+    """Checks that, once trained, FAVOR# is no worse than FAVOR++ at any M, and all backends beat the mean over time."""
     found = []
     values = {
         (row["backend"], row["num_features"]): {name: of["mean"] for name, of in row["scores"]["trained"].items()}

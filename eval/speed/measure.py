@@ -198,7 +198,7 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Holds the best rates of a machine: bytes per second of a copy, read plus written; matmul operations per second."""
+    """Holds the best rates of a machine: bytes per second of a copy (read plus written), operations per second."""
 
     copy_bytes: float
     matmul_flops: float

@@ -245,7 +245,7 @@ class Favor(Method):
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
     def flops(self, cell: Cell) -> float:
-        """Counts 8 M d (landmarks 6) + 4 (window + keys) d per token and head; three times that with the backward pass."""
+        """Counts 8 M d (landmarks 6) + 4 (window + keys) d per token and head; with a backward pass thrice that."""
         features = cell.head_dim if self.features == "elu" else cell.num_features
         return _linear_flops(cell, 6 if self.features == "landmark" else 8, features) + _linear_flops(
             cell, 4, self.window + self.keys

@@ -45,7 +45,7 @@ class Folder:
     note: str = ""
 
     def members(self) -> dict[str, Program | Folder]:
-        """The programs of all groups, by name."""
+        """Gives the programs of all groups, by name."""
         return {name: member for group in self.groups.values() for name, member in group.items()}
 
 

@@ -1,4 +1,4 @@
-"""The table of families that attention runs through has one that is not the package's own."""
+"""Adds a family that is not favor's own to the table of families that the tests of attention run through."""
 
 import pytest
 from own_family import OppositePairs, registered

@@ -1,4 +1,4 @@
-"""Matrices of counts, and what KL-NMF of them is compared with: its definition and scikit-learn's MU."""
+"""Matrices of counts, and two references for their KL-NMF: its definition and scikit-learn's MU."""
 
 import numpy as np
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""What has to hold for every call of `favor_attention`."""
+"""Conditions that every call of `favor_attention` must satisfy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels run on a GPU if there is one, else in Triton's interpreter; in memory that is poisoned before use."""
+"""Runs Triton kernels on a GPU if there is one, else in Triton's interpreter; and can fill new memory with NaN."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def _as_float32(bits):
 
 @pytest.fixture(autouse=True, scope="session")
 def bfloat16_in_the_interpreter():
-    """Rounds to the nearest and multiplies values; the interpreter truncates, and multiplies the bits as integers."""
+    """Makes the interpreter round to nearest and multiply values; else it truncates and multiplies bits as integers."""
     builder = interpreter.InterpreterBuilder
     cast, dot = builder.cast_impl, builder.create_dot
 
@@ -42,7 +42,7 @@ def bfloat16_in_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def device_of_the_kernel(request):
-    """Tests of Triton kernels make their tensors where these run."""
+    """Makes tensors on the device of the kernels: a GPU for tests of Triton kernels, if there is one."""
     on_gpu = torch.cuda.is_available() and request.module.__name__.startswith("test_triton")
     with torch.device("cuda" if on_gpu else "cpu"):
         yield
@@ -50,7 +50,7 @@ def device_of_the_kernel(request):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fills what torch hands out uninitialised with NaN (integers: with 99)."""
+    """Fills tensors that torch makes uninitialised with NaN (integers: with 99)."""
 
     def poison(tensor):
         return tensor.fill_(torch.nan if tensor.is_floating_point() else 99)

@@ -1,4 +1,4 @@
-"""Inputs of the kernels, what they should compute from them, and measures of the difference."""
+"""Inputs of the kernels, the right outputs, and measures of the difference."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of optimizers share."""
+"""Parts that the tests of optimizers share."""
 
 from heap import few_objects
 

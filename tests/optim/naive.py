@@ -1,4 +1,4 @@
-"""The bound written out label by label in float64, with dense matrices: what the tests of optim compare with."""
+"""The bound written out label by label in float64, with dense matrices, as the truth for the tests of optim."""
 
 import math
 

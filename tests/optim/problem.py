@@ -1,4 +1,4 @@
-"""A small softmax regression in float64, its optimum by scipy, and how to train a head on it."""
+"""A small softmax regression in float64, its optimum by scipy, and functions that train a head on it."""
 
 import math
 from functools import cache

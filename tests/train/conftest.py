@@ -1,4 +1,4 @@
-"""What tests of the training program share."""
+"""Parts that tests of the training programs share."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from favor.train import glue
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """Accelerate keeps its settings for the life of a process; a test may want others, and may forget them itself."""
+    """Resets accelerate's settings, which last as long as the process, after each test; a test may also call it."""
 
     def forget() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -23,7 +23,7 @@ def fresh_accelerator():
 
 @pytest.fixture
 def train(bert_folder, glue_folder, tmp_path):
-    """Calls the program on the tiny checkpoint and data; a `name=value` argument each."""
+    """Gives a function that runs the program on the tiny checkpoint and data, with options as `name=value`."""
 
     def call(task: str = "sst2", output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
         settings = {
@@ -44,7 +44,7 @@ def train(bert_folder, glue_folder, tmp_path):
 
 @pytest.fixture(scope="session")
 def still_folder(bert_folder, tmp_path_factory):
-    """The tiny BERT without dropout, whose training does not depend on how samples are spread over batches."""
+    """Saves the tiny BERT without dropout; its training does not depend on how samples are spread over batches."""
     folder = tmp_path_factory.mktemp("still") / "bert"
     shutil.copytree(bert_folder, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -195,7 +195,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder, or a link to one, if it is there."""
+    """Removes a folder, or a link to one, if it exists."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -12,7 +12,7 @@ from favor.eval.small_decoder import make_tokenizer
 
 @pytest.fixture(scope="session")
 def novel():
-    """About 12,000 words in sentences."""
+    """Makes a text of about 12,000 words in sentences."""
     source = random.Random(0)
     syllables = ("ba", "le", "mi", "no", "ru", "ta", "se", "ko", "di", "pa")
     words = ["".join(source.choices(syllables, k=source.choice((2, 3)))) for _ in range(300)]

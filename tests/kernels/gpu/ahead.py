@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for a GPU that is not there: every launch inside `compiling` is compiled, none is run."""
+"""Compiles Triton kernels without a GPU: every launch inside `compiling` is compiled, and none is run."""
 
 from __future__ import annotations
 
