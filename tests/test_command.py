@@ -164,14 +164,14 @@ def test_ctrl_c_says_how_to_go_on(start, replaced, monkeypatch):
     from favor.train.common.program import program
 
     def stopped():
-        raise KeyboardInterrupt("stopped at step 4; go on with --resume, from checkpoint-4")
+        raise KeyboardInterrupt("stopped at step 4; continue with --resume, from checkpoint-4")
 
     def during_import(name):
         raise KeyboardInterrupt
 
     replaced.by(program("favor-glue", stopped))
     code, _, said = start("train", "glue")
-    assert (code, said) == (130, "\nfavor train glue: stopped at step 4; go on with --resume, from checkpoint-4\n")
+    assert (code, said) == (130, "\nfavor train glue: stopped at step 4; continue with --resume, from checkpoint-4\n")
     monkeypatch.setattr(command, "import_module", during_import)
     code, _, said = start("train", "glue")
     assert (code, said) == (

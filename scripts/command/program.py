@@ -1,4 +1,4 @@
-"""How all programs talk to their user: one parser, errors in one line, a message after Ctrl-C that says how to continue.
+"""How all programs talk to their user: one parser, errors in one line, after Ctrl-C a line that says how to continue.
 
 Nothing heavy is imported here, so that --help is fast.
 """

@@ -158,7 +158,7 @@ def test_ctrl_c_says_how_to_go_on(start, bert_folder, glue_folder, tmp_path, mon
     words += ["--output_dir", tmp_path / "run", "--max_train_steps", 9, "--checkpointing_steps", 6]
     code, said = start(glue, *words)
     assert code == 130
-    assert said.splitlines()[-1] == "favor-glue: stopped at step 6; go on with --resume, from checkpoint-6"
+    assert said.splitlines()[-1] == "favor-glue: stopped at step 6; continue with --resume, from checkpoint-6"
     assert "Traceback" not in said
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint*")) == ["checkpoint-6"]
 

@@ -50,7 +50,7 @@ def stopped(train, kept, tmp_path, monkeypatch):
     if not (kept / "whole").exists():
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
-            with pytest.raises(KeyboardInterrupt, match="stopped at step 4; go on with --resume, from checkpoint-4"):
+            with pytest.raises(KeyboardInterrupt, match="stopped at step 4; continue with --resume, from checkpoint-4"):
                 train(output=kept / "run", **SETTINGS)
         train(output=kept / "whole", **SETTINGS)
     for name in ("run", "whole"):
@@ -187,7 +187,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_p
     monkeypatch.setattr(state, "save_file", full)
     message = (
         r"cannot write .*checkpoint-4, which needs about \d+\.\d MB where \d+\.\d MB are free: .*No space left.*; "
-        "checkpoint-2 is whole: make room and go on with --resume"
+        "checkpoint-2 is whole: free some space and continue with --resume"
     )
     with pytest.raises(OSError, match=message):
         train(**SETTINGS)
@@ -207,7 +207,7 @@ def test_ctrl_c_while_a_checkpoint_is_written_leaves_no_half_of_it(train, tmp_pa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(state, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="stopped at step 2; it has no checkpoint to go on from"):
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2; it has no checkpoint to continue from"):
         train(**SETTINGS)
     assert not list((tmp_path / "run").glob("checkpoint*"))
 

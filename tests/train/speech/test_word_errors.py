@@ -74,7 +74,7 @@ def test_errors_are_the_edit_distance():
 
 @pytest.mark.parametrize("count", [word_errors, character_errors])
 def test_refusals(count):
-    with pytest.raises(ValueError, match="hypotheses must be as many as references, one an utterance; got 1 and 2"):
+    with pytest.raises(ValueError, match="hypotheses must be as many as references, one per utterance; got 1 and 2"):
         count(["a", "b"], ["a"])
     with pytest.raises(TypeError, match="references must be a list of texts"):
         count("a b", ["a b"])
