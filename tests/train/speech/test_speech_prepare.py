@@ -58,9 +58,7 @@ def test_bad_files_over_the_limit(mixed, limit):
 
 
 def test_a_search_that_ends_at_the_first_bad_file_says_so(mixed):
-    with pytest.raises(
-        ValueError, match=r"1 cannot be used .*, the first unusable file; later ones were not read"
-    ):
+    with pytest.raises(ValueError, match=r"1 cannot be used .*, the first unusable file; later ones were not read"):
         load_speech(mixed, "dev")
 
 
