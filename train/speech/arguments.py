@@ -77,7 +77,7 @@ class SpeechDataArguments:
     vocab_size: int | None = option(None, "Tokens of a new tokenizer. Default: 256, or all characters.")
     num_mel_bins: int = option(80, "Mel bins of a new model.")
     normalize: str = option(
-        "utterance", "Normalisation of a new model's features: utterance, or none for fixed constants."
+        "utterance", "Normalisation of a new model's features, utterance or none; none has fixed constants."
     )
     speeds: list[float] = field(
         default_factory=lambda: [0.9, 1.0, 1.1],

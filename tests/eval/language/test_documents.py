@@ -97,5 +97,5 @@ def test_too_few_tokens_are_refused(haystack, tasks):
 
 
 def test_a_text_that_is_too_short_is_refused(haystack):
-    with pytest.raises(ValueError, match="give a longer one"):
+    with pytest.raises(ValueError, match="give a longer text"):
         haystack.document(["single"], 10**6, 0, 4, seed=0)

@@ -349,7 +349,7 @@ def test_memory_counts_the_output_and_the_gradients():
         assert one <= peak + 5e5  # the kernel counts pages in batches
         assert abs(server.peak(forward) - peak) < 1e6
         assert server.peak(request(True)[0]) > 3.9 * one
-        with pytest.raises(RuntimeError, match="ValueError: expected a method as the tables name it"):
+        with pytest.raises(RuntimeError, match="ValueError: expected the name of a method as in the tables"):
             server.peak({**forward, "method": "none"})
 
 

@@ -158,7 +158,7 @@ def test_damaged_settings_without_a_copy_are_an_error(stopped, train):
         path.write_text("{")
     with (
         pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(ValueError, match=r"run/settings\.json is damaged .*: remove it"),
+        pytest.raises(ValueError, match=r"run/settings\.json is damaged .*: remove the file"),
     ):
         train(flags=("resume",), **SETTINGS)
 
@@ -186,7 +186,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_p
     full.left = len(PARTS) + 1
     monkeypatch.setattr(state, "save_file", full)
     message = (
-        r"cannot write .*checkpoint-4, which needs about \d+\.\d MB where \d+\.\d MB are free: .*No space left.*; "
+        r"cannot write .*checkpoint-4, which needs about \d+\.\d MB; \d+\.\d MB are free: .*No space left.*; "
         "checkpoint-2 is whole: free some space and continue with --resume"
     )
     with pytest.raises(OSError, match=message):

@@ -182,7 +182,7 @@ def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
     results = train("second", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_features=8)
     assert results["attn_implementation"] == "favor#"
     assert results["favor"]["num_features"] == 8
-    with pytest.raises(ValueError, match="num_mel_bins is for what --model_name_or_path brings along"):
+    with pytest.raises(ValueError, match="num_mel_bins has no effect, because --model_name_or_path already decides it"):
         train("third", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_mel_bins=40)
 
 
@@ -191,9 +191,11 @@ def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
     path = {"processor_name_or_path": tmp_path / "first", "tokenizer_type": None, "max_train_steps": 1}
     train("second", **path)
     assert ConformerConfig.from_pretrained(tmp_path / "second").vocab_size == 14
-    with pytest.raises(ValueError, match="vocab_size is for what --processor_name_or_path brings along"):
+    with pytest.raises(
+        ValueError, match="vocab_size has no effect, because --processor_name_or_path already decides it"
+    ):
         train("third", vocab_size=14, **path)
-    with pytest.raises(ValueError, match="features have normalize 'utterance'"):
+    with pytest.raises(ValueError, match="as normalize 'utterance' of its features does"):
         train("causal", flags=("causal",), **path)
 
 

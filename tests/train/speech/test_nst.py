@@ -292,7 +292,7 @@ def test_overwriting_another_fit_and_a_threshold(corpus, teacher, tmp_path, caps
 def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
     for told, values in {
         "preset must be one of": {"preset": "huge"},
-        "keep must be a part": {"keep": 1.5},
+        "keep must be a fraction": {"keep": 1.5},
         "keep must be greater than 0": {"keep": 0},
         "generations must be greater": {"generations": 0},
         "beam_size must be greater": {"beam_size": 0},

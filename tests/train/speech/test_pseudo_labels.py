@@ -153,7 +153,7 @@ def test_only_whole_batches_with_something_new_are_searched_again(model, process
 @pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}, {"resample": True}])
 def test_labels_of_another_teacher_are_refused(changed, model, processor, speech, tmp_path):
     labelled(model, processor, speech, tmp_path / "labels")
-    told = r"labels.jsonl was made with \{'teacher': 't', .* go on with that teacher .* delete the file"
+    told = r"labels.jsonl was made with \{'teacher': 't', .* continue with that teacher .* delete the file"
     with pytest.raises(ValueError, match=told):
         labelled(model, processor, speech, tmp_path / "labels", **changed)
 
@@ -280,7 +280,7 @@ def test_the_best_are_kept(processor):
     with pytest.raises(ValueError, match=r"threshold 3 leaves no label: the greatest score is 1\.2"):
         select(labels, processor, threshold=3)
     for keep in (0, 1.1):
-        with pytest.raises(ValueError, match="keep must be a part"):
+        with pytest.raises(ValueError, match="keep must be a fraction"):
             select(labels, processor, keep=keep)
 
 

@@ -59,7 +59,7 @@ def test_librispeech_names_what_does_not_fit(corpus):
     skipped = Skipped(10)
     assert [one.id for one in read_librispeech(corpus, "dev", skipped)] == ["7-107-0000", "7-107-0002"]
     told = {name.split()[0]: reason for name, reason in skipped.reasons.items()}
-    assert "a second time" in told["7-107-0000"]
+    assert "has the id of another file" in told["7-107-0000"]
     assert "no .flac" in told["7-107-0005"]
     assert "empty transcript" in told["7-107-0006"]
     for name in ("7-107-0008", "12-112-0001", "12-112-0003"):
@@ -123,7 +123,14 @@ def test_manifest_names_bad_rows(tmp_path):
     skipped = Skipped(6)
     assert len(read_manifest(file, skipped)) == 1
     assert list(skipped.reasons) == [f"{file}:{line}" for line in range(2, 8)]
-    words = ("audio must be given", "text must be given", "empty once normalised", "JSON object", "seconds", "not json")
+    words = (
+        "audio must be given",
+        "text must be given",
+        "empty after normalisation",
+        "JSON object",
+        "seconds",
+        "not json",
+    )
     for reason, word in zip(skipped.reasons.values(), words, strict=True):
         assert word in reason
     with pytest.raises(ValueError, match=r"all.jsonl:2: audio must be given"):
