@@ -3,11 +3,13 @@
 from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer
 
 from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.ctc_alignment import ctc_align, ctc_emissions
 from favor.models.conformer.ctc_decoding import Hypothesis, ctc_greedy, ctc_prefix_beam
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
 from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.spans import Emission, Span, join_segments, join_words
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
 from favor.models.conformer.transducer_decoding import transducer_beam, transducer_greedy
@@ -22,9 +24,15 @@ __all__ = [
     "ConformerProcessor",
     "ConformerStream",
     "ConformerTokenizer",
+    "Emission",
     "Hypothesis",
+    "Span",
+    "ctc_align",
+    "ctc_emissions",
     "ctc_greedy",
     "ctc_prefix_beam",
+    "join_segments",
+    "join_words",
     "joint_transducer_loss",
     "normalize_transcript",
     "train_tokenizer",

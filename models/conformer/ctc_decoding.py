@@ -99,7 +99,8 @@ def check_beam(beam_size: int) -> None:
         raise ValueError(f"beam_size must be at least 1, got {beam_size}.")
 
 
-def _check_blank(blank: int, labels: int) -> None:
+def check_blank(blank: int, labels: int) -> None:
+    """Raises ValueError for a blank that is no label."""
     if not 0 <= blank < labels:
         raise ValueError(f"blank must be one of the {labels} labels of logits, 0 to {labels - 1}; got {blank}.")
 
@@ -129,7 +130,7 @@ def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) 
         [[1, 1, 2]]
     """
     values = checked_lengths("logits", logits, lengths)
-    _check_blank(blank, logits.shape[-1])
+    check_blank(blank, logits.shape[-1])
     if not logits.numel():
         return [[] for _ in values]
     top, best = logits.max(-1)
@@ -174,7 +175,7 @@ def ctc_prefix_beam(
     """
     values = checked_lengths("logits", logits, lengths)
     check_beam(beam_size)
-    _check_blank(blank, logits.shape[-1])
+    check_blank(blank, logits.shape[-1])
     precision = torch.promote_types(logits.dtype, torch.float32)
     # A token is out once beam_size candidates with the same parent beat it, and every label above it gives one, except
     # the last token of the parent, whose probability is shared out; labels further down are never needed.

@@ -6,16 +6,18 @@ import io
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
+from transformers.models.wav2vec2.tokenization_wav2vec2 import Wav2Vec2CTCTokenizerOutput
 from transformers.tokenization_utils_base import generate_merges
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from favor._parts import needs
+from favor.models.conformer.spans import Emission, Span, join_words
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -55,6 +57,11 @@ class ConformerTokenizer(TokenizersBackend):
     `decode` takes the frame-wise ids of CTC by default; pass `group_tokens=False` for ids that are collapsed
     already, such as those of a Transducer or of a beam search. `train_tokenizer` and `from_pretrained` make one.
 
+    `output_char_offsets=True` and `output_word_offsets=True` of `decode` and `batch_decode` return text and frames as
+    transformers' `Wav2Vec2CTCTokenizer` does: `text`, and `char_offsets` and `word_offsets`, lists of dicts with `char`
+    or `word`, `start_offset`, and `end_offset`, the frame after the last one. A `char` is what one token stands for: a
+    piece such as " GOO" if the tokens are word pieces. With `group_tokens=False` the unit is tokens and not frames.
+
     Example:
         >>> from favor.models.conformer import train_tokenizer
         >>> tokenizer = train_tokenizer(["good morning", "good evening"], "char")
@@ -65,26 +72,78 @@ class ConformerTokenizer(TokenizersBackend):
     # transformers loads tokenizer.json unchanged only for classes that have no __init__ of their own.
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
+    # The pipeline asks for it to make words of characters.
+    replace_word_delimiter_char = " "
+
     def _decode(
         self,
         token_ids: int | list[int],
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
         group_tokens: bool = True,
+        output_char_offsets: bool = False,
+        output_word_offsets: bool = False,
         **kwargs: Any,
-    ) -> str:
-        """Turns ids into text: with `group_tokens`, equal neighbours first become one, then blanks go."""
-        if kwargs.pop("output_char_offsets", False):
-            raise ValueError("return_timestamps is not implemented by ConformerTokenizer: leave it out.")
+    ) -> Any:
+        """Turns ids into text, and offsets if asked: with `group_tokens`, equal neighbours first become one, then blanks go."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        lengths = [1] * len(ids)
         if group_tokens:
-            ids = [token for token, _ in itertools.groupby(ids)]
-        return super()._decode(
+            runs = [(token, len(list(run))) for token, run in itertools.groupby(ids)]
+            ids, lengths = [token for token, _ in runs], [length for _, length in runs]
+        text = super()._decode(
             [token for token in ids if token != self.pad_token_id],
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=clean_up_tokenization_spaces,
             **kwargs,
         )
+        if not (output_char_offsets or output_word_offsets):
+            return text
+        ends = list(itertools.accumulate(lengths))
+        found = [
+            Emission(token, end - length, end, 1.0)
+            for token, end, length in zip(ids, ends, lengths, strict=True)
+            if token != self.pad_token_id and not (skip_special_tokens and token in self.all_special_ids)
+        ]
+        pieces = _offsets("char", self.spans(found))
+        words = self._get_word_offsets(pieces) if output_word_offsets else None
+        return Wav2Vec2CTCTokenizerOutput(
+            text=text, char_offsets=pieces if output_char_offsets else None, word_offsets=words
+        )
+
+    def batch_decode(self, sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        """Texts of several sequences; with offsets one output whose fields are lists."""
+        found = super().batch_decode(sequences, *args, **kwargs)
+        if not (kwargs.get("output_char_offsets") or kwargs.get("output_word_offsets")):
+            return found
+        rows = found if isinstance(found, list) else [found]
+        return Wav2Vec2CTCTokenizerOutput(**{name: [row[name] for row in rows] for name in rows[0]})
+
+    def spans(self, emissions: Sequence[Emission]) -> list[Span]:
+        """Text and frames of tokens that a search or an alignment found.
+
+        Args:
+            emissions: of one utterance, without blanks.
+
+        Returns:
+            One span a token. The space that begins a word is in front of its piece, but for the first piece of all;
+            `join_words` makes words of them.
+        """
+        texts = [piece.replace(SPACE, " ") for piece in self.convert_ids_to_tokens([one.token for one in emissions])]
+        texts[:1] = [text.removeprefix(" ") for text in texts[:1]]
+        return [
+            Span(text, one.start, one.end, one.confidence) for text, one in zip(texts, emissions, strict=True) if text
+        ]
+
+    def _get_word_offsets(self, offsets: list[dict[str, Any]], word_delimiter_char: str = " ") -> list[dict[str, Any]]:
+        """Words of `char_offsets`; the pipeline calls it by this name."""
+        spans = [Span(one["char"], one["start_offset"], one["end_offset"], 1.0) for one in offsets]
+        return _offsets("word", join_words(spans))
+
+
+def _offsets(name: str, spans: list[Span]) -> list[dict[str, Any]]:
+    """Spans as transformers writes them."""
+    return [{name: span.text, "start_offset": span.start, "end_offset": span.end} for span in spans]
 
 
 def train_tokenizer(

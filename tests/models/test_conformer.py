@@ -214,6 +214,34 @@ def test_the_pipeline_reads_the_saved_model(folder):
     assert chunks
 
 
+def test_the_pipeline_gives_times(folder):
+    audio = np.random.default_rng(0).normal(size=48000).astype(np.float32)
+    transcriber = pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    tokenizer, head = transcriber.tokenizer, transcriber.model.ctc_head
+    inputs = transcriber.feature_extractor(audio, sampling_rate=16000)
+    with torch.no_grad():
+        # Random weights say one letter again and again; with this bias they make words.
+        logits = transcriber.model(**inputs).logits[0]
+        head.bias -= logits.mean(0)
+        head.bias[:3] -= torch.tensor([0.0, 9.0, 9.0])
+        head.bias[tokenizer.convert_tokens_to_ids("▁")] += (logits - logits.mean(0)).std()
+        best = transcriber.model(**inputs).logits[0].argmax(-1).tolist()
+    words = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="word")
+    chars = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="char")
+    assert words["text"] == chars["text"] == "".join(one["text"] for one in chars["chunks"]) == tokenizer.decode(best)
+    assert [one["text"] for one in words["chunks"]] == words["text"].split()
+    assert len(words["chunks"]) > 1
+    letters = {token: tokenizer.convert_ids_to_tokens(token) for token in range(len(tokenizer))}
+    for one in chars["chunks"]:
+        first, after = (round(second * 25) for second in one["timestamp"])
+        assert {letters[token].replace("▁", " ") for token in best[first:after]} == {one["text"]}
+    starts = [one["timestamp"][0] for one in chars["chunks"]]
+    assert {one["timestamp"][0] for one in words["chunks"]} <= set(starts)
+    pieces = {"chunk_length_s": 1.0, "stride_length_s": 0.2, "return_timestamps": "word"}
+    chunked = transcriber({"raw": audio, "sampling_rate": 16000}, **pieces)
+    assert [one["text"] for one in chunked["chunks"]] == chunked["text"].split()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

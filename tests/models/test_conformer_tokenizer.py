@@ -1,5 +1,6 @@
 """Word pieces against sentencepiece, and decoding against the definition of CTC."""
 
+import json
 import pickle
 import random
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from transformers import Wav2Vec2CTCTokenizer
 
 from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
 
@@ -84,8 +86,60 @@ def test_decoding_is_that_of_ctc(trained):
     assert tokenizer.decode(repeated, group_tokens=False) == pieces.decode([4, 4, 4, 5])
     assert tokenizer.decode([]) == tokenizer.decode([0, 0]) == ""
     assert tokenizer.decode(4) == pieces.decode([4])
-    with pytest.raises(ValueError, match="return_timestamps is not implemented"):
-        tokenizer.decode(repeated, output_char_offsets=True)
+
+
+def test_offsets_of_characters_are_those_of_wav2vec2(tmp_path):
+    tokenizer = train_tokenizer(sentences(100, 0), "char")
+    names = {name.replace("▁", "|"): number for name, number in tokenizer.get_vocab().items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(names))
+    other = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", do_lower_case=False, bos_token=None)
+    source = random.Random(5)
+    # A space first of all or after a space is a matter of taste: none here.
+    letters = sorted(set(range(3, len(tokenizer))) - {tokenizer.convert_tokens_to_ids("▁")})
+    space, paths = tokenizer.convert_tokens_to_ids("▁"), []
+    for _ in range(40):
+        words = [[source.choice((0, 0, *letters)) for _ in range(8)] + [source.choice(letters)] for _ in range(4)]
+        paths.append([token for word in words for token in (*word, space, space, 0)][:-3])
+    asked = {"output_char_offsets": True, "output_word_offsets": True}
+    for grouped in (True, False):
+        for path in paths:
+            ids = [one for one in path if grouped or one]
+            found, expected = (one.decode(ids, group_tokens=grouped, **asked) for one in (tokenizer, other))
+            assert dict(found) == dict(expected)
+    found, expected = (one.batch_decode(paths[:3], **asked) for one in (tokenizer, other))
+    assert dict(found) == dict(expected)
+    assert set(tokenizer.batch_decode(paths[:3], output_word_offsets=True)) == {"text", "word_offsets"}
+
+
+def test_words_of_pieces_have_the_frames_of_their_tokens(trained):
+    """Every text as one token a frame, with a blank after it, at known places."""
+    tokenizer, _, _ = trained
+    for text in sentences(30, 6):
+        ids, place, spread, expected = tokenizer(text).input_ids, 2, [0, 0], []
+        for number, token in enumerate(ids):
+            spread += [token] * (1 + number % 3) + [0]
+            name = tokenizer.convert_ids_to_tokens(token)
+            if name.startswith("▁"):
+                expected.append([None, None])
+            if name != "▁":
+                expected[-1] = [place if expected[-1][0] is None else expected[-1][0], len(spread) - 1]
+            place = len(spread)
+        found = tokenizer.decode(spread, output_char_offsets=True, output_word_offsets=True)
+        assert "".join(one["char"] for one in found.char_offsets) == found.text == text
+        assert [one["word"] for one in found.word_offsets] == text.split()
+        assert [[one["start_offset"], one["end_offset"]] for one in found.word_offsets] == expected
+
+
+def test_offsets_of_nothing(trained):
+    tokenizer, _, _ = trained
+    asked = {"output_char_offsets": True, "output_word_offsets": True}
+    for ids in ([], [0, 0]):
+        found = tokenizer.decode(ids, **asked)
+        assert (found.text, found.char_offsets, found.word_offsets) == ("", [], [])
+    ids = [2, 2, 0, 4]
+    assert [one["start_offset"] for one in tokenizer.decode(ids, **asked).char_offsets] == [0, 3]
+    skipped = tokenizer.decode(ids, skip_special_tokens=True, **asked)
+    assert [one["start_offset"] for one in skipped.char_offsets] == [3]
 
 
 def test_saved_and_loaded(trained, tmp_path):
