@@ -41,8 +41,9 @@ def ctc_emissions(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 
     check_blank(blank, logits.shape[-1])
     found = []
     for row, length in zip(logits, values, strict=True):
-        best = _log_probs(row[:length]).max(-1)
-        found.append(_runs(best.indices.tolist(), best.indices.tolist(), best.values.exp().tolist(), blank))
+        best = row[:length].argmax(-1)
+        probabilities = _log_probs(row[:length]).gather(-1, best[:, None])[:, 0].exp()
+        found.append(_runs(best.tolist(), best.tolist(), probabilities.tolist(), blank))
     return found
 
 

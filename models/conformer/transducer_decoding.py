@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.ctc_decoding import Hypothesis, Prefixes, check_beam, checked_lengths
+from favor.models.conformer.spans import Emission
 
 BLANK = 0
 DIVERGED = "the model's logits must be numbers, got NaN. Has the model diverged?"
@@ -63,10 +64,45 @@ def transducer_greedy(
         ...     len(transducer_greedy(model, torch.randn(2, 5, 128), [5, 3]))
         2
     """
+    found = transducer_emissions(model, hidden, lengths, max_symbols, context)
+    return [[emission.token for emission in row] for row in found]
+
+
+@torch.no_grad()
+def transducer_emissions(
+    model: Transducer,
+    hidden: Tensor,
+    lengths: Tensor | Sequence[int],
+    max_symbols: int = 10,
+    context: list[Tensor] | None = None,
+) -> list[list[Emission]]:
+    """The tokens of `transducer_greedy`, with their frames and confidences.
+
+    A Transducer says a token at one frame, often some time after it was spoken.
+
+    Args:
+        model, hidden, lengths, max_symbols: as in `transducer_greedy`.
+        context: as in `transducer_greedy`; frames are counted from the start of each piece.
+
+    Returns:
+        Tokens of each row; `end` is `start` + 1, and the confidence is the probability of the token at its step.
+
+    Raises:
+        TypeError: for lengths that are not integers.
+        ValueError: for shapes or lengths that do not fit, max_symbols below 1, or NaN from the model.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_emissions
+        >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
+        >>> with torch.no_grad():
+        ...     len(transducer_emissions(model, torch.randn(2, 5, 128), [5, 3]))
+        2
+    """
     ends = checked_lengths("hidden", hidden, lengths)
     if max_symbols < 1:
         raise ValueError(f"max_symbols must be at least 1, got {max_symbols}.")
-    found: list[list[int]] = [[] for _ in ends]
+    found: list[list[Emission]] = [[] for _ in ends]
     frames, emitted = [0] * len(ends), [0] * len(ends)
     rows = [row for row, end in enumerate(ends) if end > 0]
     if not rows:
@@ -77,12 +113,14 @@ def transducer_greedy(
     while rows:
         where = torch.tensor(rows, device=hidden.device)
         times = torch.tensor([frames[row] for row in rows], device=hidden.device)
-        top, labels = model.join(hidden[where, times], prediction[where]).max(-1)
-        for row, label in zip(rows, labels.masked_fill(top.isnan(), -1).tolist(), strict=True):
-            if label < 0:
+        logits = model.join(hidden[where, times], prediction[where])
+        labels, precision = logits.argmax(-1), torch.promote_types(logits.dtype, torch.float32)
+        sure = logits.softmax(-1, dtype=precision).gather(-1, labels[:, None])[:, 0]
+        for row, label, probability in zip(rows, labels.tolist(), sure.tolist(), strict=True):
+            if math.isnan(probability):
                 raise ValueError(DIVERGED)
             if label != BLANK:
-                found[row].append(label)
+                found[row].append(Emission(label, frames[row], frames[row] + 1, probability))
                 emitted[row] += 1
             if label == BLANK or emitted[row] == max_symbols:
                 frames[row] += 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from favor.models.conformer.transducer_decoding import transducer_beam, transducer_greedy
+from favor.models.conformer.transducer_decoding import transducer_beam, transducer_emissions, transducer_greedy
 
 
 class Recurrent(nn.Module):
@@ -80,14 +80,16 @@ def enumerated(model, hidden):
 
 @torch.no_grad()
 def plain_greedy(model, hidden, max_symbols):
-    tokens = []
-    for frame in hidden:
+    """Tokens, and the frame and probability of each."""
+    tokens, steps = [], []
+    for time, frame in enumerate(hidden):
         for _ in range(max_symbols):
-            label = int(log_probs(model, frame, tokens).argmax())
+            top, label = log_probs(model, frame, tokens).max(-1)
             if label == 0:
                 break
-            tokens.append(label)
-    return tokens
+            tokens.append(int(label))
+            steps.append((time, time + 1, top.exp().item()))
+    return tokens, steps
 
 
 @torch.no_grad()
@@ -136,7 +138,14 @@ def test_greedy_is_the_plain_loop(seed, max_symbols):
     model, hidden = Recurrent(5, seed=seed), frames(4, 15, 6, seed=seed)
     lengths = torch.tensor([15, 0, 1, 9])
     found = transducer_greedy(model, hidden, lengths, max_symbols)
-    assert found == [plain_greedy(model, row[:n], max_symbols) for row, n in zip(hidden, lengths, strict=True)]
+    expected = [plain_greedy(model, row[:n], max_symbols) for row, n in zip(hidden, lengths, strict=True)]
+    assert found == [tokens for tokens, _ in expected]
+    emissions = transducer_emissions(model, hidden, lengths, max_symbols)
+    for row, (tokens, steps) in zip(emissions, expected, strict=True):
+        assert [(one.token, one.start, one.end) for one in row] == [
+            (token, *step[:2]) for token, step in zip(tokens, steps, strict=True)
+        ]
+        assert [one.confidence for one in row] == pytest.approx([step[2] for step in steps])
     assert found[0]
     assert found[1] == []
 
