@@ -222,7 +222,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         elif sampling_rate != self.sampling_rate:
             raise ValueError(
                 f"sampling_rate must be {self.sampling_rate}, got {sampling_rate}: resample the audio first, with "
-                "favor.train.speech.augment.resample."
+                "favor.models.conformer.audio.resample."
             )
         if return_attention_mask is False:
             raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")

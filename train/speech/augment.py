@@ -1,4 +1,4 @@
-"""Augmentation of speech: masks on the features, speed of the waveform. Resampling uses the filter of the speed."""
+"""Augmentation of speech: masks on the features, speed of the waveform."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 from torch import Tensor
+
+from favor.models.conformer.audio import stretch
 
 
 @dataclass(frozen=True)
@@ -87,25 +89,6 @@ def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: to
     return inside.any(1)
 
 
-def resample(waveform: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
-    """Gives a waveform at another sampling rate, by scipy's polyphase filter (Kaiser window).
-
-    Args:
-        waveform: samples `[n]`.
-        from_rate: their rate in Hz.
-        to_rate: the wanted rate in Hz.
-
-    Returns:
-        `[ceil(n to_rate / from_rate)]`, of the same type.
-
-    Raises:
-        ValueError: for rates that are not positive integers.
-    """
-    if from_rate != int(from_rate) or to_rate != int(to_rate) or min(from_rate, to_rate) < 1:
-        raise ValueError(f"from_rate and to_rate must be positive integers in Hz, got {from_rate} and {to_rate}.")
-    return _stretch(waveform, Fraction(int(to_rate), int(from_rate)))
-
-
 def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
     """Gives a waveform played faster or slower; its pitch changes too.
 
@@ -123,14 +106,4 @@ def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
     """
     if not 0.1 <= factor <= 10:
         raise ValueError(f"factor must be between 0.1 and 10, got {factor}.")
-    return _stretch(waveform, 1 / Fraction(factor).limit_denominator(100))
-
-
-def _stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
-    """Gives `ratio` times as many samples of one sound."""
-    if ratio == 1:
-        return waveform
-    # Slow to import, and most runs neither resample nor change the speed.
-    from scipy.signal import resample_poly
-
-    return resample_poly(waveform, ratio.numerator, ratio.denominator)
+    return stretch(waveform, 1 / Fraction(factor).limit_denominator(100))

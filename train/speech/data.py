@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import soundfile
 
+from favor.models.conformer.audio import read_file
 from favor.models.conformer.configuration_conformer import subsampled_frames
-from favor.train.speech.augment import resample as change_rate
 
-# Audio is decoded in blocks, because a header may not know its length.
-BLOCK_SAMPLES = 1 << 20
-UNKNOWN_FRAMES = 1 << 40
 LISTED = 20
 
 
@@ -108,10 +103,7 @@ class Skipped:
 def read_audio(
     source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
 ) -> np.ndarray:
-    """Reads the samples of an audio file of any format that libsndfile knows (FLAC, WAV, MP3, OGG, ...).
-
-    A file that is cut short is noticed if its header says its length, as headers of FLAC and of most MP3 files do; the
-    header of a WAV file does not suffice.
+    """Reads the samples of an utterance or of an audio file; see `favor.models.conformer.audio.read_file`.
 
     Args:
         source: an utterance, a path, or the bytes of a file.
@@ -122,48 +114,18 @@ def read_audio(
         `[n]`, float32, in [-1, 1]; channels are averaged.
 
     Raises:
-        ValueError: if the file is missing, empty, not audio, cut short or damaged, or has another rate; the message
-            names the file.
+        ValueError: as `read_file`; the message names the place of the utterance.
     """
-    handle: Any
-    audio: Any = source.audio if isinstance(source, Utterance) else source
-    place = source.place if isinstance(source, Utterance) else ("bytes" if isinstance(source, bytes) else str(source))
+    if not isinstance(source, Utterance):
+        return read_file(source, sampling_rate, resample)
+    audio: Any = source.audio
+    if isinstance(audio, (str, Path, bytes)):
+        return read_file(audio, sampling_rate, resample, source.place)
     try:
-        if isinstance(audio, (str, Path)):
-            size, handle = Path(audio).stat().st_size, str(audio)
-        else:
-            content = audio if isinstance(audio, bytes) else audio.read()
-            size, handle = len(content), io.BytesIO(content)
-        if size == 0:
-            raise ValueError(f"{place}: the file is empty")
-        with soundfile.SoundFile(handle) as stream:
-            rate, expected = stream.samplerate, stream.frames
-            samples = _decode(stream)
+        content = audio.read()
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{place}: cannot be decoded: {getattr(error, 'error_string', error)}") from error
-    if not len(samples):
-        raise ValueError(f"{place}: holds no samples")
-    if len(samples) < expected < UNKNOWN_FRAMES:
-        raise ValueError(f"{place}: is cut short: {len(samples)} of {expected} samples can be decoded")
-    if not np.isfinite(samples).all():
-        raise ValueError(f"{place}: holds samples that are not finite")
-    if rate != sampling_rate:
-        if not resample:
-            raise ValueError(
-                f"{place}: has {rate} Hz, expected {sampling_rate}: resample=True (--resample) converts it"
-            )
-        samples = change_rate(samples, rate, sampling_rate)
-    return samples
-
-
-def _decode(stream: soundfile.SoundFile) -> np.ndarray:
-    """Decodes all samples `[n]`, the mean of the channels."""
-    blocks = []
-    while True:
-        block = stream.read(BLOCK_SAMPLES, dtype="float32", always_2d=True)
-        blocks.append(block[:, 0] if block.shape[1] == 1 else block.mean(1, dtype=np.float32))
-        if len(block) < BLOCK_SAMPLES:
-            return np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
+        raise ValueError(f"{source.place}: cannot be decoded: {error}") from error
+    return read_file(content, sampling_rate, resample, source.place)
 
 
 def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
