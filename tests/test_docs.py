@@ -6,12 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import soundfile
 import torch
 
 import favor
 import favor.decomposition
 import favor.landmark
 import favor.optim
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerProcessor,
+    train_tokenizer,
+)
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -85,6 +93,20 @@ def test_the_example_of_long_recordings_runs():
     names = {"waveform": 0.1 * torch.randn(16000).numpy()}
     exec(snippets("long_recordings")[0], names)
     assert len(names["tokens"]) == 1
+
+
+def test_the_examples_of_speech_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = train_tokenizer(["GOOD MORNING"], "char")
+    ConformerForCTC(ConformerConfig.preset("tiny", vocab_size=len(tokenizer))).save_pretrained("out/asr")
+    ConformerProcessor(ConformerFeatureExtractor(), tokenizer).save_pretrained("out/asr")
+    for name in ("one.flac", "two.mp3"):
+        soundfile.write(name, 0.1 * torch.randn(24000).numpy(), 16000)
+    names = {}
+    for snippet in snippets("speech"):
+        exec(snippet, names)
+    assert len(names["results"]) == 2
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["GOOD", "MORNING"]
 
 
 def test_the_examples_of_streaming_run():

@@ -12,6 +12,7 @@ from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission, Span, join_segments, join_words
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
+from favor.models.conformer.transcription import Transcript
 from favor.models.conformer.transducer_decoding import transducer_beam, transducer_emissions, transducer_greedy
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
 
@@ -27,6 +28,7 @@ __all__ = [
     "Emission",
     "Hypothesis",
     "Span",
+    "Transcript",
     "ctc_align",
     "ctc_emissions",
     "ctc_greedy",

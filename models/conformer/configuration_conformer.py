@@ -141,8 +141,13 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def samples_per_frame(self) -> int:
+        """Samples between two frames of the encoder."""
+        return self.feature_hop_length * self.subsampling_conv_stride**2
+
+    @property
     def inputs_to_logits_ratio(self) -> int:
-        """Samples between two outputs; the pipeline aligns its chunks to it.
+        """`samples_per_frame`, by the name that the pipeline asks for to align its chunks.
 
         Raises:
             ValueError: for a Transducer, whose texts of overlapping chunks cannot be joined by frames.
@@ -152,7 +157,7 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
                 "chunk_length_s is for CTC models, this is a Transducer: leave it out. With a FAVOR backend memory "
                 "and time are linear in the length."
             )
-        return self.feature_hop_length * self.subsampling_conv_stride**2
+        return self.samples_per_frame
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> ConformerConfig:

@@ -27,8 +27,11 @@ from favor.models.conformer.configuration_conformer import (
     Count,
     subsampled_frames,
 )
+from favor.models.conformer.ctc_alignment import ctc_emissions
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
+from favor.models.conformer.spans import Emission
 from favor.models.conformer.streaming import ConformerStream
+from favor.models.conformer.transcription import Transcribes
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -151,7 +154,7 @@ class ConformerModel(ConformerPreTrainedModel):
         return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-class ConformerForCTC(ConformerPreTrainedModel):
+class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
     """Conformer encoder with a linear CTC head (Graves et al. 2006).
 
     Example:
@@ -215,6 +218,13 @@ class ConformerForCTC(ConformerPreTrainedModel):
         return CausalLMOutput(
             loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
+
+    @torch.no_grad()
+    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
+        """Tokens of each row by greedy search, with frames and confidences; see `ctc_emissions`."""
+        encoded = self.encoder(input_features, attention_mask)
+        logits = self.ctc_head(encoded.last_hidden_state)
+        return ctc_emissions(logits, frame_counts(encoded), self.config.pad_token_id)
 
 
 def frame_counts(encoded: ConformerModelOutput) -> Tensor:

@@ -22,7 +22,9 @@ from favor.models.conformer.modeling_conformer import (
     ctc_loss,
     frame_counts,
 )
-from favor.models.conformer.transducer_decoding import transducer_greedy
+from favor.models.conformer.spans import Emission
+from favor.models.conformer.transcription import Transcribes
+from favor.models.conformer.transducer_decoding import transducer_emissions, transducer_greedy
 from favor.models.conformer.transducer_loss import joint_transducer_loss
 from favor.models.conformer.transducer_networks import Joint, LSTMPrediction, State, StatelessPrediction
 
@@ -45,7 +47,7 @@ class TransducerOutput(ModelOutput):
     attention_mask: Tensor | None = None
 
 
-class ConformerForTransducer(ConformerPreTrainedModel):
+class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
     """Conformer encoder, prediction network and joint network (Graves 2012, arXiv:1211.3711).
 
     The blank is `config.pad_token_id`; it also starts every sequence of the prediction network.
@@ -131,6 +133,10 @@ class ConformerForTransducer(ConformerPreTrainedModel):
     def join(self, hidden: Tensor, prediction: Tensor) -> Tensor:
         """Computes logits `[..., V]` of frames `[..., C]` and predictions `[..., P]`; leading dimensions broadcast."""
         return self.joint(hidden, prediction)
+
+    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
+        """Tokens of each row by greedy search, with frames and confidences; see `transducer_emissions`."""
+        return transducer_emissions(self, *self.encode(input_features, attention_mask))
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -106,18 +106,19 @@ class ConformerTokenizer(TokenizersBackend):
             if token != self.pad_token_id and not (skip_special_tokens and token in self.all_special_ids)
         ]
         pieces = _offsets("char", self.spans(found))
-        words = self._get_word_offsets(pieces) if output_word_offsets else None
-        return Wav2Vec2CTCTokenizerOutput(
-            text=text, char_offsets=pieces if output_char_offsets else None, word_offsets=words
-        )
+        offsets: dict[str, Any] = {"char_offsets": pieces} if output_char_offsets else {}
+        if output_word_offsets:
+            offsets["word_offsets"] = self._get_word_offsets(pieces)
+        return Wav2Vec2CTCTokenizerOutput(text=text, **offsets)
 
     def batch_decode(self, sequences: Any, *args: Any, **kwargs: Any) -> Any:
         """Texts of several sequences; with offsets one output whose fields are lists."""
         found = super().batch_decode(sequences, *args, **kwargs)
         if not (kwargs.get("output_char_offsets") or kwargs.get("output_word_offsets")):
             return found
-        rows = found if isinstance(found, list) else [found]
-        return Wav2Vec2CTCTokenizerOutput(**{name: [row[name] for row in rows] for name in rows[0]})
+        rows: list[Any] = found if isinstance(found, list) else [found]
+        lists: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+        return Wav2Vec2CTCTokenizerOutput(**lists)
 
     def spans(self, emissions: Sequence[Emission]) -> list[Span]:
         """Text and frames of tokens that a search or an alignment found.

@@ -1,0 +1,160 @@
+"""`model.transcribe`: from audio files or waveforms to text with times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from favor.models.conformer.audio import file_seconds, read_file
+from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.spans import Emission, Span, join_segments, join_words
+
+Audio = str | Path | np.ndarray | Tensor
+TIMES = (None, "char", "word", "segment")
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What is said in one recording.
+
+    Attributes:
+        text: all of it.
+        spans: characters (or word pieces), words or segments with start and end in seconds and a confidence, as
+            `return_timestamps` asked for; empty without it.
+
+    Example:
+        >>> from favor.models.conformer import Span, Transcript
+        >>> Transcript(text="GOOD DAY", spans=[Span("GOOD", 0.4, 0.6, 0.9), Span("DAY", 0.8, 1.0, 0.7)]).spans[1].start
+        0.8
+    """
+
+    text: str
+    spans: list[Span]
+
+
+class Transcribes:
+    """The method `transcribe` of the models that recognise speech."""
+
+    @torch.no_grad()
+    def transcribe(
+        self: Any,
+        audio: Audio | Sequence[Audio],
+        batch_size: int = 8,
+        return_timestamps: str | None = None,
+        processor: ConformerProcessor | None = None,
+        pause: float = 0.5,
+    ) -> list[Transcript]:
+        """Text of recordings, by greedy search.
+
+        Files of any format that libsndfile knows (FLAC, MP3, WAV, OGG) are read without ffmpeg and converted to the
+        sampling rate of the model. Recordings of about the same length are a batch, and each is one pass, however long.
+
+        Args:
+            audio: one recording or several: paths, or mono waveforms `[n]` of floats in [-1, 1] at the sampling rate of
+                the model.
+            batch_size: recordings that go through the model together. Default 8.
+            return_timestamps: "char", "word" or "segment" for spans with times and confidences. Default None: text
+                alone. With word pieces "char" gives the pieces.
+            processor: features and tokens of the model. Default None: the one in the folder of the model.
+            pause: a longer pause in seconds begins a new segment. Default 0.5.
+
+        Returns:
+            One result a recording, in the order given. Times are those of the frames in which the model says the
+            tokens: a token can end before its sound does, and a Transducer says it somewhat later. A word is as sure as
+            its least sure token, and a segment as its words on average.
+
+        Raises:
+            ValueError: for options out of range, without a processor, or for audio that cannot be read, is too short or
+                is no mono waveform; the message names it.
+            TypeError: for a waveform that holds no floats.
+        """
+        if return_timestamps not in TIMES:
+            raise ValueError(f"return_timestamps must be char, word, segment or None, got {return_timestamps!r}.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        join_segments([], pause)  # checks it before the work begins
+        processor = processor or _processor_of(self.name_or_path)
+        rate = processor.feature_extractor.sampling_rate
+        recordings = _listed(audio)
+        # Lengths in a batch are alike, as padding costs time. The longest is first: memory runs out at once or never.
+        lengths = [file_seconds(one) if isinstance(one, str | Path) else len(one) / rate for one in recordings]
+        order = sorted(range(len(recordings)), key=lambda index: -lengths[index])
+        found: dict[int, Transcript] = {}
+        training = self.training
+        self.eval()
+        try:
+            for first in range(0, len(order), batch_size):
+                chosen = order[first : first + batch_size]
+                waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
+                inputs = processor(waveforms, sampling_rate=rate).to(self.device, self.dtype)
+                rows = self.emissions(inputs["input_features"], inputs["attention_mask"])
+                for index, row in zip(chosen, rows, strict=True):
+                    spans = _spans(row, processor, self.config.samples_per_frame / rate, return_timestamps, pause)
+                    text = processor.tokenizer.decode([one.token for one in row], group_tokens=False)
+                    found[index] = Transcript(text, spans)
+        finally:
+            self.train(training)
+        return [found[index] for index in range(len(recordings))]
+
+
+def _processor_of(folder: str) -> ConformerProcessor:
+    """The processor that was saved with a model."""
+    if not folder:
+        raise ValueError(
+            "processor must be given: this model was not loaded from a folder. Pass "
+            "processor=ConformerProcessor(feature_extractor, tokenizer)."
+        )
+    try:
+        return ConformerProcessor.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"processor must be given: {folder}, where the model was loaded from, holds none. Pass processor=, or "
+            "save it there with processor.save_pretrained."
+        ) from error
+
+
+def _listed(audio: Audio | Sequence[Audio]) -> list[Audio]:
+    """Recordings as a list: one alone is a list of one."""
+    if isinstance(audio, str | Path) or (isinstance(audio, np.ndarray | Tensor) and audio.ndim == 1):
+        return [audio]
+    recordings = list(audio)
+    for index, one in enumerate(recordings):
+        if not isinstance(one, str | Path) and np.ndim(one) != 1:
+            raise ValueError(
+                f"audio must be paths or mono waveforms [n], got {type(one).__name__} of shape {list(np.shape(one))} "
+                f"at place {index}. Average the channels first."
+            )
+    return recordings
+
+
+def _waveform(one: Audio, place: str, model: Any, processor: ConformerProcessor) -> Any:
+    """Samples of a recording; raises ValueError if they give no frame."""
+    extractor: Any = processor.feature_extractor
+    samples: Any = one
+    if isinstance(one, str | Path):
+        place, samples = str(one), read_file(one, extractor.sampling_rate, resample=True)
+    if not torch.as_tensor(samples).isfinite().all():
+        raise ValueError(f"{place}: holds samples that are not finite.")
+    if model.subsampled_lengths(extractor.num_frames(len(samples))) < 1:
+        raise ValueError(f"{place}: {len(samples)} samples are too few for one frame of the model: leave it out.")
+    return samples
+
+
+def _spans(
+    emissions: list[Emission], processor: ConformerProcessor, seconds: float, times: str | None, pause: float
+) -> list[Span]:
+    """What `times` asks for, in seconds; a frame lasts `seconds`."""
+    if times is None:
+        return []
+    pieces = processor.tokenizer.spans(emissions)
+    spans = [replace(one, start=one.start * seconds, end=one.end * seconds) for one in pieces]
+    if times == "char":
+        return spans
+    words = join_words(spans)
+    return join_segments(words, pause) if times == "segment" else words
