@@ -85,7 +85,7 @@ class ConformerTokenizer(TokenizersBackend):
         output_word_offsets: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Turns ids into text, and offsets if asked: with `group_tokens`, equal neighbours first become one, then blanks go."""
+        """Turns ids into text and, if asked, offsets; `group_tokens` first makes one of equal neighbours; blanks go."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         lengths = [1] * len(ids)
         if group_tokens:
