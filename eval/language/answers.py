@@ -11,6 +11,10 @@ import torch
 from favor.eval.language.documents import Document, Prompt
 from favor.eval.language.variants import Variant
 
+# Tokens read at a time. Local layers then hold the mask of a piece and not that of the whole document, which saves most
+# of the memory and time of a long one.
+PIECE = 2048
+
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> dict[str, Any]:
@@ -78,5 +82,6 @@ def _read(model: Any, cache: Any, ids: list[list[int]]) -> torch.Tensor:
         cache: of earlier tokens; it is changed.
         ids: tokens `[batch, n]`.
     """
-    inputs = torch.tensor(ids, device=model.device)
-    return model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+    for piece in torch.tensor(ids, device=model.device).split(PIECE, 1):
+        logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].float()
