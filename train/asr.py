@@ -1,4 +1,4 @@
-"""Train a Conformer to recognise speech, by CTC, Transducer or both, with exact or FAVOR attention."""
+"""Train a Conformer to recognise speech, by CTC, Transducer or both, or a Whisper, with exact or FAVOR attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
+from transformers import WhisperForConditionalGeneration
 
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED
@@ -22,11 +23,12 @@ from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
 from favor.train.options.asr import parse_arguments
 from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
-from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
+from favor.train.speech.data import Skipped, Utterance, check_lengths, join, long_enough
 from favor.train.speech.loaders import make_loaders
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
+from favor.train.speech.whisper import fitting, normalizer
 from favor.train.speech.word_errors import character_errors, word_errors
 
 
@@ -38,7 +40,7 @@ def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utt
     def load(place: str, split: str | None, name: str, limit: int | None) -> list[Utterance]:
         options = {"config": data.dataset_config, "max_bad": data.limit, "resample": data.resample}
         found, reports[name] = load_speech(place, split, prepared=prepared / name, **options)
-        return found[:limit]
+        return (join(found, data.join_seconds) if data.join_seconds else found)[:limit]
 
     train = load(source, data.train_split, data.train_split, data.max_train_samples)
     for number, manifest in enumerate(data.extra_manifests):
@@ -81,8 +83,37 @@ def evaluate(
         # Several processes may have seen the same utterance.
         hypotheses = dict(gather_object(found))
         pairs = [(evaluation[split][index].text, text) for index, text in sorted(hypotheses.items())]
+        if isinstance(model, WhisperForConditionalGeneration):
+            plain = normalizer(model, tokenizer)
+            pairs = [(plain(said), plain(heard)) for said, heard in pairs]
         scores.update({f"{split}_{name}": value for name, value in errors(pairs).items()})
     return {"epoch": len(run.progress.history) + 1, "step": run.progress.step, "metrics": scores}
+
+
+def usable(
+    arguments: Arguments,
+    data: tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]],
+    model: Any,
+    processor: Any,
+) -> tuple[list[Utterance], dict[str, list[Utterance]]]:
+    """Selects the utterances that the model can be trained on, and those of each split that it can transcribe.
+
+    Args:
+        arguments: of the program.
+        data: what `load_data` gave; its reports get the others.
+        model: to be trained.
+        processor: that of the model.
+    """
+    utterances, evaluation, reports = data
+    speeds, skipped = arguments.data.speeds, reports[arguments.data.train_split]
+    if isinstance(model, WhisperForConditionalGeneration):
+        most = model.config.max_target_positions
+        kept = fitting(utterances, processor, skipped, slowest=min(speeds), most=most)
+        others = {s: fitting(part, processor, reports[s], slowest=1.0, most=None) for s, part in evaluation.items()}
+        return kept, others
+    ctc = getattr(model, "ctc_head", None) is not None
+    kept = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=max(speeds))
+    return kept, {split: long_enough(part, processor, reports[split]) for split, part in evaluation.items()}
 
 
 def train_model(
@@ -93,13 +124,10 @@ def train_model(
     """Runs the whole training and saves the model and the processor in `folder`; returns the entries of the results."""
     train, seed = arguments.train, DEFAULT_SEED if arguments.train.seed is None else arguments.train.seed
     accelerator = loop.make_accelerator(train, folder)
-    utterances, evaluation, reports = data
+    utterances, _, reports = data
     processor = make_processor(arguments, utterances)
     model = make_model(arguments, processor, seed)
-    ctc = getattr(model, "ctc_head", None) is not None
-    fastest, skipped = max(arguments.data.speeds), reports[arguments.data.train_split]
-    utterances = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=fastest)
-    evaluation = {split: long_enough(part, processor, reports[split]) for split, part in evaluation.items()}
+    utterances, evaluation = usable(arguments, data, model, processor)
     for name, skipped in reports.items():
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")
@@ -134,7 +162,7 @@ def train_model(
         "peak_memory_bytes": report.peak_memory(accelerator.device),
         "history": run.progress.history,
         "attn_implementation": bare.config._attn_implementation,
-        "favor": bare.config.favor,
+        "favor": getattr(bare.config, "favor_parts", None) or getattr(bare.config, "favor", None),
         "parameters": bare.num_parameters(),
         "mixed_precision": accelerator.mixed_precision,
         "device": str(accelerator.device.type),

@@ -18,7 +18,7 @@ from favor.train.common.arguments import (
 HUB = "openslr/librispeech_asr"
 # Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
 SIZES = ("tiny", "small", "paper")
-ARCHITECTURES = ("ctc", "transducer")
+ARCHITECTURES = ("ctc", "transducer", "whisper")
 
 
 @dataclass(kw_only=True)
@@ -34,8 +34,8 @@ class SpeechModelArguments(BackendArguments):
     preset: str = option("small", f"Size of a new model: {', '.join(SIZES)}.")
     architecture: str | None = option(
         None,
-        f"{' or '.join(ARCHITECTURES)}; if it is not the checkpoint's, only the encoder is kept. Default: the "
-        "checkpoint's, else ctc.",
+        f"{', '.join(ARCHITECTURES)}; if it is not the checkpoint's, only the encoder is kept. whisper continues a "
+        "Whisper of transformers, with the attention of its encoder switched. Default: the checkpoint's, else ctc.",
     )
     ctc_weight: float = option(0.0, "Weight of a CTC loss added to the Transducer's: above 0 trains both jointly.")
     prediction_network: str = option("lstm", "Prediction network of a new Transducer: lstm or stateless.")
@@ -50,6 +50,8 @@ class SpeechModelArguments(BackendArguments):
         check_choice(self, "preset", PRESETS)
         check_choice(self, "architecture", (None, *ARCHITECTURES))
         check_choice(self, "prediction_network", PREDICTION_NETWORKS)
+        if self.architecture == "whisper" and self.model_name_or_path is None:
+            raise ValueError("a Whisper is not made new: name one with --model_name_or_path")
         if self.ctc_weight and self.architecture != "transducer":
             raise ValueError("ctc_weight is an option of --architecture transducer")
 
@@ -69,6 +71,10 @@ class SpeechDataArguments:
     )
     max_train_samples: int | None = option(None, "Train on this number of utterances only, the first ones.")
     max_eval_samples: int | None = option(None, "Evaluate on this number of utterances per split only, the first ones.")
+    join_seconds: float = option(
+        0.0,
+        "Join consecutive utterances of a chapter up to this length, also in evaluation. Default 0: do not.",
+    )
     max_bad: float = option(
         0.0, "Most utterances to leave out because they cannot be used: a number, or below 1 a fraction of all."
     )
@@ -112,7 +118,7 @@ class SpeechTrainArguments(RunArguments):
     """The optimization, with batches measured in seconds of audio."""
 
     max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, per process and forward pass.")
-    learning_rate: float = option(1e-3, "Peak learning rate.")
+    learning_rate: float = option(1e-3, "Peak learning rate. A Whisper needs less, 1e-5 to 1e-4.")
     num_train_epochs: float = option(50.0, "Epochs.")
     lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
     warmup_ratio: float = option(0.1, "Warm-up as a fraction of all steps.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -57,8 +58,7 @@ class SpeechDataset(Dataset):
         self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
         self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
         self.augment = augment
-        ids = processor.tokenizer([utterance.text for utterance in utterances])["input_ids"]
-        self.labels = [torch.tensor(row, dtype=torch.int32) for row in ids]
+        self.labels = self._labels(processor, [utterance.text for utterance in utterances])
 
     @property
     def durations(self) -> list[float]:
@@ -83,12 +83,22 @@ class SpeechDataset(Dataset):
         generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
         speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
         waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        features, frames = self._features(waveform, generator)
+        if self.augment is not None:
+            features = self.augment(features, torch.tensor([frames]), generator)
+        return {"input_features": features[0], "labels": self.labels[index].long(), "index": index}
+
+    def _labels(self, processor: Any, texts: Sequence[str]) -> list[Tensor]:
+        """Gives the tokens of each transcript."""
+        return [torch.tensor(ids, dtype=torch.int32) for ids in processor.tokenizer(list(texts))["input_ids"]]
+
+    def _features(self, waveform: np.ndarray, generator: torch.Generator) -> tuple[Tensor, int]:
+        """Gives features `[1, T, F]` and how many frames are of the waveform."""
+        rate = self.extractor.sampling_rate
         features = self.extractor(
             waveform, sampling_rate=rate, return_tensors="pt", dither=self.dither, generator=generator
         )["input_features"]
-        if self.augment is not None:
-            features = self.augment(features, torch.tensor([features.shape[1]]), generator)
-        return {"input_features": features[0], "labels": self.labels[index].long(), "index": index}
+        return features, features.shape[1]
 
 
 def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:

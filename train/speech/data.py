@@ -38,6 +38,8 @@ class Utterance:
         seconds: length of the audio. Default None: not known before `prepare`.
         speaker: who speaks. Default None: not known.
         chapter: the recording that it was cut from. Default None: not known.
+        parts: utterances whose audio, one after another, is the audio of this one; `audio` is then not read. Default
+            (): it is not made of others.
     """
 
     id: str
@@ -46,6 +48,21 @@ class Utterance:
     seconds: float | None = None
     speaker: str | None = None
     chapter: str | None = None
+    parts: tuple[Utterance, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Utterance]) -> Utterance:
+        """Joins prepared utterances of one chapter, with a space between their transcripts."""
+        first = parts[0]
+        return cls(
+            id=first.id if len(parts) == 1 else f"{first.id}..{parts[-1].id}",
+            text=" ".join(part.text for part in parts),
+            audio=first.audio,
+            seconds=sum(part.seconds or 0.0 for part in parts),
+            speaker=first.speaker,
+            chapter=first.chapter,
+            parts=tuple(parts),
+        )
 
     @property
     def place(self) -> str:
@@ -100,6 +117,24 @@ class Skipped:
         return "\n".join([f"{head}, {hidden} not shown:" if hidden else f"{head}:", *lines[hidden:]])
 
 
+def join(utterances: Sequence[Utterance], most: float) -> list[Utterance]:
+    """Joins consecutive utterances of a chapter as long as they last at most `most` seconds together.
+
+    Args:
+        utterances: with their lengths, in the order of their chapters.
+        most: seconds; a longer utterance stays alone.
+    """
+    groups: list[list[Utterance]] = []
+    for utterance in utterances:
+        last = groups[-1] if groups else []
+        is_next = bool(last) and (last[0].speaker, last[0].chapter) == (utterance.speaker, utterance.chapter)
+        if is_next and utterance.chapter is not None and sum(u.seconds or 0.0 for u in [*last, utterance]) <= most:
+            last.append(utterance)
+        else:
+            groups.append([utterance])
+    return [Utterance.joined(group) for group in groups]
+
+
 def read_audio(
     source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
 ) -> np.ndarray:
@@ -118,6 +153,8 @@ def read_audio(
     """
     if not isinstance(source, Utterance):
         return read_file(source, sampling_rate, resample)
+    if source.parts:
+        return np.concatenate([read_audio(part, sampling_rate, resample) for part in source.parts])
     audio: Any = source.audio
     if isinstance(audio, (str, Path, bytes)):
         return read_file(audio, sampling_rate, resample, source.place)

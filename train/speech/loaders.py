@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch.utils.data import DataLoader
+from transformers import WhisperProcessor
 
 from favor.models.conformer import ConformerProcessor
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.augment import SpecAugment
 from favor.train.speech.batches import DurationBatchSampler, Key, SpeechDataset, collate
 from favor.train.speech.data import Utterance
+from favor.train.speech.whisper import WhisperDataset, collate_whisper
 
 
 def make_loaders(
     arguments: Arguments,
     utterances: list[Utterance],
     evaluation: dict[str, list[Utterance]],
-    processor: ConformerProcessor,
+    processor: ConformerProcessor | WhisperProcessor,
     seed: int,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes the loader of the training set, augmented and shuffled by seed and epoch, and one per evaluation split.
@@ -32,7 +35,8 @@ def make_loaders(
     """
     data = arguments.data
     masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
-    dataset = SpeechDataset(
+    kind, put_together = _kinds(processor)
+    dataset = kind(
         utterances,
         processor,
         speeds=data.speeds,
@@ -42,10 +46,13 @@ def make_loaders(
         resample=data.resample,
     )
     room, workers = arguments.train.max_batch_seconds, {"num_workers": data.num_workers}
-    sampler = DurationBatchSampler(
-        dataset.durations, room, seed, speeds=data.speeds, names=[utterance.id for utterance in utterances]
-    )
-    train_loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **workers)
+    if isinstance(dataset, WhisperDataset):  # all samples are equally long, so all are mixed
+        sampler = DurationBatchSampler(dataset.durations, room, seed, batches_per_bucket=len(dataset))
+    else:
+        sampler = DurationBatchSampler(
+            dataset.durations, room, seed, speeds=data.speeds, names=[utterance.id for utterance in utterances]
+        )
+    train_loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=put_together, **workers)
     eval_loaders = {
         split: evaluation_loader(part, processor, room, resample=data.resample, **workers)
         for split, part in evaluation.items()
@@ -55,7 +62,7 @@ def make_loaders(
 
 def evaluation_loader(
     utterances: Sequence[Utterance],
-    processor: ConformerProcessor,
+    processor: ConformerProcessor | WhisperProcessor,
     max_seconds: float,
     *,
     resample: bool = False,
@@ -72,8 +79,15 @@ def evaluation_loader(
         num_workers: processes that read audio ahead. Default 0: none.
         choose: takes the batches and returns those to load. Default None: all.
     """
-    dataset = SpeechDataset(utterances, processor, resample=resample)
+    kind, put_together = _kinds(processor)
+    dataset = kind(utterances, processor, resample=resample)
     sampler = DurationBatchSampler(dataset.durations, max_seconds, shuffle=False, allow_long=True)
     batches = sampler if choose is None else choose(list(sampler))
-    numbered = partial(collate, with_index=True)
+    numbered = partial(put_together, with_index=True)
     return DataLoader(dataset, batch_sampler=batches, collate_fn=numbered, num_workers=num_workers)
+
+
+def _kinds(processor: ConformerProcessor | WhisperProcessor) -> tuple[type[SpeechDataset], Callable[..., Any]]:
+    """Gives the data set and the function that makes batches of its samples."""
+    is_whisper = isinstance(processor, WhisperProcessor)
+    return (WhisperDataset, collate_whisper) if is_whisper else (SpeechDataset, collate)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from transformers import PreTrainedConfig, WhisperProcessor
 
 import favor
 from favor.models.conformer import (
@@ -20,6 +21,7 @@ from favor.models.conformer import (
 )
 from favor.train.speech.arguments import Arguments, SpeechModelArguments
 from favor.train.speech.data import Utterance, read_audio
+from favor.train.speech.whisper import make_whisper
 
 MODELS = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
 MEASURED = 200
@@ -27,7 +29,7 @@ _OF_NEW_MODELS = ("preset", "processor_name_or_path", "prediction_network", "cau
 OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize")
 
 
-def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor:
+def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor | WhisperProcessor:
     """Loads the processor of a folder, or makes a new one with a tokenizer of the transcripts and features as given.
 
     With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
@@ -37,6 +39,8 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
             allow.
     """
     path, data = _check_new(arguments), arguments.data
+    if path is not None and architecture_of(arguments.model) == "whisper":
+        return WhisperProcessor.from_pretrained(path)
     if path is not None:
         processor = ConformerProcessor.from_pretrained(path)
         _check_causal(arguments.model, processor.feature_extractor.normalize)
@@ -57,7 +61,19 @@ def saved_architecture(config: ConformerConfig) -> str | None:
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
-    """Chooses between "ctc" and "transducer": as the arguments say, else the checkpoint, else "ctc"."""
+    """Chooses between "ctc", "transducer" and "whisper": as the arguments say, else the checkpoint, else "ctc".
+
+    Raises:
+        ValueError: if the checkpoint cannot be one of them, or only another one.
+    """
+    path = arguments.model_name_or_path
+    if path is not None:
+        is_whisper = PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "whisper"
+        if is_whisper and arguments.architecture in (None, "whisper"):
+            return "whisper"
+        if is_whisper or arguments.architecture == "whisper":
+            kind = "a Whisper" if is_whisper else "no Whisper"
+            raise ValueError(f"--architecture {arguments.architecture} does not fit: {path} holds {kind}")
     if arguments.architecture is not None or arguments.model_name_or_path is None:
         return arguments.architecture or "ctc"
     config = ConformerConfig.from_pretrained(arguments.model_name_or_path)
@@ -70,7 +86,7 @@ def architecture_of(arguments: SpeechModelArguments) -> str:
     return found
 
 
-def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -> Any:
+def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
     """Makes a new model of the preset, or loads the checkpoint's, with the chosen attention.
 
     Args:
@@ -79,8 +95,11 @@ def make_model(arguments: Arguments, processor: ConformerProcessor, seed: int) -
         seed: draws new weights and the random features.
     """
     given, options = arguments.model, arguments.model.favor_options()
-    model_class = MODELS[architecture_of(given)]
+    architecture = architecture_of(given)
     set_seed(seed)
+    if architecture == "whisper":
+        return make_whisper(arguments, seed)
+    model_class = MODELS[architecture]
     if given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
         changes: dict[str, Any] = {

@@ -1,10 +1,11 @@
-"""Text of batches of speech, by CTC or Transducer, with greedy or beam search."""
+"""Text of batches of speech, by CTC or Transducer, with greedy or beam search, or by Whisper, with greedy search."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from transformers import WhisperForConditionalGeneration
 
 from favor.models.conformer import (
     ConformerForCTC,
@@ -15,6 +16,7 @@ from favor.models.conformer import (
     transducer_beam,
     transducer_greedy,
 )
+from favor.train.speech.whisper import say
 
 
 @torch.no_grad()
@@ -37,11 +39,14 @@ def transcribe(model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int
     """Gives the text of each utterance of a batch.
 
     Args:
-        model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
-        batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
-        tokenizer: a `ConformerTokenizer`.
-        beam_size: hypotheses of a beam search. Default 1: greedy search.
+        model: a `ConformerForCTC`, `ConformerForTransducer` or `WhisperForConditionalGeneration` in evaluation mode.
+        batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device; for Whisper
+            `input_features` `[B, F, T]`.
+        tokenizer: that of the model.
+        beam_size: hypotheses of a beam search. Default 1: greedy search, the only one for Whisper here.
     """
+    if isinstance(model, WhisperForConditionalGeneration):
+        return say(model, batch["input_features"], tokenizer)
     if beam_size > 1:
         tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]
     elif isinstance(model, ConformerForTransducer):
