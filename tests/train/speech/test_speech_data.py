@@ -88,7 +88,7 @@ def test_manifest_in_json_and_csv(tmp_path):
     assert found == read_manifest(tmp_path / "train.csv")
     assert [one.id for one in found] == ["audio/0.wav", "one", "audio/2.wav"]
     assert [one.text for one in found] == [transcript(number) for number in range(3)]
-    assert dataclasses.astuple(found[1])[3:] == (0.6, "4", "c")
+    assert (found[1].seconds, found[1].speaker, found[1].chapter) == (0.6, "4", "c")
     assert found[2].speaker is None
     good, _ = load_speech(file)
     assert [one.seconds for one in good] == [0.5, 0.6, 0.7]
