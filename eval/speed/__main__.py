@@ -23,7 +23,7 @@ from favor.eval.speed.panel import Bench, Contender, Trial
 from favor.eval.speed.reference import TOLERANCE
 from favor.train.common.program import program
 
-TINY = 16
+WARM_UP = 1024  # tokens, long enough that every part of each method runs
 
 
 def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Contender:
@@ -81,7 +81,7 @@ def isolated_peak(request: dict[str, Any]) -> int:
     """Measures peak bytes of one pass in the calling process, as `favor.eval.speed.measure` describes."""
     cell, method = Cell(**request["cell"]), methods.by_name(request["method"])
     warnings.simplefilter("ignore")
-    for one in (replace(cell, length=TINY), cell):
+    for one in (replace(cell, length=min(WARM_UP, cell.length)), cell):
         prepared, inputs = method.prepare(one), [*one.inputs()]
         if one is not cell:
             run_pass(prepared.attend, *inputs)

@@ -4,12 +4,13 @@ Peak memory of a pass is all memory that the pass has allocated at its peak, wit
 its inputs, which exist before.
 
 On CUDA it is `torch.cuda.max_memory_allocated` less the memory that was allocated before. On a CPU each pass runs once
-in a fresh process. The process makes the inputs, runs the method at a tiny length so that libraries have their buffers,
-gives free memory back to the system, resets the high-water mark of its resident memory (it writes a 5 to
-`/proc/self/clear_refs`), runs the pass, and reports `VmHWM` less the earlier `VmRSS`. So this needs Linux. Repetitions
-agree to 0.2 MB; results are up to 2 MB above the size of the tensors, because of buffers of libraries. These processes
-take every block above 64 KiB from the system by mmap, which gives it back when freed. They are forked from one server,
-a process that has imported everything and computed nothing, since importing alone takes seconds.
+in a fresh process. The process makes the inputs, runs the method at a short length so that its code is loaded and
+libraries have their buffers, gives free memory back to the system, resets the high-water mark of its resident memory
+(it writes a 5 to `/proc/self/clear_refs`), runs the pass, and reports `VmHWM` less the earlier `VmRSS`. So this needs
+Linux. Repetitions agree to 0.2 MB; results are up to 2 MB above the size of the tensors, because of buffers of
+libraries. These processes take every block above 64 KiB from the system by mmap, which gives it back when freed. They
+are forked from one server, a process that has imported everything and computed nothing, since importing alone takes
+seconds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from favor.kernels import StreamState
-from favor.landmark.causal_selected import crop
+from favor.landmark.kept import crop
 
 CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` passes on
 KEEP = ("all", "state")

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from favor.attention.call import AttentionCall
 from favor.kernels import exported
 from favor.landmark import causal as landmark_causal
-from favor.landmark import causal_selected
+from favor.landmark import causal_selected, kept
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
 from favor.landmark.selected import Selection, bidirectional, windowed
 
@@ -62,7 +62,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if selection is not None and query_mask is not None:  # padding must not influence what its block chooses
         asking = shared.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     if call.is_causal and selection is not None:
-        setting = causal_selected.Setting(family, selection, num_landmarks, scale, block)
+        setting = kept.Setting(family, selection, num_landmarks, scale, block)
         return causal_selected.attention(setting, asking, key, value, counts, call.state).flatten(1, 2)
     if call.is_causal:
         out = landmark_causal.attention(

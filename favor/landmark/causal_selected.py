@@ -1,12 +1,17 @@
-"""Causal attention through landmarks with selected keys: whole sequences, and piece by piece with all keys kept.
+"""Causal attention through landmarks with selected keys, of whole sequences.
 
 A section of tokens is exact, as in `favor.landmark.causal`. The queries of a block inside it choose pages of earlier
-sections one after another, see `favor.landmark.pages.Growth`, and see the other earlier keys through groups.
+sections one after another, see `favor.landmark.growth`, and see the other earlier keys through groups.
+
+The forward pass takes a few sections at a time. It notes which groups it joined and which pages it chose. From these
+notes the backward pass makes the means of the groups again, for a few heads at a time, so that neither pass holds the
+groups of all sections and heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,61 +19,14 @@ from torch.nn.functional import pad
 
 from favor.kernels import StreamState
 from favor.kernels.operands import SelectedOperands
-from favor.kernels.selected import selected_attention
-from favor.landmark.causal import (
-    Groups,
-    Pieces,
-    Tokens,
-    checkpointed,
-    cut,
-    joined_tokens,
-    length_of,
-    regrouped,
-    split_complete,
-)
-from favor.landmark.grouping import Landmarks
-from favor.landmark.growth import choose_growing, choose_next
+from favor.kernels.selected import selected_backward, selected_forward
+from favor.landmark.causal import Groups, Pieces, Tokens, checkpointed, cut
+from favor.landmark.grouping import sums_of
+from favor.landmark.growth import choose_growing
+from favor.landmark.kept import Kept, Setting, attend_next, grown, indexed, numbered
 from favor.landmark.pages import Pages, filled
-from favor.landmark.selected import Selection
 
-SHARES = 12  # parts of the sections, one at a time if there is no gradient, which saves memory
-
-
-@dataclass
-class Kept(Groups):
-    """Groups of earlier tokens, and these tokens themselves.
-
-    Attributes:
-        tokens_key, tokens_value: of complete sections, `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
-        cells: their groups, `[B, Hk, S]`; -1 for tokens that do not count.
-        page_mean, page_there: their pages, `[B, Hk, p, d]` and `[B, Hk, p]`.
-        chosen, since: pages that the block of the last query has chosen, and the first rows that see them,
-            `[B, Hk, G, n]`; n is 0 where that is not known.
-    """
-
-    tokens_key: Tensor
-    tokens_value: Tensor
-    cells: Tensor
-    page_mean: Tensor
-    page_there: Tensor
-    chosen: Tensor
-    since: Tensor
-
-    @property
-    def pages(self) -> Pages:
-        """Gives the pages, with all heads in one dimension."""
-        return Pages(self.page_mean.flatten(0, 1), self.page_there.flatten(0, 1))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Options of a sequence: the family, how keys are selected, M, the scale and the length of a section."""
-
-    features: Landmarks
-    selection: Selection
-    number: int
-    scale: float
-    block: int
+SHARES, _SHARES_OF_HEADS = 16, 8  # parts of the sections forward, and of the heads backward on a CPU, one at a time
 
 
 def attention(
@@ -90,296 +48,343 @@ def attention(
         ValueError: if the state was begun with other options or another batch.
     """
     if state is not None and state.memory is not None:
-        return _next(setting, (query, counts, key, value), state)
-    block, selection, past = setting.block, setting.selection, key.shape[2] - query.shape[3]
-    missing = -past % selection.size
+        return attend_next(setting, (query, counts, key, value), state)
+    past = key.shape[2] - query.shape[3]
+    missing = -past % setting.selection.size
     if missing:  # a page ends where the first section begins
         key, value = (pad(tensor, (0, 0, missing, 0)) for tensor in (key, value))
         counts, past = pad(counts, (missing, 0)), past + missing
-    groups, parts, joining, rest = cut((query, counts, key, value), block, state)
-    pages = Pages.of(key.flatten(0, 1), counts.flatten(0, 1) > 0, selection.size)
-    cells, outs = _numbered(counts[:, :, :past], 0), Pieces(query.shape[3])
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    together = len(parts) if needs_grad else -(-len(parts) // SHARES)
-    for number, (tokens, own) in enumerate(zip(parts, joining, strict=True)):
-        if number % together == 0:
-            rows = query[:, :, :, number * block : (number + together) * block]
-            sections = _Sections(setting, rows, (counts, key, value), past + number * block, pages)
-        if past and number == 0:  # all earlier keys are groups of their own
-            outs.append(checkpointed(tokens[0], groups, tokens, setting.scale))
-            none = Groups(*(tensor[:, :, :0] for tensor in (groups.counts, groups.key, groups.value)))
-            sections.add(none, torch.full_like(cells, -1))
-        else:
-            sections.add(groups, cells)
-        is_last = number + 1 == len(parts)
-        if own.shape[2] == block and (state is not None or not is_last):
-            groups, cells = _regrouped(setting, groups, cells, (tokens[0], own, *tokens[2:]))
-        if is_last or (number + 1) % together == 0:
-            out = sections.attend()
-            outs.append(out[:, :, :, block:] if past and number < together else out)
-    if state is not None:
-        complete = query.shape[3] - query.shape[3] % block
-        kept_key, kept_value = (tensor[:, :, :complete].detach().contiguous() for tensor in (key, value))
-        nothing = cells.new_zeros(*query.shape[:3], 0)
-        state.memory = _indexed(
-            selection,
-            Kept(
-                counts=groups.counts.detach(),
-                key=groups.key.detach(),
-                value=groups.value.detach(),
-                tokens_key=kept_key,
-                tokens_value=kept_value,
-                cells=cells,
-                page_mean=kept_key[:, :, :0],
-                page_there=cells[:, :, :0] > 0,
-                chosen=nothing,
-                since=nothing,
-            ),
-        )
-        state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return outs.joined()
+    sections = _Sections(setting, counts, past, state, needs_grad)
+    outs = []
+    if past:  # to the first section, all earlier keys are groups of their own
+        groups, parts, *_ = cut((query, counts, key, value), setting.block, None)
+        outs.append(checkpointed(parts[0][0], groups, parts[0], setting.scale))
+    if needs_grad:
+        outs.append(_Differentiable.apply(query, key, value, sections))
+    else:
+        outs.append(sections.forward(query, key, value))
+    return torch.cat(outs, 3) if past else outs[0]
 
 
-class _Sections:
-    """Some sections of a sequence: what each of them sees, collected, and then attended to at once.
+@dataclass
+class _Notes:
+    """What the forward pass did in some sections, for the backward pass.
+
+    Attributes:
+        counts: of the groups that each section saw, `[N, F, M]`.
+        pages, since: the choice of each block and the first rows that see it, `[N, F, Z, n]`.
+        cell: the groups of the chosen keys, `[N, F, Z, nP]`.
+        lse: logarithms of the normalisers, `[N, F, Z, R]`.
+    """
+
+    counts: Tensor
+    pages: Tensor
+    since: Tensor
+    cell: Tensor
+    lse: Tensor
+
+    def of_heads(self, heads: slice) -> _Notes:
+        """Gives the notes of some heads, as the kernels take them."""
+        counts, pages, since, cell, lse = (tensor[heads] for tensor in vars(self).values())
+        return _Notes(counts, pages.long(), since.long(), cell.int(), lse)
+
+
+class _Joined:
+    """Groups that take in one section after another.
 
     Args:
         setting: options of the sequence, a `Setting`.
-        query: of these sections, `[B, Hk, G, l, d]`.
-        tokens: counts, keys and values of the whole sequence.
-        past: how many tokens come before these sections.
-        pages: of the whole sequence.
+        groups: before the first section.
+        cells: the group of each token in them, `[B, Hk, S]`.
+        parts, joining: tokens of the sections, and which of them join the groups, see `favor.landmark.causal.cut`.
+        takes_notes: whether there will be a backward pass.
+
+    Attributes:
+        number: of sections taken in.
+        moved: the new group of each group and of each token of a section, one for each section taken in, None if no
+            group has changed; empty if there will be no backward pass.
     """
 
-    def __init__(self, setting: Setting, query: Tensor, tokens: Tokens, past: int, pages: Pages) -> None:
-        self.setting, self.past, (self.counts, self.key, self.value) = setting, past, tokens
-        # Counts, mean keys and mean values of the groups that each section sees, and the groups of its chosen keys.
-        self.far: tuple[list[Tensor], ...] = ([], [], [])
-        self.cells: list[Tensor] = []
-        selection, block = setting.selection, setting.block
-        self.lead, (self.groups, self.length) = query.shape[:2], query.shape[2:4]
-        self.number = -(-self.length // block)
-        blocks = selection.blocks(filled(query, block).unflatten(3, (self.number, block)))  # [B, Hk, G, F, n, R, d]
-        self.per_head = blocks.shape[4]
-        self.rows = blocks.transpose(2, 3).flatten(0, 1).flatten(2, 3)  # [N, F, Z, R, d]
-        before = (past + block * torch.arange(self.number, device=query.device)) // selection.size
-        self.pages, self.since = choose_growing(pages, self.rows, before, selection.growth)
+    def __init__(
+        self,
+        setting: Setting,
+        groups: Groups,
+        cells: Tensor,
+        parts: list[Tokens],
+        joining: list[Tensor],
+        takes_notes: bool,
+    ) -> None:
+        self.setting, self.groups, self.cells, self.takes_notes = setting, groups, cells, takes_notes
+        self.parts, self.joining, self.number = parts, joining, 0
+        self.moved: list[Tensor | None] = []
 
-    def add(self, groups: Groups, cells: Tensor) -> None:
-        """Adds the groups that the next section sees, and the group of each token in them."""
-        cells = pad(cells, (0, self.counts.shape[2] - cells.shape[2]), value=-1).flatten(0, 1)
-        self.cells.append(self.setting.selection.cells(cells, self.pages[:, len(self.cells)]))
-        means = (groups.mean(sums, self.key.dtype) for sums in (groups.key, groups.value))
-        for seen, own in zip(self.far, (groups.counts.unsqueeze(-1), *means), strict=True):
-            seen.append(own)
+    def up_to(self, number: int) -> None:
+        """Takes in the sections before `number`."""
+        while self.number < number:
+            (query, _, key, value), own = self.parts[self.number], self.joining[self.number]
+            self.groups, self.cells, moved = grown(self.setting, self.groups, self.cells, (query, own, key, value))
+            if self.takes_notes:
+                self.moved.append(moved)
+            self.number += 1
 
-    def attend(self) -> Tensor:
-        """Computes the attention of all sections, `[B, Hk, G, L, dv]`."""
-        key, value, selection, block = self.key, self.value, self.setting.selection, self.setting.block
-        most = max(1, *(counts.shape[2] for counts in self.far[0]))
 
-        def stacked(parts: list[Tensor]) -> Tensor:
-            missing = [most - part.shape[2] for part in parts]
-            rows = [pad(part, (0, 0, 0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
-            parts.clear()  # so that no part is held twice
-            return torch.stack(rows, 2).flatten(0, 1)
+class _Sections:
+    """The sections of a sequence after those that see no groups yet, forward and backward.
 
-        def near(tensor: Tensor) -> Tensor:
-            own = tensor[:, :, self.past : self.past + self.length]
-            return filled(own, block).unflatten(2, (self.number, block)).flatten(0, 1)
+    Args:
+        setting: options of the sequence, a `Setting`.
+        counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
+        past: keys before the first section. If there are any, the first section is left out.
+        state: gets what the sequence leaves behind, if it is given.
+        takes_notes: whether there will be a backward pass.
+    """
 
-        operands = SelectedOperands(
-            query=self.rows,
-            counts=stacked(self.far[0]).squeeze(-1),
-            far_key=stacked(self.far[1]),
-            far_value=stacked(self.far[2]),
-            near_counts=near(self.counts.unsqueeze(-1)).squeeze(-1),
-            near_key=near(key),
-            near_value=near(value),
-            key=key.flatten(0, 1),
-            value=value.flatten(0, 1),
-            pages=self.pages,
-            cell=torch.stack(self.cells, 1),
-            since=self.since,
-            page_size=selection.size,
-            per_head=self.per_head,
+    def __init__(
+        self, setting: Setting, counts: Tensor, past: int, state: StreamState | None, takes_notes: bool
+    ) -> None:
+        self.setting, self.counts, self.past, self.state = setting, counts, past, state
+        self.first, self.takes_notes = int(past > 0), takes_notes
+        self.start = past + self.first * setting.block  # of the first section that is not left out
+        self.moved: list[Tensor | None] = []  # the new group of each group and token, for each section that joined them
+        self.notes: list[_Notes] = []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Computes the output of all sections but those left out, `[B, Hk, G, l, dv]`; see `attention`."""
+        setting, counts, block = self.setting, self.counts, self.setting.block
+        groups, parts, joining, rest = cut((query, counts, key, value), block, self.state)
+        tokens = counts.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        pages = Pages.of(tokens[1], tokens[0] > 0, setting.selection.size)
+        outs = Pieces(query.shape[3] - self.first * block)
+
+        cells = numbered(counts[:, :, : self.past], 0)
+        joined = _Joined(setting, groups, cells, parts, joining, self.takes_notes)
+        self.moved = joined.moved
+        together = -(-len(parts) // SHARES)
+        for begin in range(self.first, len(parts), together):
+            share = range(begin, min(begin + together, len(parts)))
+            joined.up_to(begin)  # while there is little else in memory
+            rows = query[:, :, :, begin * block : share.stop * block].flatten(0, 1)
+            outs.append(self._share(share, joined, rows, tokens, pages).unflatten(0, query.shape[:2]))
+        if self.state is not None:
+            joined.up_to(query.shape[3] // block)
+            self._leave(joined.groups, joined.cells, query, key, value)
+            self.state.block = tuple(tensor.detach().clone() for tensor in rest)
+        return outs.joined()
+
+    def _share(
+        self, share: range, joined: _Joined, query: Tensor, tokens: tuple[Tensor, Tensor, Tensor], pages: Pages
+    ) -> Tensor:
+        """Computes the output `[N, G, l, dv]` of some sections; the queries are `[N, G, l, d]`."""
+        setting, begin = self.setting, self.past + share.start * self.setting.block
+        before = torch.arange(begin, begin + len(share) * setting.block, setting.block, device=query.device)
+        rows = self._blocks(query)
+        chosen, since = choose_growing(pages, rows, before // setting.selection.size, setting.selection.growth)
+        far, cell = self._far(tokens, share), []
+        for place, number in enumerate(share):
+            joined.up_to(number)
+            groups = joined.groups
+            self._see(far, place, *(own.flatten(0, 1) for own in (groups.counts, groups.key, groups.value)))
+            cells = pad(joined.cells, (0, self.counts.shape[2] - joined.cells.shape[2]), value=-1)
+            cell.append(setting.selection.cells(cells.flatten(0, 1), chosen[:, place]))
+        notes = _Notes(far[0], chosen, since, torch.stack(cell, 1), far[0])
+        out, notes.lse = selected_forward(*self._operands(rows, tokens, far, notes, begin), setting.selection.kernel)
+        if self.takes_notes:
+            narrow = torch.int16 if max(setting.number, pages.mean.shape[1]) < 2**15 else torch.int32
+            notes.pages, notes.since, notes.cell = (own.to(narrow) for own in (chosen, since, notes.cell))
+            self.notes.append(notes)
+        return self._tokens(out, *query.shape[1:3])
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the gradients of query, key and value."""
+        counts, notes, skipped = self.counts.flatten(0, 1), self._joined_notes(), self.first * self.setting.block
+        rows, (grad, out) = query[:, :, :, skipped:].flatten(0, 1), (tensor.flatten(0, 1) for tensor in (grad, out))
+        key, value, lead = key.flatten(0, 1), value.flatten(0, 1), query.shape[:2]
+        found = tuple(torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value))
+        together = -(-len(rows) // _SHARES_OF_HEADS) if rows.device.type == "cpu" else len(rows)
+        for begin in range(0, len(rows), together):
+            heads = slice(begin, begin + together)
+            tokens, own = (counts[heads], key[heads], value[heads]), notes.of_heads(heads)
+            far = self._far(tokens, range(self.first, self.first + own.counts.shape[1]))
+            sizes = self._replay(tokens, far, own.counts, heads)
+            given = self._operands(self._blocks(rows[heads]), tokens, far, own, self.start)
+            of_rows, *of_far, near_key, near_value, of_key, of_value = selected_backward(
+                self._blocks(grad[heads]),
+                self._blocks(out[heads]),
+                own.lse,
+                *given,
+                self.setting.selection.kernel,
+            )
+            found[0][heads, :, skipped:] = self._tokens(of_rows, rows.shape[1], rows.shape[2])
+            for whole, near in ((of_key, near_key), (of_value, near_value)):
+                part = whole[:, self.start :]
+                part += near.flatten(1, 2)[:, : part.shape[1]]
+            of_sums = torch.cat(of_far, -1).to(own.counts.dtype).div_(own.counts.clamp(min=1).unsqueeze(-1))
+            of_tokens = self._replay_backward(of_sums, sizes, heads, key.shape[1])
+            width = key.shape[2]
+            found[1][heads] = of_key + of_tokens[..., :width].to(of_key.dtype)
+            found[2][heads] = of_value + of_tokens[..., width:].to(of_value.dtype)
+        of_query, of_key, of_value = (tensor.unflatten(0, lead) for tensor in found)
+        return of_query, of_key, of_value
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        """Cuts rows `[N, G, l, w]`, from the begin of a section on, into `[N, F, Z, R, w]`."""
+        sections = filled(rows, self.setting.block).unflatten(2, (-1, self.setting.block))
+        return self.setting.selection.blocks(sections).transpose(1, 2).flatten(2, 3)
+
+    def _tokens(self, rows: Tensor, groups: int, length: int) -> Tensor:
+        """Puts rows `[N, F, Z, R, w]` together to `[N, G, l, w]`."""
+        own = rows.unflatten(2, (groups, -1)).flatten(3, 4)[:, :, :, : self.setting.block]
+        return own.transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+    def _far(self, tokens: tuple[Tensor, Tensor, Tensor], sections: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Makes room for the groups that sections see: counts `[N, F, M]`, and means of keys and values."""
+        counts, key, value = tokens
+        most = max(min(self.setting.number, self.past + (sections.stop - 1) * self.setting.block), 1)
+        lead = (len(counts), len(sections), most)
+        return counts.new_zeros(lead), key.new_zeros(*lead, key.shape[2]), value.new_zeros(*lead, value.shape[2])
+
+    def _see(self, far: tuple[Tensor, Tensor, Tensor], place: int, counts: Tensor, *sums: Tensor) -> None:
+        """Writes what one section sees, given the counts `[N, m]` and sums `[N, m, w]` of the groups."""
+        far[0][:, place, : counts.shape[1]] = counts
+        for means, own in zip(far[1:], sums, strict=True):
+            means[:, place, : counts.shape[1]] = own / counts.clamp(min=1).unsqueeze(-1)
+
+    def _operands(
+        self,
+        rows: Tensor,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        far: tuple[Tensor, Tensor, Tensor],
+        notes: _Notes,
+        start: int,
+    ) -> SelectedOperands:
+        """Gives the operands for queries `[N, F, Z, R, d]` of sections that begin at key `start`."""
+        block, (counts, key, value) = self.setting.block, tokens
+        near = (
+            filled(own[:, start : start + rows.shape[1] * block], block) for own in (counts.unsqueeze(-1), *tokens[1:])
+        )
+        near_counts, near_key, near_value = (own.unflatten(1, (-1, block)) for own in near)
+        return SelectedOperands(
+            query=rows,
+            counts=far[0],
+            far_key=far[1],
+            far_value=far[2],
+            near_counts=near_counts.squeeze(-1),
+            near_key=near_key,
+            near_value=near_value,
+            key=key,
+            value=value,
+            pages=notes.pages,
+            cell=notes.cell,
+            since=notes.since,
+            page_size=self.setting.selection.size,
+            per_head=-(-block // self.setting.selection.rows),
             first=0,
             scale=self.setting.scale,
         )
-        out = selected_attention(operands, selection.kernel)
-        rows = out.unflatten(2, (self.groups, -1)).flatten(3, 4)[:, :, :, :block]  # [N, F, G, block, dv]
-        return rows.transpose(1, 2).flatten(2, 3)[:, :, : self.length].unflatten(0, self.lead)
 
+    def _joined_notes(self) -> _Notes:
+        """Gives the notes of all sections in one."""
+        most = self.notes[-1].counts.shape[2]
+        for notes in self.notes:
+            notes.counts = pad(notes.counts, (0, most - notes.counts.shape[2]))
+        return _Notes(*(torch.cat(own, 1) for own in zip(*(vars(notes).values() for notes in self.notes), strict=True)))
 
-def _numbered(counts: Tensor, first: int) -> Tensor:
-    """Numbers tokens as groups of their own, from `first` on; -1 for tokens that do not count."""
-    cells = first + torch.arange(counts.shape[2], device=counts.device).expand(counts.shape)
-    return cells.masked_fill(counts == 0, -1)
+    def _replay(
+        self,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        far: tuple[Tensor, Tensor, Tensor],
+        counts: Tensor,
+        heads: slice,
+    ) -> list[int]:
+        """Makes the groups of some heads again, as the forward pass has joined them.
 
+        Args:
+            tokens: counts, keys and values of these heads.
+            far: filled, see `_far`.
+            counts: of the groups, `[N, F, M]`.
+            heads: their places.
 
-def _regrouped(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) -> tuple[Groups, Tensor]:
-    """Gives the groups with a complete section in them, and the group of each token."""
-    cells = torch.cat([cells, _numbered(tokens[1], groups.counts.shape[2])], 2)
-    groups, moved = regrouped(setting.features, groups, tokens, setting.number, setting.scale)
-    if moved is not None:
-        found = moved.gather(2, cells.clamp(min=0))
-        cells = found.masked_fill((cells < 0) | (found == setting.number), -1)
-    return groups, cells
+        Returns:
+            The number of groups before each section.
+        """
+        block, width = self.setting.block, tokens[1].shape[2]
+        rows = torch.cat(tokens[1:], -1).to(counts.dtype)
+        sums, sizes = rows[:, : self.past], []
+        for number in range(self.first + counts.shape[1]):
+            sizes.append(sums.shape[1])
+            if number >= self.first:
+                own = counts[:, number - self.first, : sums.shape[1]]
+                self._see(far, number - self.first, own, sums[..., :width], sums[..., width:])
+            if number < len(self.moved):
+                start, moved = self.past + number * block, self.moved[number]
+                sums = torch.cat([sums, rows[:, start : start + block]], 1)
+                if moved is not None:
+                    (sums,) = sums_of(moved.flatten(0, 1)[heads], self.setting.number, sums)
+        return sizes
 
+    def _replay_backward(self, of_sums: Tensor, sizes: list[int], heads: slice, length: int) -> Tensor:
+        """Computes the gradients of keys and values side by side, `[N, S, d + dv]`, from those of the sums of groups.
 
-def _indexed(selection: Selection, kept: Kept) -> Kept:
-    """Gives the kept tokens with pages over them; if other tokens lie between them, moves the kept ones together."""
-    length = kept.tokens_key.shape[2]
-    cells = kept.cells[:, :, :length]
-    real = cells >= 0
-    if not bool(real.all()):
-        # Of a batch of different lengths: the tokens that count come first, so that pages are those of each sequence.
-        longest = int(real[:, 0].sum(1).max())
-        order = (~real[:, 0]).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
-        place = order[:, None].expand(-1, real.shape[1], -1)
-        cells, real = cells.gather(2, place), real.gather(2, place)
-        key, value = (
-            tensor.gather(2, place.unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1]))
-            for tensor in (kept.tokens_key, kept.tokens_value)
+        Args:
+            of_sums: gradients of what each section sees, `[N, F, M, d + dv]`.
+            sizes: number of groups before each section.
+            heads: places of these heads.
+            length: S.
+        """
+        block, found = self.setting.block, of_sums.new_zeros(len(of_sums), length, of_sums.shape[3])
+        later: Tensor | None = None  # gradient of the sums of all groups after a section
+        for number in reversed(range(len(sizes))):
+            now = found.new_zeros(len(found), sizes[number], found.shape[2])
+            if later is not None:
+                moved = self.moved[number]
+                if moved is not None:
+                    # Tokens that do not count are moved to a place after the last group.
+                    index = moved.flatten(0, 1)[heads].unsqueeze(-1).expand(-1, -1, found.shape[2])
+                    later = pad(later, (0, 0, 0, 1)).gather(1, index)
+                now, start = later[:, : sizes[number]], self.past + number * block
+                found[:, start : start + block] = later[:, sizes[number] :]
+            if number >= self.first:
+                now = now + of_sums[:, number - self.first, : sizes[number]]
+            later = now
+        if later is not None:
+            found[:, : self.past] = later
+        return found
+
+    def _leave(self, groups: Groups, cells: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes the groups and all tokens of complete sections into the state."""
+        complete = query.shape[3] - query.shape[3] % self.setting.block  # a state has no past
+        kept_key, kept_value = (tensor[:, :, :complete].contiguous() for tensor in (key, value))
+        nothing = cells.new_zeros(*query.shape[:3], 0)
+        kept = Kept(
+            counts=groups.counts,
+            key=groups.key,
+            value=groups.value,
+            tokens_key=kept_key,
+            tokens_value=kept_value,
+            cells=cells,
+            page_mean=kept_key[:, :, :0],
+            page_there=cells[:, :, :0] > 0,
+            chosen=nothing,
+            since=nothing,
         )
-        kept = replace(kept, tokens_key=key, tokens_value=value)
-    pages = Pages.of(kept.tokens_key.flatten(0, 1), real.flatten(0, 1), selection.size)
-    lead = cells.shape[:2]
-    indexed = {"page_mean": pages.mean.unflatten(0, lead), "page_there": pages.there.unflatten(0, lead)}
-    return replace(kept, cells=cells, **indexed)
+        assert self.state is not None
+        self.state.memory = indexed(self.setting.selection, kept)
 
 
-@torch.no_grad()
-def _next(setting: Setting, fresh: Tokens, state: StreamState) -> Tensor:
-    """Attends with tokens that come after those of a state."""
-    begun, kept, block = state.block, state.memory, setting.block
-    if not isinstance(kept, Kept) or kept.counts.shape[:2] != fresh[1].shape[:2] or length_of(begun) >= block:
-        raise ValueError(
-            "the state was begun with other options, longer blocks or another batch; begin again with a new "
-            "StreamState()."
-        )
-    outs, start, length = [], 0, fresh[0].shape[3]
-    while start < length:
-        stop = min(start + block - length_of(begun), length)
-        now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
-        tokens = tuple(map(joined_tokens, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
-        if stop - start == 1 and kept.chosen.shape[-1] > 0:
-            out, chosen, since = _read_one(setting, kept, tokens)
-        else:
-            out, chosen, since = _read_many(setting, kept, tokens, stop - start)
-        outs.append(out)
-        kept, begun = replace(kept, chosen=chosen, since=since), tokens
-        if length_of(tokens) == block:
-            done, begun = split_complete(tokens, block) if state.is_ragged else (tokens, ())
-            kept = _extended(setting, kept, done)
-        start = stop
-    state.memory, state.block = kept, begun
-    return torch.cat(outs, 3)
+class _Differentiable(torch.autograd.Function):
+    """`_Sections.forward` and `_Sections.backward`."""
 
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sections: _Sections) -> Tensor:
+        out = sections.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, out)
+        ctx.sections = sections
+        return out
 
-def _extended(setting: Setting, kept: Kept, tokens: Tokens) -> Kept:
-    """Gives the kept tokens and one more section."""
-    groups, cells = _regrouped(setting, kept, kept.cells, tokens)
-    key, value = torch.cat([kept.tokens_key, tokens[2]], 2), torch.cat([kept.tokens_value, tokens[3]], 2)
-    grouped = {"counts": groups.counts, "key": groups.key, "value": groups.value}
-    return _indexed(setting.selection, replace(kept, **grouped, tokens_key=key, tokens_value=value, cells=cells))
-
-
-def _operands(
-    setting: Setting, kept: Kept, query: Tensor, near: tuple[Tensor, Tensor, Tensor], chosen: tuple[Tensor, Tensor]
-) -> SelectedOperands:
-    """Makes the operands for blocks of queries `[N, Z, R, d]` in one section, which all see the near keys."""
-    counts, key, value = (tensor.flatten(0, 1).unsqueeze(1) for tensor in near)
-    if not kept.cells.shape[2]:  # there is no page yet
-        chosen = (chosen[0][..., :0], chosen[1][..., :0])
-    cell = setting.selection.cells(kept.cells.flatten(0, 1), chosen[0])
-    return SelectedOperands(
-        query=query.unsqueeze(1),
-        counts=kept.counts.flatten(0, 1).unsqueeze(1),
-        far_key=kept.mean(kept.key, key.dtype).flatten(0, 1).unsqueeze(1),
-        far_value=kept.mean(kept.value, key.dtype).flatten(0, 1).unsqueeze(1),
-        near_counts=counts,
-        near_key=key,
-        near_value=value,
-        key=kept.tokens_key.flatten(0, 1).to(key.dtype),
-        value=kept.tokens_value.flatten(0, 1).to(key.dtype),
-        pages=chosen[0].unsqueeze(1),
-        cell=cell.unsqueeze(1),
-        since=chosen[1].unsqueeze(1),
-        page_size=setting.selection.size,
-        per_head=1,
-        first=-1,
-        scale=setting.scale,
-    )
-
-
-def _read_one(setting: Setting, kept: Kept, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the output of one more token `[B, Hk, G, 1, dv]`, with what its block has chosen so far."""
-    query, counts, key, value = tokens
-    selection, rows = setting.selection, setting.selection.rows
-    now = query[:, :, :, -1]  # [B, Hk, G, d]
-    rank = (counts > 0).sum(2) - 1  # [B, Hk]
-    row = (rank.clamp(min=0) % rows).flatten().unsqueeze(1).expand(-1, now.shape[2])
-    held = (kept.chosen.flatten(0, 1), kept.since.flatten(0, 1))
-    chosen, since = choose_next(kept.pages, now.flatten(0, 1), row, selection.growth, held, rows)
-    there = (counts[:, :, -1] > 0).flatten().view(-1, 1, 1)
-    chosen, since = torch.where(there, chosen, held[0]), torch.where(there, since, held[1])
-    given = _operands(
-        setting, kept, now.flatten(0, 1).unsqueeze(2), (counts, key, value), (chosen, (since >= rows).long())
-    )
-    out = selected_attention(given, selection.kernel)  # [N, 1, G, 1, dv]
-    lead = counts.shape[:2]
-    return out.squeeze(1).unflatten(0, lead), chosen.unflatten(0, lead), since.unflatten(0, lead)
-
-
-def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the output of the last tokens of a section `[B, Hk, G, l, dv]`, and what the last block has chosen."""
-    query, counts, key, value = tokens
-    selection, rows, lead = setting.selection, setting.selection.rows, counts.shape[:2]
-    real = counts[:, 0] > 0
-    # Blocks begin with the first token of the section, in each sequence.
-    order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
-
-    def moved(tensor: Tensor, dim: int) -> Tensor:
-        index = order.view(len(order), *[1] * (dim - 1), -1, *[1] * (tensor.ndim - dim - 1))
-        return torch.take_along_dim(tensor, index, dim)
-
-    blocks = selection.blocks(moved(query, 3))  # [B, Hk, G, n, R, d]
-    flat = blocks.flatten(0, 1).flatten(1, 2)
-    pages = kept.pages
-    until = pages.there.sum(1, keepdim=True)
-    chosen, since = (own.squeeze(1) for own in choose_growing(pages, flat.unsqueeze(1), until, selection.growth))
-    near = (moved(counts, 2), moved(key, 2), moved(value, 2))
-    given = _operands(setting, kept, flat, near, (chosen, since))._replace(per_head=blocks.shape[3], first=0)
-    out = selected_attention(given, selection.kernel).squeeze(1).unflatten(0, lead)
-    out = out.unflatten(2, (query.shape[2], -1)).flatten(3, 4)
-    place = (real.cumsum(1) - 1).clamp(min=0)[:, -number:].view(len(real), 1, 1, -1, 1)
-    last = (real.sum(1) - 1).clamp(min=0).view(-1, 1, 1, 1, 1)
-
-    def of_last(tensor: Tensor) -> Tensor:
-        own = tensor.unflatten(0, lead).unflatten(2, (query.shape[2], -1))  # [B, Hk, G, n, pages]
-        return torch.take_along_dim(own, last // rows, 3).squeeze(3)
-
-    since = of_last(since)
-    since = since.masked_fill(since > (last % rows).squeeze(-1), rows)
-    return torch.take_along_dim(out, place, 3), of_last(chosen), since
-
-
-def crop(state: StreamState, tokens: int) -> bool:
-    """Forgets the last tokens of a state that keeps all keys, if they are in the section that is not complete.
-
-    Args:
-        state: changed in place.
-        tokens: how many are forgotten.
-
-    Returns:
-        Whether they could be forgotten.
-    """
-    if not isinstance(state.memory, Kept) or length_of(state.block) < tokens:
-        return False
-    query, *others = state.block
-    left = length_of(state.block) - tokens
-    state.block = (query[:, :, :, :left], *(tensor[:, :, :left] for tensor in others)) if left else ()
-    nothing = state.memory.chosen[..., :0]
-    state.memory = replace(state.memory, chosen=nothing, since=nothing)
-    return True
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.sections.backward(grad, *ctx.saved_tensors), None)

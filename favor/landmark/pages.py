@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Scores of pages at a time: few launches on a GPU; on a CPU as many as stay in cache and take little memory.
-_SCORES, _SCORES_OF_GPU = 2**21, 2**27
+_SCORES, _SCORES_OF_GPU = 2**20, 2**27
 
 
 def filled(rows: Tensor, size: int) -> Tensor:

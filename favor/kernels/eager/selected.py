@@ -20,7 +20,7 @@ from favor.kernels.operands import SelectedOperands
 
 # Numbers of the keys and values that are gathered at a time, at most an eighth of all of them: as much as stays in
 # cache on a CPU, few launches on a GPU.
-_NUMBERS, _NUMBERS_OF_GPU = 2**21, 2**26
+_NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
 _SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
 
 
