@@ -18,9 +18,9 @@ from favor.kernels.eager import selected_step
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2
 from favor.kernels.operands import SelectedOperands
 
-# Numbers of the keys and values that are gathered at a time, at most an eighth of all of them: as much as stays in
-# cache on a CPU, few launches on a GPU.
-_NUMBERS, _NUMBERS_OF_GPU = 2**20, 2**26
+# Numbers of the keys and values that are gathered at a time: as much as stays in cache on a CPU, few launches on a GPU;
+# of short sequences an eighth of all, but not fewer than the third number, for each part has its cost.
+_NUMBERS, _NUMBERS_OF_GPU, _LEAST_NUMBERS = 2**20, 2**26, 2**19
 _SMALL = 60.0  # logits in base 2 whose exponentials, and sums of these, are far from overflow and underflow
 
 
@@ -104,7 +104,7 @@ class _Head:
     def parts(self) -> Iterator[_Part]:
         """Cuts the work so that what is gathered stays small."""
         numbers = _NUMBERS if self.query.device.type == "cpu" else _NUMBERS_OF_GPU
-        numbers = min(numbers, (self.given.key.numel() + self.given.value.numel()) // 8)
+        numbers = min(numbers, max((self.given.key.numel() + self.given.value.numel()) // 8, _LEAST_NUMBERS))
         gathered = self.pages.shape[-1] * (self.key_table.shape[-1] + self.value_table.shape[-1])
         together = max(numbers // max(gathered, self.counts.shape[-1] * self.size, 1), 1)
         sections = max(together // self.blocks, 1)
