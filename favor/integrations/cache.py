@@ -151,21 +151,22 @@ class StreamLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last tokens, which must belong to an incomplete section of a state that keeps all keys.
+        """Forgets the last tokens, if the state keeps all keys and they are in its last two sections of 256 tokens.
 
         Args:
-            tokens: how many are left; if negative, how many are forgotten.
+            tokens: how many are forgotten, as a negative number or 0; if positive, how many are left.
 
         Raises:
-            ValueError: for other tokens or states: a token cannot be taken out of a sum again.
+            ValueError: for more tokens or other states: a token cannot be taken out of a sum again.
         """
-        forgotten = -tokens if tokens < 0 else max(self.length - tokens, 0)
+        forgotten = -tokens if tokens <= 0 else max(self.length - tokens, 0)
         if forgotten == 0 or crop(self.state, forgotten):
             self.length -= forgotten
             return
         raise ValueError(
-            "a FavorCache cannot forget its last tokens, as assisted generation asks. With selected keys it can forget "
-            "those of the incomplete block only. Use transformers' DynamicCache there."
+            f"a FavorCache cannot forget its last {forgotten} tokens, as assisted generation asks. With selected keys "
+            "it can forget those of the incomplete section and, without padding, of the section before it (256 tokens, "
+            "or the window). Use transformers' DynamicCache instead."
         )
 
     def offload(self) -> None:

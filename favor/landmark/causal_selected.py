@@ -23,7 +23,7 @@ from favor.kernels.selected import selected_backward, selected_forward
 from favor.landmark.causal import Groups, Pieces, Tokens, checkpointed, cut
 from favor.landmark.grouping import sums_of
 from favor.landmark.growth import choose_growing
-from favor.landmark.kept import Kept, Setting, attend_next, grown, indexed, numbered
+from favor.landmark.kept import Kept, Setting, attend_next, before, grown, indexed, numbered
 from favor.landmark.pages import Pages, filled
 
 SHARES, _SHARES_OF_HEADS = 16, 8  # parts of the sections forward, and of the heads backward on a CPU, one at a time
@@ -99,8 +99,10 @@ class _Joined:
         cells: the group of each token in them, `[B, Hk, S]`.
         parts, joining: tokens of the sections, and which of them join the groups, see `favor.landmark.causal.cut`.
         takes_notes: whether there will be a backward pass.
+        keeps_before: whether the last section may have to be taken out again.
 
     Attributes:
+        before: groups, and the group of each token in them, before the last section was taken in.
         number: of sections taken in.
         moved: the new group of each group and of each token of a section, one for each section taken in, None if no
             group has changed; empty if there will be no backward pass.
@@ -114,8 +116,10 @@ class _Joined:
         parts: list[Tokens],
         joining: list[Tensor],
         takes_notes: bool,
+        keeps_before: bool,
     ) -> None:
         self.setting, self.groups, self.cells, self.takes_notes = setting, groups, cells, takes_notes
+        self.keeps_before, self.before = keeps_before, (groups, cells)
         self.parts, self.joining, self.number = parts, joining, 0
         self.moved: list[Tensor | None] = []
 
@@ -123,6 +127,8 @@ class _Joined:
         """Takes in the sections before `number`."""
         while self.number < number:
             (query, _, key, value), own = self.parts[self.number], self.joining[self.number]
+            if self.keeps_before:
+                self.before = (self.groups, self.cells)
             self.groups, self.cells, moved = grown(self.setting, self.groups, self.cells, (query, own, key, value))
             if self.takes_notes:
                 self.moved.append(moved)
@@ -158,7 +164,7 @@ class _Sections:
         outs = Pieces(query.shape[3] - self.first * block)
 
         cells = numbered(counts[:, :, : self.past], 0)
-        joined = _Joined(setting, groups, cells, parts, joining, self.takes_notes)
+        joined = _Joined(setting, groups, cells, parts, joining, self.takes_notes, self.state is not None)
         self.moved = joined.moved
         together = -(-len(parts) // SHARES)
         for begin in range(self.first, len(parts), together):
@@ -168,7 +174,7 @@ class _Sections:
             outs.append(self._share(share, joined, rows, tokens, pages).unflatten(0, query.shape[:2]))
         if self.state is not None:
             joined.up_to(query.shape[3] // block)
-            self._leave(joined.groups, joined.cells, query, key, value)
+            self._leave(joined, query, key, value)
             self.state.block = tuple(tensor.detach().clone() for tensor in rest)
         return outs.joined()
 
@@ -353,11 +359,14 @@ class _Sections:
             found[:, : self.past] = later
         return found
 
-    def _leave(self, groups: Groups, cells: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes the groups and all tokens of complete sections into the state."""
-        complete = query.shape[3] - query.shape[3] % self.setting.block  # a state has no past
+    def _leave(self, joined: _Joined, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Writes the groups and all tokens of complete sections into the state, which has no past."""
+        assert self.state is not None
+        complete, (groups, cells) = joined.number * self.setting.block, (joined.groups, joined.cells)
         kept_key, kept_value = (tensor[:, :, :complete].contiguous() for tensor in (key, value))
         nothing = cells.new_zeros(*query.shape[:3], 0)
+        begin = complete if self.state.is_ragged else max(complete - self.setting.block, 0)
+        last = query[:, :, :, begin:complete].contiguous()
         kept = Kept(
             counts=groups.counts,
             key=groups.key,
@@ -369,8 +378,8 @@ class _Sections:
             page_there=cells[:, :, :0] > 0,
             chosen=nothing,
             since=nothing,
+            **before(*joined.before, last),
         )
-        assert self.state is not None
         self.state.memory = indexed(self.setting.selection, kept)
 
 

@@ -31,6 +31,10 @@ class Kept(Groups):
         page_mean, page_there: their pages, `[B, Hk, p, d]` and `[B, Hk, p]`.
         chosen, since: pages that the block of the last query has chosen, and the first rows that see them,
             `[B, Hk, G, n]`; n is 0 where that is not known.
+        last_query: queries of the last complete section, `[B, Hk, G, T, d]`, so that its tokens can be forgotten; T is
+            0 where that is not possible.
+        before_counts, before_key, before_value, before_cells: the groups before that section, and the group of each
+            token in them.
     """
 
     tokens_key: Tensor
@@ -40,6 +44,11 @@ class Kept(Groups):
     page_there: Tensor
     chosen: Tensor
     since: Tensor
+    last_query: Tensor
+    before_counts: Tensor
+    before_key: Tensor
+    before_value: Tensor
+    before_cells: Tensor
 
     @property
     def pages(self) -> Pages:
@@ -72,6 +81,20 @@ def grown(setting: Setting, groups: Groups, cells: Tensor, tokens: Tokens) -> tu
         found = moved.gather(2, cells.clamp(min=0))
         cells = found.masked_fill((cells < 0) | (found == setting.number), -1)
     return groups, cells, moved
+
+
+def before(groups: Groups, cells: Tensor, last_query: Tensor) -> dict[str, Tensor]:
+    """Gives the fields of `Kept` by which the tokens of the last complete section can be forgotten.
+
+    Args:
+        groups: before that section.
+        cells: the group of each token in them, `[B, Hk, S]`.
+        last_query: queries of that section, `[B, Hk, G, T, d]`, T = 0 if its tokens cannot be forgotten.
+    """
+    found = {"counts": groups.counts, "key": groups.key, "value": groups.value, "cells": cells}
+    if not last_query.shape[3]:
+        found = {name: tensor[:, :, :0] for name, tensor in found.items()}
+    return {"last_query": last_query} | {f"before_{name}": tensor for name, tensor in found.items()}
 
 
 def indexed(selection: Selection, kept: Kept) -> Kept:
@@ -118,18 +141,20 @@ def attend_next(setting: Setting, fresh: Tokens, state: StreamState) -> Tensor:
         kept, begun = replace(kept, chosen=chosen, since=since), tokens
         if length_of(tokens) == block:
             done, begun = split_complete(tokens, block) if state.is_ragged else (tokens, ())
-            kept = _extended(setting, kept, done)
+            kept = _extended(setting, kept, done, state.is_ragged)
         start = stop
     state.memory, state.block = kept, begun
     return torch.cat(outs, 3)
 
 
-def _extended(setting: Setting, kept: Kept, tokens: Tokens) -> Kept:
+def _extended(setting: Setting, kept: Kept, tokens: Tokens, is_ragged: bool) -> Kept:
     """Gives the kept tokens and one more section."""
     groups, cells, _ = grown(setting, kept, kept.cells, tokens)
+    earlier = before(kept, kept.cells, tokens[0][:, :, :, :0] if is_ragged else tokens[0])
     key, value = torch.cat([kept.tokens_key, tokens[2]], 2), torch.cat([kept.tokens_value, tokens[3]], 2)
     grouped = {"counts": groups.counts, "key": groups.key, "value": groups.value}
-    return indexed(setting.selection, replace(kept, **grouped, tokens_key=key, tokens_value=value, cells=cells))
+    longer = replace(kept, **grouped, **earlier, tokens_key=key, tokens_value=value, cells=cells)
+    return indexed(setting.selection, longer)
 
 
 def _operands(
@@ -213,7 +238,10 @@ def _read_many(setting: Setting, kept: Kept, tokens: Tokens, number: int) -> tup
 
 
 def crop(state: StreamState, tokens: int) -> bool:
-    """Forgets the last tokens of a state that keeps all keys, if they are in the section that is not complete.
+    """Forgets the last tokens of a state that keeps all keys: of the incomplete section, and of the one before it.
+
+    In a batch of different lengths the last section has joined the groups for good, and each sequence must have as many
+    tokens that have not joined them.
 
     Args:
         state: changed in place.
@@ -222,11 +250,40 @@ def crop(state: StreamState, tokens: int) -> bool:
     Returns:
         Whether they could be forgotten.
     """
-    if not isinstance(state.memory, Kept) or length_of(state.block) < tokens:
+    if not isinstance(state.memory, Kept):
+        return False
+    waiting = length_of(state.block)
+    if tokens > waiting:
+        if tokens > waiting + state.memory.last_query.shape[3]:
+            return False
+        _take_out(state, state.memory)
+        tokens, waiting = tokens - waiting, length_of(state.block)
+    if state.is_ragged and not bool((state.block[1][:, :, waiting - tokens :] > 0).all()):
         return False
     query, *others = state.block
-    left = length_of(state.block) - tokens
+    left = waiting - tokens
     state.block = (query[:, :, :, :left], *(tensor[:, :, :left] for tensor in others)) if left else ()
     nothing = state.memory.chosen[..., :0]
     state.memory = replace(state.memory, chosen=nothing, since=nothing)
     return True
+
+
+def _take_out(state: StreamState, kept: Kept) -> None:
+    """Makes the last complete section the incomplete one, instead of the tokens after it."""
+    query, length, every = kept.last_query, kept.tokens_key.shape[2], kept.page_mean.shape[2]
+    left = length - query.shape[3]
+    own = [tensor[:, :, left:] for tensor in (kept.tokens_key, kept.tokens_value)]
+    state.block = (query, kept.counts.new_ones(own[0].shape[:3]), *own)
+    groups = Groups(kept.before_counts, kept.before_key, kept.before_value)
+    state.memory = replace(
+        kept,
+        counts=groups.counts,
+        key=groups.key,
+        value=groups.value,
+        cells=kept.before_cells,
+        tokens_key=kept.tokens_key[:, :, :left],
+        tokens_value=kept.tokens_value[:, :, :left],
+        page_mean=kept.page_mean[:, :, : every * left // length],
+        page_there=kept.page_there[:, :, : every * left // length],
+        **before(groups, kept.before_cells, query[:, :, :, :0]),
+    )

@@ -89,14 +89,18 @@ def test_pieces(pieces):
     close(found, full(model, ids))
 
 
-@pytest.mark.parametrize(("length", "forgotten"), [(21, 1), (21, 4), (21, 5), (23, 6)])
+@pytest.mark.parametrize(
+    ("length", "forgotten"), [(21, 1), (21, 4), (21, 5), (23, 6), (21, 6), (21, 13), (24, 1), (24, 8), (9, 9)]
+)
 @pytest.mark.parametrize("more", [1, 2, 12])
-def test_the_last_tokens_are_forgotten(length, forgotten, more):
-    """Of the section that is not complete; the cache then goes on as if it had never seen them."""
+@pytest.mark.parametrize("piece", [60, 5, 1])
+def test_the_last_tokens_are_forgotten(length, forgotten, more, piece):
+    """Of the section that is not complete, and of the one before; then all is as if they had never been there."""
     model, ids = make(), prompt(60)["input_ids"]
     cache = favor.FavorCache(model.config)
     with torch.no_grad():
-        model(ids[:, :length], past_key_values=cache)
+        for part in ids[:, :length].split(piece, 1):
+            model(part, past_key_values=cache)
         cache.crop(-forgotten)
         assert cache.get_seq_length() == length - forgotten
         kept = ids[:, : length - forgotten]
@@ -116,11 +120,35 @@ def test_to_a_length_and_no_further():
     cache.crop(25)
     cache.crop(18)
     assert cache.get_seq_length() == 18
-    with pytest.raises(ValueError, match="cannot forget its last tokens"):
-        cache.crop(-3)
+    with pytest.raises(ValueError, match="cannot forget its last 11 tokens"):
+        cache.crop(-11)
     with torch.no_grad():
         found = model(ids[:, :1], past_key_values=cache).logits[:, -1]
     close(found, full(model, torch.cat([ids[:, :18], ids[:, :1]], 1))[:, -1])
+
+
+def test_a_padded_batch_forgets_waiting_tokens_only():
+    """The shorter sequence has one token after its complete sections, so a second one cannot be taken out."""
+    model, inputs = make(), prompt(22, 17)
+    cache = favor.FavorCache(model.config)
+    places = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(**inputs, position_ids=places, past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot forget its last 2 tokens"):
+        cache.crop(-2)
+    cache.crop(-1)
+
+
+@pytest.mark.parametrize("assistant", [True, False])
+def test_assisted_generation(assistant):
+    model, inputs, helper = make(), prompt(21), {"prompt_lookup_num_tokens": 4}
+    if assistant:
+        helper = {"assistant_model": make(num_features=2)}
+        helper["assistant_model"].generation_config.num_assistant_tokens = 3
+    options = {"max_new_tokens": 40, "do_sample": False, "suppress_tokens": [0]}  # as in `generate`
+    expected = model.generate(**inputs, **options, use_cache=False)
+    found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config), **helper)
+    assert torch.equal(found, expected)
 
 
 def test_forgetting_in_a_padded_batch():
