@@ -70,7 +70,7 @@ def attention(
 
 @dataclass
 class _Notes:
-    """What the forward pass did in some sections, for the backward pass.
+    """Decisions of the forward pass in some sections, which the backward pass needs.
 
     Attributes:
         counts: of the groups that each section saw, `[N, F, M]`.
