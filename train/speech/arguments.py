@@ -60,7 +60,9 @@ class SpeechModelArguments(BackendArguments):
 class SpeechDataArguments:
     """The speech, its features and its augmentation."""
 
-    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
+    data_dir: str | None = option(
+        None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
+    )
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     train_split: str = option(
         "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."

@@ -108,7 +108,7 @@ def label(
     if stored:
         raise ValueError(
             f"utterances must be audio files, since labels refer to them by path; {stored[0].id} is {stored[0].place}. "
-            "Write the audio of a dataset of the hub to files first."
+            "Write the audio of a dataset of the hub, or of tar shards, to files first."
         )
     folder, (process, processes) = Path(folder), shard
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from favor.models.conformer.configuration_conformer import PRESETS
 from favor.train import asr, nst
 from favor.train.common import loop
 from favor.train.speech import pseudo_labels
-from favor.train.speech.sources import read_manifest
+from favor.train.speech.manifests import read_manifest
 
 TONES = {"A": 500.0, "E": 1500.0, "O": 3000.0}
 WORDS = ["".join(letters) for size in (1, 2) for letters in itertools.product(TONES, repeat=size)]
