@@ -14,6 +14,7 @@ from favor.train.common.arguments import (
     check_positive,
     option,
 )
+from favor.train.speech.acoustic_arguments import AcousticArguments
 
 HUB = "openslr/librispeech_asr"
 # Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
@@ -57,7 +58,7 @@ class SpeechModelArguments(BackendArguments):
 
 
 @dataclass(kw_only=True)
-class SpeechDataArguments:
+class SpeechDataArguments(AcousticArguments):
     """The speech, its features and its augmentation."""
 
     data_dir: str | None = option(
@@ -103,6 +104,7 @@ class SpeechDataArguments:
         from favor.models.conformer.feature_extraction_conformer import NORMALIZE
         from favor.models.conformer.tokenization_conformer import MODEL_TYPES
 
+        super().__post_init__()
         check_positive(self, "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)

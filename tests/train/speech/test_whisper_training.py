@@ -17,6 +17,7 @@ import favor
 from favor.eval.asr import recognise
 from favor.train import asr
 from favor.train.common import checkpoint
+from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.augment import SpecAugment
 from favor.train.speech.data import Skipped, Utterance, join, read_audio
@@ -128,6 +129,10 @@ def test_samples(corpus, processor):
     ]
     assert torch.equal(noisy[0], noisy[1])
     assert not torch.equal(noisy[0], noisy[2])
+    louder = WhisperDataset(given, processor, acoustics=Acoustics(gain=(6.0, 6.0)))[3]["input_features"]
+    doubled = processor(read_audio(given[3]) * 10**0.3, sampling_rate=16000, return_tensors="pt").input_features[0].T
+    torch.testing.assert_close(louder, doubled)
+    assert not torch.equal(louder, expected)
     batch = collate_whisper([WhisperDataset(given, processor)[i] for i in range(3)], with_index=True)
     assert batch["input_features"].shape == (3, 80, FRAMES)
     assert batch["index"].tolist() == [0, 1, 2]
@@ -180,6 +185,7 @@ def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
 
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "join_seconds": 5}
+    settings |= {"reverb_rt60": "0.1 0.3", "gain": "-6 6"}
     whole = train("whole", **settings)
     saved = checkpoint.save_checkpoint
 
