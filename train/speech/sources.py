@@ -14,7 +14,7 @@ from favor.train.speech.data import AUDIO, LISTED, Skipped, StoredAudio, Utteran
 from favor.train.speech.manifests import manifests, named_manifests, read_manifest
 from favor.train.speech.prepare import prepare
 from favor.train.speech.rows import Normalize
-from favor.train.speech.shards import find_shards, read_shards
+from favor.train.speech.shards import TAR, find_shards, read_shards
 
 
 def load_speech(
@@ -110,8 +110,11 @@ def read_librispeech(
     skipped = Skipped() if skipped is None else skipped
     root = _root(Path(folder))
     if not (root / split).is_dir():
-        there = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        raise ValueError(f"split must be a folder of {root}, got {split!r}; there are: {', '.join(there) or 'none'}.")
+        inside = root.iterdir() if root.is_dir() else ()
+        there = ", ".join(sorted(path.name for path in inside if path.is_dir() or path.suffix == TAR)[:LISTED])
+        raise ValueError(
+            f"split must be a folder of {root}, or tar shards, got {split!r}; there are: {there or 'none'}."
+        )
     found: list[Utterance] = []
     before = len(skipped)
     for chapter in sorted(path for path in (root / split).glob("*/*") if path.is_dir()):

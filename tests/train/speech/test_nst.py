@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from launching import fork
 from safetensors.torch import load_file
+from speech_corpus import write_shard
 
 from favor.models.conformer.configuration_conformer import PRESETS
 from favor.train import asr, nst
@@ -307,6 +308,13 @@ def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
     with pytest.raises(ValueError, match="must be a folder or a manifest, got None"):
         nst.main(hub)
     assert not (tmp_path / "run").exists()
+
+
+def test_speech_in_tar_shards_is_refused_before_a_teacher_is_trained(corpus, preset, tmp_path, monkeypatch):
+    shard = write_shard(tmp_path / "more.tar", [("a.flac", (corpus / "more" / "0.flac").read_bytes())])
+    monkeypatch.setattr(asr, "main", None)
+    with pytest.raises(ValueError, match=r"must be audio files, .* more/a is .*more\.tar/a\.flac\. Write the audio"):
+        nst.main(words(corpus, tmp_path / "run", unlabelled_dir=shard, max_train_steps=1, **NEW))
 
 
 def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):

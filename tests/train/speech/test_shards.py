@@ -2,14 +2,13 @@
 
 import dataclasses
 import gzip
-import io
 import json
 import tarfile
 
 import numpy as np
 import pytest
 import torch
-from speech_corpus import WORDS, librispeech, write_manifest
+from speech_corpus import WORDS, librispeech, write_manifest, write_shard
 
 from favor.models.conformer import ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
 from favor.train.speech.batches import SpeechDataset
@@ -19,17 +18,6 @@ from favor.train.speech.shards import StoredMember, read_shards
 from favor.train.speech.sources import load_speech
 
 LENGTHS = (1.0, 0.8, 1.2, 0.7, 0.5, 0.9)
-
-
-def write_shard(path, members, form=tarfile.USTAR_FORMAT):
-    """A tar file of (name, bytes) pairs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=form) as archive:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +80,11 @@ def test_where_shards_may_be(tmp_path, expected, place):
     assert [one.text for one in found] == [one.text for one in expected]
     names = [f"{place[:-4].format(f'{row // 3:06d}')}/{one.id}" for row, one in enumerate(expected)]
     assert [one.id for one in found] == names
+
+
+def test_a_split_that_is_not_there(shards):
+    with pytest.raises(ValueError, match=r"or tar shards, got 'test'; there are: dev-000000\.tar, dev-000001\.tar\."):
+        load_speech(shards, "test")
 
 
 def test_one_shard_and_a_manifest_of_shards(shards, expected, tmp_path):
