@@ -24,7 +24,7 @@ from favor.models.conformer.word_scores import Context, WordScorer
 
 BEAM_SIZE = 50
 TOKENS = 32  # the most probable ones of each frame are tried
-PIECE = 750  # frames searched at once: 30 seconds, since the decoder keeps all that it tried until it is done
+PIECE = 500  # frames searched at once: 20 seconds, since the decoder keeps all that it tried until it is done
 THRESHOLD = 1e4  # drops hypotheses that are worse than the best by more: those of probability 0
 
 
@@ -40,7 +40,7 @@ def ctc_word_beam(
 
     The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) without a lexicon: any word can be
     found. The CTC probability is summed over alignments, and each frame tries its 32 most probable tokens. A row of
-    more than 750 frames is searched in pieces, cut where the blank is most probable; the score of words goes on from
+    more than 500 frames is searched in pieces, cut where the blank is most probable; the score of words goes on from
     the best text so far. Needs the extra `lm`.
 
     Args:

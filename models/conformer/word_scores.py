@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ class WordScorer:
         self._hotwords = frozenset(phrases)
         self._hot = frozenset(word for phrase in phrases for word in phrase.split())
         self._kept = max((len(phrase.split()) for phrase in phrases), default=1) - 1
+        # A search asks for every token that can begin the next word.
+        self._finish_word = lru_cache(1024)(self._score_word)
         self._begun: dict[str, float] = {}
         for phrase in phrases:
             for length in range(1, len(phrase) + 1):
@@ -122,7 +125,7 @@ class WordScorer:
         for next_word in begun:
             state, words, added = self._finish_word(state, words, word)
             word, gain = next_word, gain + added
-        lent = max((self._begun.get(text, 0.0) for text in _endings(words, word)), default=0.0)
+        lent = max(self._begun.get(text, 0.0) for text in _endings(words, word)) if self._begun else 0.0
         return Context(state, words, word, lent), gain + lent
 
     def finish(self, context: Context) -> float:
@@ -140,7 +143,7 @@ class WordScorer:
             total += gain
         return total + self.finish(context)
 
-    def _finish_word(self, state: Any, words: tuple[str, ...], word: str) -> tuple[Any, tuple[str, ...], float]:
+    def _score_word(self, state: Any, words: tuple[str, ...], word: str) -> tuple[Any, tuple[str, ...], float]:
         """Gives the state and the last words after one more word, and what it adds; an empty word adds nothing."""
         if not word:
             return state, words, 0.0
@@ -180,8 +183,8 @@ def check_searches_words(model: Any, option: str) -> None:
 
 
 def _endings(words: tuple[str, ...], word: str) -> list[str]:
-    """The word alone, after the word before it, after the two words before it, and so on."""
-    return [" ".join((*words[first:], word)) for first in range(len(words), -1, -1)]
+    """The word alone, and after one or more of the words before it."""
+    return [word, *(" ".join((*words[first:], word)) for first in range(len(words)))] if words else [word]
 
 
 def _weight(name: str, value: float | None, default: float, absent: str | None, least: float = -math.inf) -> float:
