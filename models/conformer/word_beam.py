@@ -89,7 +89,7 @@ def ctc_word_beam(
 def word_emissions(
     logits: Tensor, lengths: Tensor | Sequence[int], scorer: WordScorer, beam_size: int = BEAM_SIZE, blank: int = 0
 ) -> list[list[Emission]]:
-    """The tokens of the best hypothesis of `ctc_word_beam`, with the frames and confidences of `ctc_align`."""
+    """Finds the tokens of the best hypothesis of `ctc_word_beam`, with the frames and confidences of `ctc_align`."""
     found = []
     for row in _rows(logits, lengths, scorer, beam_size, blank):
         emissions = []

@@ -1,4 +1,4 @@
-"""What a beam search adds for the words of a text: an n-gram language model, and hotwords."""
+"""Scores of the words of a text, for a beam search: an n-gram language model, and hotwords."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RARE = -7 * LN10  # least log probability of a hotword that the language model d
 
 
 class Context(NamedTuple):
-    """What the score of the next token depends on.
+    """All that the score of the next token depends on.
 
     Attributes:
         state: of the language model, after the words that are finished.
@@ -80,18 +80,19 @@ class WordScorer:
         if isinstance(hotwords, str):
             raise TypeError(f"hotwords must be a list of words, got the string {hotwords!r}.")
         phrases = [" ".join(one.split()) for one in hotwords or ()]
-        without_model, without_words = language_model is None, not phrases
-        self.lm_weight = _weight("lm_weight", lm_weight, LM_WEIGHT, "language_model" if without_model else None, 0)
-        self.word_score = _weight("word_score", word_score, WORD_SCORE, "language_model" if without_model else None)
-        absent = "hotwords" if without_words else None
-        self.hotword_weight = _weight("hotword_weight", hotword_weight, HOTWORD_WEIGHT, absent, 0)
+        no_model, no_words = language_model is None and "language_model", not phrases and "hotwords"
+        self.lm_weight = _weight("lm_weight", lm_weight, LM_WEIGHT, no_model, least=0)
+        self.word_score = _weight("word_score", word_score, WORD_SCORE, no_model)
+        self.hotword_weight = _weight("hotword_weight", hotword_weight, HOTWORD_WEIGHT, no_words, least=0)
         pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         letters = {*"".join({*pieces} - {*tokenizer.all_special_tokens})} - {SPACE}
         for phrase in phrases:
-            if not phrase or not {*phrase} - {" "} <= letters:
-                wrong = "".join(sorted({*phrase} - {" "} - letters))
+            if not phrase:
+                raise ValueError("hotwords must not hold an empty word.")
+            if wrong := {*phrase} - {" "} - letters:
                 raise ValueError(
-                    f"hotwords must be written as the tokenizer writes words, got {phrase!r}; it has no {wrong!r}."
+                    "hotwords must be written as the tokenizer writes words; it cannot write "
+                    f"{''.join(sorted(wrong))!r} of {phrase!r}."
                 )
         model = NgramModel(language_model) if isinstance(language_model, str | Path) else language_model
         if model is not None and not any({*word} <= letters for word in model.words):
@@ -187,12 +188,12 @@ def _endings(words: tuple[str, ...], word: str) -> list[str]:
     return [word, *(" ".join((*words[first:], word)) for first in range(len(words)))] if words else [word]
 
 
-def _weight(name: str, value: float | None, default: float, absent: str | None, least: float = -math.inf) -> float:
-    """A weight or its default; raises ValueError for one that is out of range, or whose `absent` option is missing."""
+def _weight(name: str, value: float | None, default: float, absent: str | bool, least: float | None = None) -> float:
+    """A weight or its default; raises ValueError for one out of range, or that weighs an option that is `absent`."""
     if value is None:
         return default
     if absent:
         raise ValueError(f"{name} needs {absent}, which is not given.")
-    if not (math.isfinite(value) and value >= least):
-        raise ValueError(f"{name} must be a number{'' if least else ' of at least 0'}, got {value}.")
+    if not math.isfinite(value) or (least is not None and value < least):
+        raise ValueError(f"{name} must be a number{'' if least is None else f' of at least {least}'}, got {value}.")
     return value

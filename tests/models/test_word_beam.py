@@ -125,6 +125,15 @@ def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, tok
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
+    torch.manual_seed(1)
+    logits = torch.randn(1, 4, len(tokenizer))
+    logits[:, :, 1:4] = -math.inf
+    found = ctc_word_beam(logits, [4], WordScorer(tokenizer, hotwords=["A"]), 3000)[0]
+    assert {token for one in found for token in one.tokens} == {4, 5}
+    assert all(math.isfinite(one.log_prob) for one in found)
+
+
 def test_without_words_it_is_the_prefix_beam_search(tokenizer):
     torch.manual_seed(1)
     logits = torch.randn(2, 4, len(tokenizer))
@@ -273,8 +282,8 @@ def test_refusals_of_files(tmp_path, content, message):
         ({"language_model": "lm.arpa", "lm_weight": -1.0}, "lm_weight must be a number of at least 0, got -1.0"),
         ({"language_model": "lm.arpa", "word_score": math.nan}, "word_score must be a number, got nan"),
         ({"hotwords": ["A"], "hotword_weight": math.inf}, "hotword_weight must be a number of at least 0, got inf"),
-        ({"hotwords": ["A", "Ba"]}, "must be written as the tokenizer writes words, got 'Ba'; it has no 'a'"),
-        ({"hotwords": [" "]}, "hotwords must be written as the tokenizer writes words, got ''"),
+        ({"hotwords": ["A", "Ba"]}, "must be written as the tokenizer writes words; it cannot write 'a' of 'Ba'"),
+        ({"hotwords": [" "]}, "hotwords must not hold an empty word"),
         ({"language_model": "small.arpa"}, "language_model has no word that the tokenizer can write; one .* is 'a'"),
     ],
 )
