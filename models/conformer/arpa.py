@@ -29,12 +29,13 @@ def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
         texts: transcripts or other texts, written as the tokenizer of the speech model writes them; words stand
             between white space. `normalize_transcript` writes them as LibriSpeech does.
         path: of the file to write.
-        order: words of the longest n-grams, 2 to 6. Default 3.
+        order: words of the longest n-grams, 2 to 6. Default 3. With short texts alone it is as long as these allow.
 
     Returns:
         The path.
 
     Raises:
+        TypeError: for a single string as texts.
         ValueError: for an order out of range, texts without words, or texts with `<s>`, `</s>` or `<unk>`.
 
     Example:
@@ -44,6 +45,8 @@ def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
         ...     write_arpa(["GOOD DAY", "GOOD MORNING"], f"{folder}/lm.arpa").read_text().splitlines()[:4]
         ['\\\\data\\\\', 'ngram 1=6', 'ngram 2=5', 'ngram 3=4']
     """
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of texts, or lines of a file, got a string; write [text] for one.")
     if order not in ORDERS:
         raise ValueError(f"order must be 2 to 6, which KenLM reads, got {order}.")
     counts: list[dict[tuple[str, ...], Counter[str]]] = [defaultdict(Counter) for _ in range(order)]

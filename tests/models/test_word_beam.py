@@ -246,12 +246,13 @@ def test_a_written_model_by_hand(tmp_path):
     [
         (["A"], {"order": 1}, "order must be 2 to 6, which KenLM reads, got 1"),
         (["A"], {"order": 7}, "order must be 2 to 6, which KenLM reads, got 7"),
+        ("A B", {}, "texts must be a list of texts, or lines of a file, got a string"),
         (["", " "], {}, "texts must hold at least one word"),
         (["A <unk>"], {}, "texts must not hold <s>, </s>, <unk>, got 'A <unk>'"),
     ],
 )
 def test_refusals_of_texts(tmp_path, texts, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if isinstance(texts, str) else ValueError, match=message):
         write_arpa(texts, tmp_path / "lm.arpa", **options)
 
 
