@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.audio import file_seconds, read_file
+from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission, Span, join_segments, join_words
+from favor.models.conformer.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.conformer.transcript_stream import TranscriptStream
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")
@@ -39,7 +41,7 @@ class Transcript:
 
 
 class Transcribes:
-    """The method `transcribe` of the models that recognise speech."""
+    """The methods `transcribe` and `transcribe_stream` of the models that recognise speech."""
 
     @torch.no_grad()
     def transcribe(
@@ -102,6 +104,25 @@ class Transcribes:
             self.train(training)
         return [found[index] for index in range(len(recordings))]
 
+    def transcribe_stream(
+        self: Any,
+        processor: ConformerProcessor | None = None,
+        rules: EndpointRules | None = None,
+        reset_encoder: bool = False,
+    ) -> TranscriptStream:
+        """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
+
+        Args:
+            processor: features and tokens of the model. Default None: the one in the folder of the model.
+            rules: when an utterance ends. Default None: `EndpointRules()`.
+            reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+
+        Raises:
+            ValueError: without a processor, if the model is not causal or in training mode, or if features depend on
+                the whole utterance.
+        """
+        return TranscriptStream(self, processor or _processor_of(self.name_or_path), rules, reset_encoder)
+
 
 def _processor_of(folder: str) -> ConformerProcessor:
     """The processor that was saved with a model."""
@@ -152,8 +173,7 @@ def _spans(
     """What `times` asks for, in seconds; a frame lasts `seconds`."""
     if times is None:
         return []
-    pieces = processor.tokenizer.spans(emissions)
-    spans = [replace(one, start=one.start * seconds, end=one.end * seconds) for one in pieces]
+    spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
     if times == "char":
         return spans
     words = join_words(spans)
