@@ -61,17 +61,17 @@ class BlockState:
     @classmethod
     def joined(cls, states: Sequence[BlockState]) -> BlockState:
         """Makes the state of a batch of recordings, whose lengths may differ, of that of each one."""
-        own: list[Any] = [state.attention for state in states]
-        known = [one for one in own if not isinstance(one, StreamState) or one.memory is not None]
-        if known and all(isinstance(one, StreamState) and one.can_join for one in known):
-            own = StreamState.joined(own)  # type: ignore[assignment]
-        return cls(torch.cat([state.convolution for state in states]), own)
+        attention: Any = [state.attention for state in states]
+        begun = [own for own in attention if not isinstance(own, StreamState) or own.memory is not None]
+        if begun and all(isinstance(own, StreamState) and own.can_join for own in begun):
+            attention = StreamState.joined(attention)
+        return cls(torch.cat([state.convolution for state in states]), attention)
 
     def split(self) -> list[BlockState]:
         """Gives the state of each recording of a batch that `joined` has made."""
-        own: list[Any] = self.attention if isinstance(self.attention, list) else self.attention.split()  # type: ignore[union-attr]
-        rows = self.convolution.split(1)
-        return [BlockState(row.clone(), attention) for row, attention in zip(rows, own, strict=True)]
+        attention: Any = self.attention
+        rows = attention if isinstance(attention, list) else attention.split()
+        return [BlockState(inputs.clone(), own) for inputs, own in zip(self.convolution.split(1), rows, strict=True)]
 
 
 @dataclass
@@ -160,8 +160,8 @@ def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequ
     """Computes the next frames of several recordings in one pass.
 
     All layers run on the whole batch. Only attention can differ: the states of positive features without a window are
-    joined, and with other states (exact attention, windows, landmarks, and the first piece of all) attention runs for
-    each recording alone, because each recording is at another place of its blocks.
+    joined. With other states (exact attention, windows, landmarks) attention runs for each recording alone, because
+    each recording is at another place of its blocks. So does the first piece, if none of the states has any frames yet.
 
     Args:
         encoder: causal, in evaluation mode.

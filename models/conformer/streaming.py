@@ -9,6 +9,7 @@ from torch import Tensor
 
 from favor.models.conformer.encoder_state import EncoderState, check_causal, encode, one_waveform
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.transducer_decoding import transducer_greedy
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class ConformerStream:
 
     Raises:
         ValueError: if the model is not causal or in training mode, or if features depend on the whole utterance.
+        TypeError: for a processor; `model.transcribe_stream` takes it and gives text.
 
     Example:
         >>> import torch
@@ -46,6 +48,8 @@ class ConformerStream:
         feature_extractor: ConformerFeatureExtractor | None = None,
         batch_size: int = 1,
     ) -> None:
+        if isinstance(feature_extractor, ConformerProcessor):
+            raise TypeError("stream takes a feature extractor; for text call model.transcribe_stream(processor).")
         check_causal(model, feature_extractor)
         self.model, self.encoder = model, getattr(model, "encoder", model)
         self.feature_extractor, self.batch_size = feature_extractor, batch_size

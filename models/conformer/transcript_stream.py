@@ -137,8 +137,11 @@ class TranscriptStream:
     def finish(self) -> list[Utterance]:
         """Ends the recording: gives the utterance that was not final yet, if it has text, and resets the stream.
 
-        Samples at the end that complete no frame (the last 0.1 s) are dropped, as in `model.transcribe`. If the last
-        word may reach into them, or for a Transducer, which says words late, feed half a second of zeros first.
+        The last frame is the last one whose 145 ms of audio are complete, as in `model.transcribe`. If the end of the
+        last word may need later frames, as with a Transducer, which says words late, feed half a second of zeros first.
+
+        Returns:
+            A list of one utterance, or an empty one.
         """
         last = self._close()
         self.reset()
@@ -213,7 +216,7 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
         >>> streams = [model.transcribe_stream(processor) for _ in range(2)]
         >>> finals = feed_streams(streams, [torch.zeros(8000), torch.zeros(3000)])
         >>> [round(stream.seconds, 2) for stream in streams]
-        [0.4, 0.08]
+        [0.36, 0.08]
     """
     if len(streams) != len(pieces) or len({id(stream) for stream in streams}) < len(streams):
         raise ValueError(

@@ -280,6 +280,8 @@ def test_what_cannot_be_is_refused(processor):
     utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), processor.tokenizer)
     with pytest.raises(ValueError, match='normalize="none"'):
         model.transcribe_stream(utterance)
+    with pytest.raises(TypeError, match="for text call"):
+        model.stream(processor)
     one, two = model.transcribe_stream(processor), model.transcribe_stream(processor)
     with pytest.raises(ValueError, match="different ones with a piece each, got 2 streams and 2"):
         feed_streams([one, one], [torch.zeros(9), torch.zeros(9)])
