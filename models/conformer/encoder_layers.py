@@ -15,7 +15,7 @@ from transformers.models.lasr.modeling_lasr import (
     apply_rotary_pos_emb,
 )
 
-import favor
+from favor.integrations.layer import layer_options
 from favor.kernels import StreamState
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.encoder_state import AttentionState, BlockState, KeyValues
@@ -95,7 +95,8 @@ class ConformerAttention(LasrEncoderAttention):
 
     def empty_state(self) -> AttentionState:
         """Makes the state before the first frame: of constant size for the FAVOR backends, else all keys and values."""
-        return StreamState() if self.config._attn_implementation in favor.BACKENDS else KeyValues()
+        backend, _ = layer_options(self, self.config._attn_implementation)  # None if only other layers were switched
+        return KeyValues() if backend is None else StreamState()
 
     def stream(
         self,
