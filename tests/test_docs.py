@@ -112,9 +112,21 @@ def test_the_examples_of_speech_run(tmp_path, monkeypatch, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["GOOD", "MORNING"]
 
 
-def test_the_examples_of_streaming_run():
-    names = {"microphone": (0.1 * torch.randn(16000)).split(4000), "pieces": torch.randn(2, 3, 1, 2, 5, 8)}
-    for snippet in snippets("streaming"):
-        exec(snippet, names)
+def test_the_examples_of_streaming_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer, audio = train_tokenizer(["GOOD MORNING"], "char"), (0.1 * torch.randn(16000)).split(4000)
+    options = {"causal": True, "attn_implementation": "favor+", "favor": {"exact_below": 0}}
+    ConformerForCTC(ConformerConfig.preset("tiny", vocab_size=len(tokenizer), **options)).save_pretrained("out/asr")
+    ConformerProcessor(ConformerFeatureExtractor(normalize="none"), tokenizer).save_pretrained("out/asr")
+    names = {"microphone": audio, "microphones": list(zip(audio, audio[::-1], strict=True))}
+    first, text, many, *others = snippets("streaming")
+    exec(first, names)
     assert names["stream"].frames > 0
+    exec(text, names)
+    assert capsys.readouterr().out.count("so far:") == 4
+    exec(many, names)
+    assert [stream.seconds > 0 for stream in names["streams"]] == [True, True]
+    names["pieces"] = torch.randn(2, 3, 1, 2, 5, 8)
+    for snippet in others:
+        exec(snippet, names)
     assert names["out"].shape == (1, 2, 5, 8)

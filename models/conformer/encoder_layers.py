@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from transformers.models.lasr.modeling_lasr import (
     apply_rotary_pos_emb,
 )
 
-import favor
+from favor.integrations.layer import layer_options
 from favor.kernels import StreamState
 from favor.models.conformer.configuration_conformer import ConformerConfig
+from favor.models.conformer.encoder_state import AttentionState, BlockState, KeyValues
 
 
 class PaddedBatchNorm(nn.BatchNorm1d):
@@ -74,29 +74,16 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
             hidden_states = functional.pad(hidden_states, (self.left, self.right))
         else:
             hidden_states = torch.cat((state.convolution, hidden_states), dim=-1)
-            state.convolution = hidden_states[..., hidden_states.shape[-1] - self.left :].clone()
+            state.convolution = self.last_inputs(hidden_states, real)
         hidden_states = self.activation(self.norm(self.depthwise_conv(hidden_states), real))
         return self.pointwise_conv2(hidden_states).transpose(1, 2)
 
-
-@dataclass
-class KeyValues:
-    """State of exact attention: all keys and values so far, `[B, H, S, head_dim]`."""
-
-    key: Tensor | None = None
-    value: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return 0 if self.key is None or self.value is None else self.key.nbytes + self.value.nbytes
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the next keys and values and returns all of them."""
-        if self.key is not None and self.value is not None:
-            key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
-        self.key, self.value = key, value
-        return key, value
+    def last_inputs(self, inputs: Tensor, real: Tensor | None) -> Tensor:
+        """Copies the inputs `[B, C, kernel - 1]` that the next piece needs, which end with the last real frame."""
+        if real is None:
+            return inputs[..., inputs.shape[-1] - self.left :].clone()
+        places = real.sum(1, keepdim=True) + torch.arange(self.left, device=inputs.device)
+        return inputs.gather(-1, places.unsqueeze(1).expand(-1, inputs.shape[1], -1))
 
 
 class ConformerAttention(LasrEncoderAttention):
@@ -106,43 +93,53 @@ class ConformerAttention(LasrEncoderAttention):
         super().__init__(config, layer_idx)
         self.is_causal = config.causal
 
-    def empty_state(self) -> StreamState | KeyValues:
+    def empty_state(self) -> AttentionState:
         """Makes the state before the first frame: of constant size for the FAVOR backends, else all keys and values."""
-        return StreamState() if self.config._attn_implementation in favor.BACKENDS else KeyValues()
+        backend, _ = layer_options(self, self.config._attn_implementation)  # None if only other layers were switched
+        return KeyValues() if backend is None else StreamState()
 
     def stream(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], state: StreamState | KeyValues
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        state: AttentionState | list[AttentionState],
+        real: Tensor | None = None,
     ) -> Tensor:
-        """Computes attention of the next frames `[B, T, C]` to themselves and all before them; changes the state."""
+        """Computes attention of the next frames to themselves and all before them.
+
+        Args:
+            hidden_states: `[B, T, C]`.
+            position_embeddings: cosines and sines `[1 or B, T, head_dim]`.
+            state: of the batch, or of each row; changed in place.
+            real: `[B, T]`, boolean, False for padding, which is on the right; None if there is none.
+        """
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if not isinstance(state, list):
+            return self.o_proj(self._attend(query, key, value, state, real).flatten(2))
+        out = hidden_states.new_zeros(*hidden_states.shape[:2], query.shape[1] * self.head_dim)
+        lengths = [query.shape[2]] * len(state) if real is None else real.sum(1).tolist()
+        for row, (own, length) in enumerate(zip(state, lengths, strict=True)):
+            now = (slice(row, row + 1), slice(None), slice(length))
+            out[row, :length] = self._attend(query[now], key[now], value[now], own)[0].flatten(1)
+        return self.o_proj(out)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState, real: Tensor | None = None
+    ) -> Tensor:
+        """Computes `[B, T, H, head_dim]`; exact attention takes no padding."""
         if isinstance(state, StreamState):
             attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-            out = attend(self, query, key, value, None, scaling=self.scaling, favor_state=state)[0]
-        else:
-            key, value = state.append(key, value)
-            new, total = query.shape[2], key.shape[2]
-            seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
-            grouped = query.shape[1] != key.shape[1]
-            out = functional.scaled_dot_product_attention(
-                query, key, value, seen, scale=self.scaling, enable_gqa=grouped
-            ).transpose(1, 2)
-        return self.o_proj(out.flatten(2))
-
-
-@dataclass
-class BlockState:
-    """State of a layer between pieces: the last inputs of the convolution `[B, C, kernel - 1]`, and attention's."""
-
-    convolution: Tensor
-    attention: StreamState | KeyValues
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return self.convolution.nbytes + self.attention.nbytes
+            return attend(self, query, key, value, real, scaling=self.scaling, favor_state=state)[0]
+        key, value = state.append(key, value)
+        new, total = query.shape[2], key.shape[2]
+        seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, seen, scale=self.scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2)
 
 
 class ConformerBlock(LasrEncoderBlock):
@@ -171,9 +168,9 @@ class ConformerBlock(LasrEncoderBlock):
         Args:
             hidden_states: `[B, T, C]`.
             attention_mask: for the attention backend.
-            position_embeddings: cosines and sines `[1, T, head_dim]`.
+            position_embeddings: cosines and sines `[1, T, head_dim]`, or `[B, T, head_dim]` for a batch of streams.
             real: `[B, T]`, False for padding; None if there is none.
-            state: for a causal model that streams; all frames are then real. Changed in place. Default None: no stream.
+            state: for a causal model that streams; changed in place. Default None: no stream.
             **kwargs: for the attention backend.
         """
         hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
@@ -181,7 +178,7 @@ class ConformerBlock(LasrEncoderBlock):
         if state is None:
             attended = self.self_attn(normed, position_embeddings, attention_mask=attention_mask, **kwargs)[0]
         else:
-            attended = self.self_attn.stream(normed, position_embeddings, state.attention)
+            attended = self.self_attn.stream(normed, position_embeddings, state.attention, real)
         hidden_states = hidden_states + self.dropout(attended)
         kept, new = self.conv_residual_weights
         convolved = self.conv(self.norm_conv(hidden_states), real, state)

@@ -59,7 +59,10 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
         return subsampled_frames(lengths, self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride)
 
     def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
-        """Starts a recording that comes in pieces; see `favor.models.conformer.streaming.ConformerStream`."""
+        """Starts a recording that comes in pieces; see `favor.models.conformer.ConformerStream`.
+
+        It gives logits and tokens. Models that recognise speech have `transcribe_stream`, which gives text.
+        """
         return ConformerStream(cast(Any, self), feature_extractor, batch_size)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Span:
     start: float
     end: float
     confidence: float
+
+
+def in_seconds(spans: Sequence[Span], frame: float) -> list[Span]:
+    """Gives spans whose times are frames with times in seconds; a frame lasts `frame` seconds."""
+    return [replace(one, start=one.start * frame, end=one.end * frame) for one in spans]
 
 
 def join_words(pieces: Sequence[Span]) -> list[Span]:

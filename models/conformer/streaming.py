@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor, waveforms
+from favor.models.conformer.encoder_state import EncoderState, check_causal, encode, one_waveform
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.transducer_decoding import transducer_greedy
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class ConformerStream:
 
     Raises:
         ValueError: if the model is not causal or in training mode, or if features depend on the whole utterance.
+        TypeError: for a processor; `model.transcribe_stream` takes it and gives text.
 
     Example:
         >>> import torch
@@ -45,24 +48,21 @@ class ConformerStream:
         feature_extractor: ConformerFeatureExtractor | None = None,
         batch_size: int = 1,
     ) -> None:
-        if not model.config.causal:
-            raise ValueError("a stream needs a causal model: train one with ConformerConfig(causal=True).")
-        if model.training:
-            raise ValueError("a stream needs a model in evaluation mode: call model.eval().")
-        if feature_extractor is not None and feature_extractor.normalize == "utterance":
-            raise ValueError(
-                'normalize="utterance" needs the whole recording: stream with a feature extractor (and a model trained '
-                'with one) of normalize="none".'
-            )
+        if isinstance(feature_extractor, ConformerProcessor):
+            raise TypeError("stream takes a feature extractor; for text call model.transcribe_stream(processor).")
+        check_causal(model, feature_extractor)
         self.model, self.encoder = model, getattr(model, "encoder", model)
-        self.feature_extractor, self.batch_size, self.frames = feature_extractor, batch_size, 0
-        self.tokens: list[list[int]] = [[] for _ in range(batch_size)]
+        self.feature_extractor, self.batch_size = feature_extractor, batch_size
         self._is_transducer = hasattr(model, "predict")
         self._head: Any = None if self._is_transducer else getattr(model, "ctc_head", None)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all audio, tokens and states: the next piece begins a new recording."""
+        self.frames = 0
+        self.tokens: list[list[int]] = [[] for _ in range(self.batch_size)]
         self._context: list[Tensor] = []
-        self._samples: Tensor | None = None
-        self._features: Tensor | None = None
-        self._states = [layer.empty_state(batch_size) for layer in self.encoder.layers]
+        self._state = EncoderState.empty(self.encoder, self.batch_size)
 
     @property
     def latency(self) -> float:
@@ -77,8 +77,7 @@ class ConformerStream:
     @property
     def state_bytes(self) -> int:
         """Bytes kept between pieces."""
-        kept = [tensor for tensor in (self._samples, self._features) if tensor is not None]
-        return sum(part.nbytes for part in (*self._states, *kept, *self._context))
+        return self._state.nbytes + sum(part.nbytes for part in self._context)
 
     def feed(self, audio: Any) -> Tensor:
         """Takes the next samples of one recording: floats in [-1, 1], `[n]` at the extractor's rate.
@@ -92,20 +91,9 @@ class ConformerStream:
         extractor = self.feature_extractor
         if extractor is None or self.batch_size != 1:
             raise ValueError("feed needs a feature_extractor and batch_size 1; use feed_features for features.")
-        pieces = waveforms(audio, 0)
-        if len(pieces) != 1:
-            raise ValueError(
-                f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first."
-            )
-        new = pieces[0]
-        samples = new if self._samples is None else torch.cat((self._samples, new))
-        count = extractor.num_frames(len(samples))
-        self._samples = samples[count * extractor.hop_length :].clone()
-        if count == 0:
-            return self._nothing()
-        return self.feed_features(extractor.scale(extractor.log_mel(samples, self.encoder.device)).unsqueeze(0))
+        self._state.hear(one_waveform(audio), extractor, self.encoder)
+        return self._next()
 
-    @torch.no_grad()
     def feed_features(self, features: Tensor) -> Tensor:
         """Takes the next features `[B, T, num_mel_bins]`, and appends to `tokens` what they add.
 
@@ -113,20 +101,19 @@ class ConformerStream:
             Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are complete; m may
             be 0.
         """
-        encoder, stride = self.encoder, self.encoder.config.subsampling_conv_stride**2
-        features = features.to(encoder.device, encoder.dtype)
-        features = features if self._features is None else torch.cat((self._features, features), dim=1)
-        count = encoder.subsampled_lengths(features.shape[1])
-        self._features = features[:, count * stride :].clone()
+        self._state.add(features, self.encoder)
+        return self._next()
+
+    @torch.no_grad()
+    def _next(self) -> Tensor:
+        """Computes and decodes the frames that are complete."""
+        count = self._state.ready(self.encoder)
         if count == 0:
             return self._nothing()
-        hidden_states = encoder.subsample(features)
-        positions = torch.arange(self.frames, self.frames + count, device=hidden_states.device).unsqueeze(0)
-        embeddings = encoder.rotary_emb(hidden_states, positions)
-        for layer, state in zip(encoder.layers, self._states, strict=True):
-            hidden_states = layer(hidden_states, position_embeddings=embeddings, state=state)
+        hidden_states = encode(self.encoder, [self._state], [count])[0]
+        self._state.advance(count, self.encoder)
         self.frames += count
-        return self._decode(encoder.out_norm(hidden_states))
+        return self._decode(hidden_states)
 
     def _decode(self, hidden_states: Tensor) -> Tensor:
         """Gives the output of the new frames; what greedy search finds in them goes to `tokens`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from favor.models.conformer.audio import file_seconds, read_file
 from favor.models.conformer.ctc_decoding import check_beam
+from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission, Span, join_segments, join_words
+from favor.models.conformer.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.conformer.transcript_stream import TranscriptStream
 from favor.models.conformer.word_beam import BEAM_SIZE
 from favor.models.conformer.word_scores import WordScorer, check_searches_words, word_scorer
 
@@ -43,7 +45,7 @@ class Transcript:
 
 
 class Transcribes:
-    """The method `transcribe` of the models that recognise speech."""
+    """The methods `transcribe` and `transcribe_stream` of the models that recognise speech."""
 
     @torch.no_grad()
     def transcribe(
@@ -142,6 +144,25 @@ class Transcribes:
             self.train(training)
         return [found[index] for index in range(len(recordings))]
 
+    def transcribe_stream(
+        self: Any,
+        processor: ConformerProcessor | None = None,
+        rules: EndpointRules | None = None,
+        reset_encoder: bool = False,
+    ) -> TranscriptStream:
+        """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
+
+        Args:
+            processor: features and tokens of the model. Default None: the one in the folder of the model.
+            rules: when an utterance ends. Default None: `EndpointRules()`.
+            reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+
+        Raises:
+            ValueError: without a processor, if the model is not causal or in training mode, or if features depend on
+                the whole utterance.
+        """
+        return TranscriptStream(self, processor or _processor_of(self.name_or_path), rules, reset_encoder)
+
 
 def _processor_of(folder: str) -> ConformerProcessor:
     """The processor that was saved with a model."""
@@ -192,8 +213,7 @@ def _spans(
     """What `times` asks for, in seconds; a frame lasts `seconds`."""
     if times is None:
         return []
-    pieces = processor.tokenizer.spans(emissions)
-    spans = [replace(one, start=one.start * seconds, end=one.end * seconds) for one in pieces]
+    spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
     if times == "char":
         return spans
     words = join_words(spans)

@@ -107,7 +107,7 @@ def transducer_emissions(
     rows = [row for row, end in enumerate(ends) if end > 0]
     if not rows:
         return found
-    prediction, *state = context if context else _start(model, hidden)
+    prediction, *state = context if context else begin(model, hidden)
     if context is not None and not context:
         context += [prediction, *state]
     while rows:
@@ -171,7 +171,7 @@ def transducer_beam(
     if not any(ends):
         return [[Hypothesis([], 0.0)] for _ in ends]
     rows, device = len(ends), hidden.device
-    prediction, *state = _start(model, hidden)
+    prediction, *state = begin(model, hidden)
     offsets = beam_size * torch.arange(rows, device=device)[:, None]
     prediction, state = _pick(prediction, state, torch.arange(rows, device=device).repeat_interleave(beam_size))
     limits = torch.tensor(ends, device=device)[:, None, None]
@@ -202,8 +202,8 @@ def transducer_beam(
     ]
 
 
-def _start(model: Transducer, hidden: Tensor) -> list[Tensor]:
-    """Gives the prediction `[B, P]` and state before the first token."""
+def begin(model: Transducer, hidden: Tensor) -> list[Tensor]:
+    """Gives the prediction `[B, P]` and state before the first token, for the rows of frames `[B, ...]`."""
     prediction, state = model.predict(torch.full((len(hidden), 1), BLANK, device=hidden.device), None)
     # Rows are overwritten later, and the model may have given views of its parameters.
     return [prediction[:, 0].clone(), *(part.clone() for part in state or ())]

@@ -128,6 +128,14 @@ def test_grouped_heads_stream(backend):
     torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, [40, 60]), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_of_which_one_layer_was_switched_streams():
+    model, inputs = build(ConformerModel, "sdpa"), features(200)
+    favor.configure(model, "favor+", only="layers.0", num_features=16, exact_below=0)
+    with torch.no_grad():
+        whole = model(inputs).last_hidden_state
+    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, PIECES), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_the_state_does_not_grow_with_linear_attention():
     sizes = {}
     for backend in ("favor+", "sdpa"):

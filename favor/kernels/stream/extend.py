@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -26,6 +26,7 @@ class StreamState:
             blocks: a dataclass of tensors. None before the first token.
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
+        window: length of the exact blocks of positive features; 0 for none.
 
     Example:
         >>> import torch, favor
@@ -39,6 +40,7 @@ class StreamState:
     memory: Any = None
     block: tuple[Tensor, ...] = ()
     is_ragged: bool = False
+    window: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +60,7 @@ class StreamState:
             key, value, key_directions, key_bias, window: as in `extend`.
             kernel: "auto", "torch" or "triton".
         """
+        self.window = window
         if window and self.is_ragged and key.shape[2]:
             bias, self.block = _split((key, value, key_bias), window, key_directions.dtype)
             past = [key, value, bias]
@@ -67,6 +70,44 @@ class StreamState:
             rest = [tensor[:, :, complete:] for tensor in (key, value, key_bias)]
             self.block = _cleaned(rest[0], rest[1], rest[2], key_directions.dtype) if rest[0].shape[2] else ()
         self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether `joined` takes it: it has tokens, and positive features without blocks, which may begin anywhere."""
+        return isinstance(self.memory, DecodeState) and not self.window
+
+    @classmethod
+    def joined(cls, states: Sequence[StreamState]) -> StreamState:
+        """Makes one state of a batch of those of its rows, whose lengths may differ.
+
+        Args:
+            states: for which `can_join` holds, or without tokens, but not all of them without tokens.
+
+        Returns:
+            A state with memory of its own; `split` undoes the joining.
+
+        Raises:
+            ValueError: for other states, or if no state has tokens.
+        """
+        begun = [state for state in states if state.memory is not None]
+        if not begun or not all(state.can_join for state in begun):
+            raise ValueError(
+                "states that join must be of positive features without a window, and one must have tokens."
+            )
+        known = begun[0].memory
+        empty = DecodeState(torch.full_like(known.log_weight[:1], -torch.inf), torch.zeros_like(known.summary[:1]))
+        rows = [state.memory or empty for state in states]
+        return cls(
+            DecodeState(torch.cat([row.log_weight for row in rows]), torch.cat([row.summary for row in rows])),
+            is_ragged=True,
+        )
+
+    def split(self) -> list[StreamState]:
+        """Gives a state of its own for each row of a state that `joined` has made."""
+        return [
+            StreamState(DecodeState(weight.clone(), summary.clone()))
+            for weight, summary in zip(self.memory.log_weight.split(1), self.memory.summary.split(1), strict=True)
+        ]
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a function to every tensor of the state, whose first dimension is the batch."""
@@ -169,6 +210,7 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
         state.memory = DecodeState.empty(*sizes, width, dtype=dtype, device=operands.key.device)
     if state.memory.log_weight.dtype != dtype:
         state.change(lambda tensor: tensor.to(dtype))
+    state.window = window
 
 
 def _piece(state: StreamState, operands: Operands, window: int, scale: float) -> Tensor:

@@ -154,3 +154,45 @@ def test_a_prompt_leaves_the_state_of_its_tokens(window):
     pairs += [(getattr(one_by_one.memory, name), getattr(at_once.memory, name)) for name in ("log_weight", "summary")]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_states_of_rows_join_and_split():
+    """Rows of different lengths, one of them new, go on as one batch and then alone again."""
+    inputs = make_inputs(40, batch=3, features=20, shared=True)
+    whole, lengths = attention(*inputs, is_causal=True), (12, 0, 25)
+
+    def row(number, start, stop):
+        now = (slice(number, number + 1), slice(None), slice(start, stop))
+        return [tensor[now] if tensor.shape[2] == 40 else tensor for tensor in inputs]
+
+    def check(found, number, start):
+        expected = whole[number, :, start : start + found.shape[1]]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+    states = [StreamState() for _ in lengths]
+    for number, length in enumerate(lengths):
+        in_pieces(row(number, 0, length), [length], states[number])
+    assert [state.can_join for state in states] == [True, True, True]
+    states[1] = StreamState()  # as before the first token
+    assert not states[1].can_join
+    joined = StreamState.joined(states)
+    rows = [row(number, length, length + 10) for number, length in enumerate(lengths)]
+    batch = [torch.cat(parts) for parts in zip(*(own[:3] for own in rows), strict=True)]
+    bias = torch.cat([own[-1] for own in rows])
+    bias[2, :, 4:] = -torch.inf  # the last row has only four tokens here
+    found = in_pieces([*batch, *inputs[3:6], bias], [10], joined)
+    for number, length in enumerate(lengths):
+        check(found[number, :, : 4 if number == 2 else 10], number, length)
+    for number, state in enumerate(joined.split()):
+        start = lengths[number] + (4 if number == 2 else 10)
+        check(in_pieces(row(number, start, start + 5), [5], state)[0], number, start)
+    assert all(torch.isfinite(state.memory.summary).all() for state in states[::2])  # the parts are as they were
+
+
+def test_states_with_blocks_do_not_join():
+    state, inputs = StreamState(), make_inputs(8, features=20)
+    in_pieces(inputs, [8], state, torch.zeros(1, 2, 8, dtype=torch.float64), window=4)
+    assert (state.can_join, StreamState().can_join) == (False, False)
+    for states in ([state, StreamState()], [StreamState()], []):
+        with pytest.raises(ValueError, match="without a window, and one must have tokens"):
+            StreamState.joined(states)

@@ -1,0 +1,198 @@
+"""State of a causal encoder between pieces of audio, and the step from one piece to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from favor.kernels import StreamState
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor, waveforms
+
+if TYPE_CHECKING:
+    from favor.models.conformer.modeling_conformer import ConformerModel
+
+
+@dataclass
+class KeyValues:
+    """State of exact attention: all keys and values so far, `[B, H, S, head_dim]`."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self.key is None or self.value is None else self.key.nbytes + self.value.nbytes
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the next keys and values and returns all of them."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
+        self.key, self.value = key, value
+        return key, value
+
+
+AttentionState = StreamState | KeyValues
+
+
+@dataclass
+class BlockState:
+    """State of a layer between pieces.
+
+    Attributes:
+        convolution: its last inputs, `[B, C, kernel - 1]`.
+        attention: of the whole batch, or a list with the state of each row.
+    """
+
+    convolution: Tensor
+    attention: AttentionState | list[AttentionState]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        parts = self.attention if isinstance(self.attention, list) else [self.attention]
+        return self.convolution.nbytes + sum(part.nbytes for part in parts)
+
+    @classmethod
+    def joined(cls, states: Sequence[BlockState]) -> BlockState:
+        """Makes the state of a batch of recordings, whose lengths may differ, of that of each one."""
+        attention: Any = [state.attention for state in states]
+        begun = [own for own in attention if not isinstance(own, StreamState) or own.memory is not None]
+        if begun and all(isinstance(own, StreamState) and own.can_join for own in begun):
+            attention = StreamState.joined(attention)
+        return cls(torch.cat([state.convolution for state in states]), attention)
+
+    def split(self) -> list[BlockState]:
+        """Gives the state of each recording of a batch that `joined` has made."""
+        attention: Any = self.attention
+        rows = attention if isinstance(attention, list) else attention.split()
+        return [BlockState(inputs.clone(), own) for inputs, own in zip(self.convolution.split(1), rows, strict=True)]
+
+
+@dataclass
+class EncoderState:
+    """All that the audio so far leaves behind in front of and in the encoder.
+
+    Attributes:
+        layers: of each layer.
+        samples: those that the next window of features begins with, `[n]`; None before the first.
+        features: those that no frame has used up, `[B, T, num_mel_bins]`; None before the first.
+        position: of the next frame; the rotary embedding counts from there.
+    """
+
+    layers: list[BlockState]
+    samples: Tensor | None = None
+    features: Tensor | None = None
+    position: int = 0
+
+    @classmethod
+    def empty(cls, encoder: ConformerModel, batch_size: int = 1) -> EncoderState:
+        """Makes the state before the first sample."""
+        layers: Any = encoder.layers
+        return cls([layer.empty_state(batch_size) for layer in layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        kept = [tensor for tensor in (self.samples, self.features) if tensor is not None]
+        return sum(layer.nbytes for layer in self.layers) + sum(tensor.nbytes for tensor in kept)
+
+    def hear(self, new: Tensor, extractor: ConformerFeatureExtractor, encoder: ConformerModel) -> None:
+        """Adds the next samples `[n]` of one recording."""
+        samples = new if self.samples is None else torch.cat((self.samples, new))
+        count = extractor.num_frames(len(samples))
+        self.samples = samples[count * extractor.hop_length :].clone()
+        if count:
+            self.add(extractor.scale(extractor.log_mel(samples, encoder.device)).unsqueeze(0), encoder)
+
+    def add(self, features: Tensor, encoder: ConformerModel) -> None:
+        """Adds the next features `[B, T, num_mel_bins]`."""
+        features = features.to(encoder.device, encoder.dtype)
+        self.features = features.clone() if self.features is None else torch.cat((self.features, features), dim=1)
+
+    def ready(self, encoder: ConformerModel) -> int:
+        """Counts the frames whose features are complete."""
+        return 0 if self.features is None else encoder.subsampled_lengths(self.features.shape[1])
+
+    def advance(self, frames: int, encoder: ConformerModel) -> None:
+        """Goes on after so many frames: drops the features that no later frame needs."""
+        if self.features is not None:
+            self.features = self.features[:, frames * encoder.config.subsampling_conv_stride**2 :].clone()
+        self.position += frames
+
+    def restart(self, encoder: ConformerModel) -> None:
+        """Forgets what earlier frames left in the layers; samples and features that wait stay."""
+        self.layers, self.position = EncoderState.empty(encoder).layers, 0
+
+
+def one_waveform(audio: Any) -> Tensor:
+    """Checks samples of one recording and gives them as float32 `[n]`.
+
+    Raises:
+        TypeError: for integers. ValueError: for samples of several channels or not finite.
+    """
+    pieces = waveforms(audio, 0)
+    if len(pieces) != 1:
+        raise ValueError(f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first.")
+    return pieces[0]
+
+
+def check_causal(model: Any, feature_extractor: ConformerFeatureExtractor | None) -> None:
+    """Raises ValueError for a model or an extractor that needs the whole recording."""
+    if not model.config.causal:
+        raise ValueError("a stream needs a causal model: train one with ConformerConfig(causal=True).")
+    if model.training:
+        raise ValueError("a stream needs a model in evaluation mode: call model.eval().")
+    if feature_extractor is not None and feature_extractor.normalize == "utterance":
+        raise ValueError(
+            'normalize="utterance" needs the whole recording: stream with a feature extractor (and a model trained '
+            'with one) of normalize="none".'
+        )
+
+
+@torch.no_grad()
+def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequence[int]) -> list[Tensor]:
+    """Computes the next frames of several recordings in one pass.
+
+    All layers run on the whole batch. Only attention can differ: the states of positive features without a window are
+    joined. With other states (exact attention, windows, landmarks) attention runs for each recording alone, because
+    each recording is at another place of its blocks. So does the first piece, if none of the states has any frames yet.
+
+    Args:
+        encoder: causal, in evaluation mode.
+        states: with at least one complete frame each. The states of the layers change; `advance` does the rest. A state
+            of several recordings of equal length comes alone.
+        counts: frames to compute for each state, 1 to `ready`.
+
+    Returns:
+        Frames `[B, count, C]` for each state; B is 1 if there are several states.
+    """
+    width, stride = encoder.config.subsampling_conv_kernel_size, encoder.config.subsampling_conv_stride
+    used = [(count - 1) * stride**2 + (width - 1) * (1 + stride) + 1 for count in counts]
+    pieces: list[Any] = [state.features for state in states]
+    device, several, real = pieces[0].device, len(states) > 1, None
+    if several:
+        features = pad_sequence([piece[0, :length] for piece, length in zip(pieces, used, strict=True)], True)
+    else:
+        features = pieces[0][:, : used[0]]
+    hidden = encoder.subsample(features)
+    if len(set(counts)) > 1:
+        real = torch.arange(hidden.shape[1], device=device) < torch.tensor(counts, device=device)[:, None]
+    first = torch.tensor([state.position for state in states], device=device)
+    embeddings = encoder.rotary_emb(hidden, first[:, None] + torch.arange(hidden.shape[1], device=device))
+    own = [state.layers for state in states]
+    layers = [BlockState.joined(parts) for parts in zip(*own, strict=True)] if several else own[0]
+    for layer, state in zip(encoder.layers, layers, strict=True):
+        hidden = layer(hidden, position_embeddings=embeddings, real=real, state=state)
+    hidden = encoder.out_norm(hidden)
+    if not several:
+        return [hidden]
+    rows = zip(*(layer.split() for layer in layers), strict=True)
+    for own_state, row in zip(states, rows, strict=True):
+        own_state.layers = list(row)
+    return [hidden[row : row + 1, :count] for row, count in enumerate(counts)]

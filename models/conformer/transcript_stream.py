@@ -1,0 +1,257 @@
+"""Text of audio that comes piece by piece: partial and final utterances with times, for one stream or many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor.models.conformer.encoder_state import EncoderState, check_causal, encode, one_waveform
+from favor.models.conformer.endpoints import EndpointRules
+from favor.models.conformer.frame_search import Said, search_frames
+from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.spans import Emission, Span, in_seconds, join_words
+
+# Frames that are encoded at once, 10 s: frames after an end point may have to be searched or encoded again.
+BLOCK_FRAMES = 250
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A stretch of speech between two end points.
+
+    Attributes:
+        text: what is said.
+        start: where its first word begins, in seconds since the stream began.
+        end: where its last word ends.
+        words: with times and confidences, as `model.transcribe(..., return_timestamps="word")` gives them.
+
+    Example:
+        >>> from favor.models.conformer import Span, Utterance
+        >>> Utterance(text="YES", start=0.4, end=0.6, words=[Span("YES", 0.4, 0.6, 0.9)]).words[0].confidence
+        0.9
+    """
+
+    text: str
+    start: float
+    end: float
+    words: list[Span]
+
+
+class TranscriptStream:
+    """Transcribes one recording piece by piece, by greedy search; `model.transcribe_stream` makes it.
+
+    Without end points, text and times are those of `model.transcribe` for the whole recording. At an end point the
+    utterance becomes final and decoding begins anew.
+
+    By default the encoder goes on at an end point. Its outputs then stay those of the whole recording, the first words
+    after a pause have a context, and with linear attention the state does not grow. `reset_encoder` makes the encoder
+    forget earlier audio. Set it if attention is exact, whose state grows, or if the model was trained on short
+    utterances alone and gets worse in long recordings.
+
+    Args:
+        model: a causal `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        processor: features and tokens of the model, with fixed normalisation.
+        rules: when an utterance ends. Default None: `EndpointRules()`.
+        reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+
+    Raises:
+        ValueError: if the model is not causal, in training mode or recognises nothing, or if features depend on the
+            whole utterance.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+        >>> from favor.models.conformer import ConformerProcessor, TranscriptStream, train_tokenizer
+        >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
+        >>> processor = ConformerProcessor(extractor, tokenizer)
+        >>> config = ConformerConfig.preset("tiny", causal=True, attn_implementation="favor+", favor={"exact_below": 0})
+        >>> stream = TranscriptStream(ConformerForCTC(config).eval(), processor)
+        >>> len(stream.feed(torch.zeros(8000))), type(stream.partial)
+        (0, <class 'str'>)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: ConformerProcessor,
+        rules: EndpointRules | None = None,
+        reset_encoder: bool = False,
+    ) -> None:
+        check_causal(model, processor.feature_extractor)
+        if not hasattr(model, "emissions"):
+            raise ValueError(f"model must recognise speech, with CTC or as a Transducer; got {type(model).__name__}.")
+        self.model, self.processor, self.reset_encoder = model, processor, reset_encoder
+        self.rules = EndpointRules() if rules is None else rules
+        self._merges = not hasattr(model, "predict")  # CTC repeats a token as long as it lasts
+        self._frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all audio and text: the next piece begins a new recording, at 0 seconds."""
+        self._state = EncoderState.empty(self.model.encoder)
+        self._context: list[Tensor] = []
+        self._emissions: list[Emission] = []
+        self._frames = self._begun = self._heard = 0
+        self._last: int | None = None
+
+    @property
+    def partial(self) -> str:
+        """Text so far of the utterance that is not final yet."""
+        text: str = self.processor.tokenizer.decode([one.token for one in self._emissions], group_tokens=False)
+        return text
+
+    @property
+    def partial_words(self) -> list[Span]:
+        """Words of `partial` with times in seconds and confidences."""
+        return join_words(in_seconds(self.processor.tokenizer.spans(self._emissions), self._frame))
+
+    @property
+    def seconds(self) -> float:
+        """Time up to which the audio is decoded; later frames are not complete yet."""
+        return self._frames * self._frame
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of tensors kept between pieces."""
+        return self._state.nbytes + sum(part.nbytes for part in self._context)
+
+    def feed(self, audio: Any) -> list[Utterance]:
+        """Takes the next samples, and gives the utterances that end in them.
+
+        Args:
+            audio: floats in [-1, 1], `[n]`, any number of them, at the sampling rate of the processor.
+
+        Returns:
+            Utterances with text, in their order; mostly none. The stream does not keep them.
+
+        Raises:
+            TypeError: for integers.
+            ValueError: for samples of several channels or not finite, or if the model gives NaN.
+        """
+        return feed_streams([self], [audio])[0]
+
+    def finish(self) -> list[Utterance]:
+        """Ends the recording: gives the utterance that was not final yet, if it has text, and resets the stream.
+
+        The last frame is the last one whose 145 ms of audio are complete, as in `model.transcribe`. If the end of the
+        last word may need later frames, as with a Transducer, which says words late, feed half a second of zeros first.
+
+        Returns:
+            A list of one utterance, or an empty one.
+        """
+        last = self._close()
+        self.reset()
+        return last
+
+    def _close(self) -> list[Utterance]:
+        """Gives the utterance so far, in a list that is empty if there is none, and begins decoding anew."""
+        text, words = self.partial, self.partial_words
+        self._emissions, self._begun, self._heard = [], self._frames, self._frames
+        self._context.clear()
+        return [Utterance(text, words[0].start, words[-1].end, words)] if words else []
+
+    def _read(self, said: Said) -> int:
+        """Takes in the tokens of the next frames, up to an end point; returns how many frames that are."""
+        for count, tokens in enumerate(said, 1):
+            for token, confidence in tokens:
+                if self._merges and token == self._last:
+                    self._prolong(confidence)
+                else:
+                    self._emissions.append(Emission(token, self._frames, self._frames + 1, confidence))
+            self._last = tokens[-1][0] if tokens else None
+            self._frames += 1
+            self._heard = self._frames if tokens else self._heard
+            if self._is_over():
+                return count
+        return len(said)
+
+    def _prolong(self, confidence: float) -> None:
+        """Adds a frame to the last token; one that an end point has cut stays in the utterance before."""
+        if self._emissions:
+            old = self._emissions.pop()
+            length = old.end - old.start
+            mean = (old.confidence * length + confidence) / (length + 1)
+            self._emissions.append(Emission(old.token, old.start, old.end + 1, mean))
+
+    def _is_over(self) -> bool:
+        silence, length = (self._frame * (self._frames - since) for since in (self._heard, self._begun))
+        return self.rules.hold(silence, length, bool(self._emissions))
+
+
+@torch.no_grad()
+def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> list[list[Utterance]]:
+    """Takes the next samples of several recordings in one pass of the model.
+
+    Each stream gets what it would get alone, up to rounding. Streams may have heard different amounts of audio, pieces
+    may have different lengths, and streams may be new, finished or reset between two calls.
+
+    With positive features and no window, each layer runs once for all streams. With exact attention, windows or
+    landmarks, attention runs once per stream and the rest of the layer once for all; so does the first piece of
+    streams that are all new. Audio becomes features stream by stream.
+
+    Args:
+        streams: of one model, each at most once.
+        pieces: the next samples `[n]` of each, as in `TranscriptStream.feed`; may be empty.
+
+    Returns:
+        The utterances that end in these samples, a list for each stream.
+
+    Raises:
+        TypeError: for integers.
+        ValueError: for another number of pieces, streams of different models, a stream that comes twice, samples of
+            several channels or not finite, or if the model gives NaN; after NaN the streams must be reset.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+        >>> from favor.models.conformer import ConformerProcessor, feed_streams, train_tokenizer
+        >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
+        >>> processor = ConformerProcessor(extractor, tokenizer)
+        >>> config = ConformerConfig.preset("tiny", causal=True, attn_implementation="favor+", favor={"exact_below": 0})
+        >>> model = ConformerForCTC(config).eval()
+        >>> streams = [model.transcribe_stream(processor) for _ in range(2)]
+        >>> finals = feed_streams(streams, [torch.zeros(8000), torch.zeros(3000)])
+        >>> [round(stream.seconds, 2) for stream in streams]
+        [0.36, 0.08]
+    """
+    if len(streams) != len(pieces) or len({id(stream) for stream in streams}) < len(streams):
+        raise ValueError(
+            f"streams must be different ones with a piece each, got {len(streams)} streams and {len(pieces)} pieces."
+        )
+    if len({id(stream.model) for stream in streams}) > 1:
+        raise ValueError("streams must be of one model; call feed_streams once for each model.")
+    checked = [one_waveform(piece) for piece in pieces]
+    for stream, samples in zip(streams, checked, strict=True):
+        stream._state.hear(samples, stream.processor.feature_extractor, stream.model.encoder)
+    ended: dict[int, list[Utterance]] = {id(stream): [] for stream in streams}
+    while True:
+        ready = [stream for stream in streams if stream._state.ready(stream.model.encoder)]
+        if not ready:
+            return [ended[id(stream)] for stream in streams]
+        _run(ready, ended)
+
+
+def _run(streams: Sequence[TranscriptStream], ended: dict[int, list[Utterance]]) -> None:
+    """Encodes and decodes the next frames of streams that have some; adds to the utterances that ended."""
+    model = streams[0].model
+    states = [stream._state for stream in streams]
+    counts = [min(state.ready(model.encoder), BLOCK_FRAMES) for state in states]
+    frames = encode(model.encoder, states, counts)
+    rest = {row: piece[0] for row, piece in enumerate(frames)}  # not decoded yet
+    while rest:
+        found = search_frames(model, list(rest.values()), [streams[row]._context for row in rest])
+        for row, said in zip(list(rest), found, strict=True):
+            stream, read = streams[row], streams[row]._read(said)
+            is_over, rest[row] = stream._is_over(), rest[row][read:]
+            if is_over:
+                ended[id(stream)] += stream._close()
+            restarts = is_over and stream.reset_encoder
+            if restarts or not len(rest[row]):
+                # Frames that the encoder made of what it has to forget are made again.
+                states[row].advance(counts[row] - len(rest.pop(row)), model.encoder)
+            if restarts:
+                states[row].restart(model.encoder)
