@@ -13,9 +13,8 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.adapt.observe import Observation
+from favor.integrations.adapt.observe import Observation, relative_error
 from favor.integrations.layer import stored_choice, stored_parameters
-from favor.train.text.attention_student import relative_error
 
 
 @dataclass
