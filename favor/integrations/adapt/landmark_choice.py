@@ -13,6 +13,7 @@ from favor.config import FavorConfig
 from favor.integrations.adapt.costs import Costs
 from favor.integrations.adapt.observe import Observation, observe_batches, relative_error
 from favor.integrations.layer import decodes
+from favor.landmark.causal import BLOCK
 from favor.registry import Family
 
 
@@ -40,6 +41,7 @@ class LayerErrors:
         sequences: by layer, their number.
         heads: by layer, the numbers of query heads and of key heads.
         head_dim: by layer.
+        blocks: by layer, the tokens that see each other exactly where no window is set; 0 in layers of encoders.
         longest: number of keys of the longest sequence.
     """
 
@@ -49,6 +51,7 @@ class LayerErrors:
         self.sequences: dict[int, int] = {}
         self.heads: dict[int, tuple[int, int]] = {}
         self.head_dim: dict[int, int] = {}
+        self.blocks: dict[int, int] = {}
         self.longest = 0
 
     def __call__(self, seen: Observation) -> None:
@@ -56,6 +59,7 @@ class LayerErrors:
         totals = self.totals.setdefault(seen.layer, {} if seen.is_causal else {None: 0.0})
         self.sequences[seen.layer] = self.sequences.get(seen.layer, 0) + len(seen.query)
         self.heads[seen.layer], self.head_dim[seen.layer] = (seen.query.shape[1], seen.key.shape[1]), seen.key.shape[3]
+        self.blocks[seen.layer] = BLOCK if seen.is_causal else 0
         self.longest = max(self.longest, seen.key.shape[2])
         for setting in self.settings:
             if setting.window and not seen.is_self_attention:
@@ -115,7 +119,7 @@ def choose_landmarks(
     observe_batches(model, dataloader, measured, max_batches)
     costs = Costs(length or measured.longest, 0, 0, measured.head_dim, family.operations)
     operations = {
-        layer: {setting: _cost(costs, layer, setting) * measured.heads[layer][0] for setting in own}
+        layer: {each: _cost(costs, layer, each, measured.blocks[layer]) * measured.heads[layer][0] for each in own}
         for layer, own in measured.totals.items()
     }
     whole = sum(costs.exact(layer) * heads for layer, (heads, _) in measured.heads.items())
@@ -130,8 +134,10 @@ def choose_landmarks(
     return entries
 
 
-def _cost(costs: Costs, layer: int, setting: Setting | None) -> int:
-    return costs.exact(layer) if setting is None else costs.linear(layer, *setting)
+def _cost(costs: Costs, layer: int, setting: Setting | None, block: int) -> int:
+    if setting is None:
+        return costs.exact(layer)
+    return costs.linear(layer, setting.window or block, setting.num_features, setting.selected_keys)
 
 
 def cheapest_error(
