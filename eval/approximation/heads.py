@@ -14,7 +14,7 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation, relative_error
-from favor.integrations.layer import stored_choice, stored_parameters
+from favor.integrations.layer import OWN_OPTIONS, all_exact, stored_choice, stored_parameters
 
 
 @dataclass
@@ -29,6 +29,7 @@ class HeadErrors:
         converted: attention modules with stored parameters by layer number, for every folder of the variants.
         errors: by variant and layer, one `[H]` per sequence; less is better.
         diagnostics: by name (rho, norms of x and y) and layer, one `[H]` per sequence.
+        length: the greatest number of keys of a layer.
     """
 
     variants: Sequence[Variant]
@@ -37,11 +38,13 @@ class HeadErrors:
     converted: dict[str, dict[int, nn.Module]] = field(default_factory=dict)
     errors: dict[Variant, dict[int, list[Tensor]]] = field(default_factory=dict)
     diagnostics: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+    length: int = 0
 
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
         """Adds the errors of one layer."""
         places = self._places(seen.query.shape[2], seen.query.device)
+        self.length = max(self.length, seen.key.shape[2])
         for variant in self.variants:
             errors = relative_error(self.output(variant, seen, places), seen, places)
             self.errors.setdefault(variant, {}).setdefault(seen.layer, []).extend(errors.cpu().unbind(0))
@@ -68,27 +71,28 @@ class HeadErrors:
             return mean_of_values(seen, places)
         if variant.backend == LOCAL:
             return window_alone(seen, variant.window, places)
-        own = dict(variant.more)
+        own, choice = dict(variant.more), {}
         name, options = feature_family(variant.backend, FavorConfig.from_dict({"features": variant.features, **own}))
         own.pop("factorization", None)  # an option of the family
-        parameters, choice = self._stored(variant, seen.layer, "calibrated"), {}
-        family = families.get(name, **options)
+        own |= {"window": variant.window, "num_features": variant.num_features}
         if variant.folder is not None:
             choice = stored_choice(self.converted[variant.folder][seen.layer])
+            own |= {option: choice[option] for option in OWN_OPTIONS if option in choice}
+        if all_exact(choice):
+            return seen.output[:, :, places]
+        own["window"] *= seen.is_self_attention
         out = favor_attention(
             seen.query,
             seen.key,
             seen.value,
-            features=family,
-            num_features=variant.num_features,
+            features=families.get(name, **options),
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
             scale=seen.scale,
             seed=self.seed,
             layer=seen.layer,
-            parameters=parameters,
+            parameters=self._stored(variant, seen.layer, "calibrated"),
             correction=self._stored(variant, seen.layer, "corrected"),
-            window=choice.get("window", variant.window) if seen.is_self_attention else 0,
             **own,
         )
         groups = seen.query.shape[1] // seen.key.shape[1]
