@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
-from favor.eval.approximation.variants import Variant, variants_of
+from favor.eval.approximation.variants import Variant, chosen_name, variants_of
 from favor.eval.common import report
 from favor.eval.options.whisper import parse_arguments
 from favor.eval.speech.whisper_convert import convert, packaged_folder
@@ -99,6 +100,12 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
     return pieces
 
 
+def features_of(processor: Any, pieces: Sequence[Piece]) -> Tensor:
+    """Computes what the encoder reads, `[pieces, bins, 3000]`."""
+    sounds = [piece.audio() for piece in pieces]
+    return processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features
+
+
 @torch.no_grad()
 def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: argparse.Namespace) -> list[str]:
     """Transcribes each piece with the model.
@@ -111,8 +118,7 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: a
     """
     texts = []
     for start in range(0, len(pieces), arguments.batch_size):
-        sounds = [piece.audio() for piece in pieces[start : start + arguments.batch_size]]
-        features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features.to(model.device)
+        features = features_of(processor, pieces[start : start + arguments.batch_size]).to(model.device)
         ids = model.generate(features, max_new_tokens=arguments.max_new_tokens, do_sample=False, num_beams=1)
         texts += processor.batch_decode(ids, skip_special_tokens=True)
     return texts
@@ -160,7 +166,7 @@ def lines(rows: Sequence[dict[str, Any]], facts: str) -> list[str]:
         cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-")]
         cells += [f"{100 * each[key]:.2f}" for key in ("wer", "standard_error")]
         cells += [f"{100 * each['difference']:+.2f}", f"{100 * each['difference_error']:.2f}"]
-        body.append(cells if each["num_features"] else [*cells[:5], "-", "-"])
+        body.append([*cells[:5], "-", "-"] if each["num_features"] is None else cells)
     return [
         "# Whisper with linear attention in its encoder, nothing trained",
         "",
@@ -176,16 +182,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
     variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
+    budgets = {Variant("landmark", None, 0, 0, chosen_name(budget)): budget for budget in arguments.flop_budgets}
     model, processor = load(arguments.model)
     least, most = arguments.seconds
     pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
+    if arguments.choose_on:
+        others = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
+        read = [{"input_features": features_of(processor, [piece]).to(model.device)} for piece in others]
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
     model.set_attn_implementation("sdpa")
     rows: list[dict[str, Any]] = []
     exact: list[ErrorCounts] = []
-    for variant in [None, *variants]:
-        if variant is not None:
+    for variant in [None, *variants, *budgets]:
+        if variant in budgets:
+            how = {"layers": "auto", "flop_budget": budgets[variant], "exact_below": 0}
+            favor.convert(model.get_encoder(), "landmark", dataloader=read, **how)
+        elif variant is not None:
             favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
         heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
         counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
@@ -202,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{model.config.max_source_positions} frames of the encoder, seed {arguments.seed}. "
         "Errors: standard errors over pieces, the last one of the difference."
     )
+    if arguments.choose_on:
+        facts += f" Settings of each layer: chosen on {len(read)} pieces of {arguments.choose_on}, one per speaker."
     command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
     content = report.context(command, ("transformers", "jiwer")) | {
         "facts": facts,

@@ -19,7 +19,7 @@ from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
 from favor.eval.approximation.heads import HeadErrors
 from favor.eval.approximation.text import TextSamples
-from favor.eval.approximation.variants import Variant, variants_of
+from favor.eval.approximation.variants import Variant, chosen_name, variants_of
 from favor.eval.common import report as common
 from favor.eval.options.approximation import parse_arguments
 from favor.integrations.layer import attention_modules, stored_choice
@@ -78,7 +78,7 @@ def chosen(source: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
     for budget in arguments.flop_budgets:
         model = copy.deepcopy(source.model)
         favor.convert(model, "landmark", dataloader=inputs, layers="auto", flop_budget=budget)
-        models[Variant("landmark", None, 0, 0, f"layers=auto, flop_budget={budget:g}")] = model
+        models[Variant("landmark", None, 0, 0, chosen_name(budget))] = model
     return models
 
 

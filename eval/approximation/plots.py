@@ -34,7 +34,8 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.3]})
     for axis, variant in zip(axes, [Variant(MEAN, None, 0, 0), first, last.best], strict=False):
         image = axis.imshow(last.errors(variant).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set(title=f"{variant.title}, L = {last.length}", xlabel="head", ylabel="layer")
+        axis.set(xlabel="head", ylabel="layer")
+        axis.set_title(f"{variant.title}, L = {last.length}", fontsize=9)
     figure.colorbar(image, ax=axes[2], label="relative error")
     if len(measured) > 1:
         _over_length(measured, backends, axes[3])

@@ -24,7 +24,7 @@ class Variant:
         features: features of favor#, None for others.
         num_features: M, 0 for baselines, and where each layer has its own.
         window: tokens of exact blocks, 0 for no blocks.
-        folder: a converted checkpoint whose stored parameters are used, or None.
+        folder: a converted model whose stored parameters and settings are used, or None.
         statistics: as in `FavorConfig`.
         more: other options of `FavorConfig` by name.
     """
@@ -65,6 +65,11 @@ class Variant:
             return always
         compared = {"features": self.features, "num_features": self.num_features, "window": self.window}
         return {**FavorConfig().to_dict(), **always, **compared, **dict(self.more)}
+
+
+def chosen_name(budget: float) -> str:
+    """Names landmarks with settings that `favor.convert` chose for each layer, for `Variant.folder`."""
+    return f"layers=auto, flop_budget={budget:g}"
 
 
 def variants_of(
