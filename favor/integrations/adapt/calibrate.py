@@ -154,7 +154,6 @@ def calibrate(
     """
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     name, arguments = feature_family(attn_implementation, config)
-    drop_own(model, attention_modules(model), options)
     if not feature_weights:
         if refine_steps is not None:
             raise ValueError("refine_steps belongs to feature_weights=True.")
@@ -163,6 +162,7 @@ def calibrate(
         family = _weighted_family(name, arguments, config, refine_steps)
         steps = (REFINE_STEPS if family.learns_matrices else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
+        drop_own(model, modules, options)  # before the weights are learned for what is exact
         statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
         fits, keys, device = {}, {}, next(model.parameters()).device
         for number, parameters in statistics.parameters().items():

@@ -70,11 +70,8 @@ def convert(
         >>> sorted(model.config.favor_layers["encoder.layer.0.attention.self"])
         ['num_features', 'selected_keys', 'window']
 
-        Parameters that are stored in the model:
+        Random features, with parameters that are stored in the model:
 
-        >>> import torch, favor
-        >>> from transformers import BertConfig, BertModel
-        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
         >>> data = [torch.arange(12).view(2, 6)]
         >>> model = favor.convert(BertModel(tiny), "favor#", dataloader=data, statistics="calibrated", exact_below=0)
         >>> model.config.favor["statistics"]

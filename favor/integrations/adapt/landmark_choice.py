@@ -36,9 +36,8 @@ class LayerErrors:
         family: of the attention that is measured.
         config: its other options.
         settings: what is tried.
-        totals: by layer and setting, the sum of errors over sequences and heads. The setting None is exact attention;
-            causal layers do not have it, since a cache of fixed size cannot hold it.
-        sequences: by layer, their number.
+        errors: by layer and setting, the sum over heads for each sequence. The setting None is exact attention; causal
+            layers do not have it, since a cache of fixed size cannot hold it.
         heads: by layer, the numbers of query heads and of key heads.
         head_dim: by layer.
         blocks: by layer, the tokens that see each other exactly where no window is set; 0 in layers of encoders.
@@ -47,8 +46,7 @@ class LayerErrors:
 
     def __init__(self, family: Family, config: FavorConfig, settings: Sequence[Setting]) -> None:
         self.family, self.config, self.settings = family, config, settings
-        self.totals: dict[int, dict[Setting | None, float]] = {}
-        self.sequences: dict[int, int] = {}
+        self.errors: dict[int, dict[Setting | None, list[float]]] = {}
         self.heads: dict[int, tuple[int, int]] = {}
         self.head_dim: dict[int, int] = {}
         self.blocks: dict[int, int] = {}
@@ -56,14 +54,14 @@ class LayerErrors:
 
     def __call__(self, seen: Observation) -> None:
         """Adds the errors of one call of a layer."""
-        totals = self.totals.setdefault(seen.layer, {} if seen.is_causal else {None: 0.0})
-        self.sequences[seen.layer] = self.sequences.get(seen.layer, 0) + len(seen.query)
+        errors = self.errors.setdefault(seen.layer, {} if seen.is_causal else {None: [0.0]})
         self.heads[seen.layer], self.head_dim[seen.layer] = (seen.query.shape[1], seen.key.shape[1]), seen.key.shape[3]
         self.blocks[seen.layer] = BLOCK if seen.is_causal else 0
         self.longest = max(self.longest, seen.key.shape[2])
-        for setting in self.settings:
-            if setting.window and not seen.is_self_attention:
-                continue  # such a layer has no window
+        settings = self.settings
+        if not seen.is_self_attention:  # such a layer has no window
+            settings = list(dict.fromkeys(setting._replace(window=0) for setting in settings))
+        for setting in settings:
             out = favor_attention(
                 seen.query,
                 seen.key,
@@ -78,13 +76,13 @@ class LayerErrors:
                 kernel=self.config.kernel,
                 **setting._asdict(),
             )
-            totals[setting] = totals.get(setting, 0.0) + float(relative_error(out, seen).sum())
+            errors.setdefault(setting, []).extend(relative_error(out, seen).sum(1).tolist())
 
     def means(self) -> dict[int, dict[Setting | None, float]]:
         """Gives the mean error over sequences, summed over the heads, by layer and setting."""
         return {
-            layer: {setting: total / self.sequences[layer] for setting, total in own.items()}
-            for layer, own in sorted(self.totals.items())
+            layer: {setting: sum(rows) / len(rows) for setting, rows in own.items()}
+            for layer, own in sorted(self.errors.items())
         }
 
 
@@ -120,7 +118,7 @@ def choose_landmarks(
     costs = Costs(length or measured.longest, 0, 0, measured.head_dim, family.operations)
     operations = {
         layer: {each: _cost(costs, layer, each, measured.blocks[layer]) * measured.heads[layer][0] for each in own}
-        for layer, own in measured.totals.items()
+        for layer, own in measured.errors.items()
     }
     whole = sum(costs.exact(layer) * heads for layer, (heads, _) in measured.heads.items())
     costs.check(budget, sum(min(own.values()) for own in operations.values()), whole)

@@ -185,6 +185,10 @@ def test_cross_attention_has_no_window(few):
     own = model.config.favor_layers
     assert own["decoder.layers.0.encoder_attn"].get("window", 0) == 0
     assert "exact_heads" not in own["decoder.layers.0.self_attn"]
+    # With a window for all other layers, too.
+    model = favor.convert(BartModel(config), "landmark", dataloader=[tokens(2, 30)], flop_budget=0.5, window=8, **AUTO)
+    assert all("window" not in own for own in model.config.favor_layers.values())
+    assert "num_features" in model.config.favor_layers["decoder.layers.0.encoder_attn"]
 
 
 def whisper():
