@@ -38,6 +38,7 @@ class Recordings:
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.sizes = arguments, arguments.seconds
+        self.frames: list[int] = []
         if arguments.model is None:
             model, processor = whisper.load(None)
             self.extractor: Any = processor.feature_extractor
@@ -49,37 +50,40 @@ class Recordings:
     def measured(
         self, size: float, found: Sequence[Variant], others: Mapping[Variant, PreTrainedModel] | None = None
     ) -> Measured:
-        """Measures variants on recordings of one length."""
+        """Measures variants on recordings of one length.
+
+        Raises:
+            ValueError: if recordings of another length had equally many frames, so that the figures are the same.
+        """
         inputs = self._inputs(self.arguments.split, size)
         outputs = partial(whole.embeddings, inputs=inputs)
         options = {"seed": self.arguments.seed, "query_samples": self.arguments.query_samples}
-        return measure_inputs(self.model, inputs, found, outputs, others=others, **options)
+        measured = measure_inputs(self.model, inputs, found, outputs, others=others, **options)
+        if measured.length in self.frames:
+            raise ValueError(
+                f"this encoder makes {measured.length} frames of recordings of any length: give one --seconds"
+            )
+        self.frames.append(measured.length)
+        return measured
 
     def inputs_to_choose(self) -> list[dict[str, Tensor]]:
         """Makes arguments of the model from the recordings of the split `--choose_on`, in the greatest length."""
         return self._inputs(self.arguments.choose_on, self.sizes[-1])
 
     def facts(self, measured: Sequence[Measured]) -> dict[str, Any]:
-        """Describes model and recordings in words.
-
-        Raises:
-            ValueError: if recordings of different lengths have equally many frames, so that the figures are the same.
-        """
-        arguments, frames = self.arguments, [each.length for each in measured]
-        if len(set(frames)) < len(frames):
-            raise ValueError(f"this encoder makes {frames[0]} frames of recordings of any length: give one --seconds")
+        """Describes model and recordings in words."""
+        arguments = self.arguments
         name = Path(arguments.model).name if arguments.model else f"Whisper tiny.en of the PyPI package {PACKAGE}"
         where = f"{arguments.split} of " if arguments.split else ""
         lengths = ", ".join(f"{size:g}" for size in self.sizes)
         chosen = {}
         if arguments.choose_on:
-            chosen = {
-                "settings chosen on": f"{arguments.samples} recordings of {arguments.choose_on}, {lengths} seconds"
-            }
+            where_chosen = f"{arguments.samples} recordings of {arguments.choose_on}, {self.sizes[-1]:g} seconds"
+            chosen = {"settings chosen on": where_chosen}
         return {
             "model": f"{name}, its encoder ({type(self.model).__name__})",
             "audio": f"{measured[0].samples} recordings of {lengths} seconds of speech, {where}"
-            f"{Path(arguments.audio_dir).resolve().name}; {', '.join(map(str, frames))} frames",
+            f"{Path(arguments.audio_dir).resolve().name}; {', '.join(map(str, self.frames))} frames",
             **chosen,
         }
 

@@ -14,7 +14,7 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation, relative_error
-from favor.integrations.layer import OWN_OPTIONS, all_exact, stored_choice, stored_parameters
+from favor.integrations.layer import all_exact, layer_options, stored_choice, stored_parameters
 
 
 @dataclass
@@ -71,21 +71,20 @@ class HeadErrors:
             return mean_of_values(seen, places)
         if variant.backend == LOCAL:
             return window_alone(seen, variant.window, places)
-        own, choice = dict(variant.more), {}
-        name, options = feature_family(variant.backend, FavorConfig.from_dict({"features": variant.features, **own}))
-        own.pop("factorization", None)  # an option of the family
-        own |= {"window": variant.window, "num_features": variant.num_features}
+        given, choice = variant.options(self.seed), {}
         if variant.folder is not None:
-            choice = stored_choice(self.converted[variant.folder][seen.layer])
-            own |= {option: choice[option] for option in OWN_OPTIONS if option in choice}
+            module = self.converted[variant.folder][seen.layer]
+            given, choice = layer_options(module, variant.backend)[1], stored_choice(module)
         if all_exact(choice):
             return seen.output[:, :, places]
-        own["window"] *= seen.is_self_attention
+        config = FavorConfig.from_dict(given).for_backend(variant.backend)
+        name, options = feature_family(variant.backend, config)
         out = favor_attention(
             seen.query,
             seen.key,
             seen.value,
             features=families.get(name, **options),
+            num_features=config.num_features,
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
             scale=seen.scale,
@@ -93,7 +92,12 @@ class HeadErrors:
             layer=seen.layer,
             parameters=self._stored(variant, seen.layer, "calibrated"),
             correction=self._stored(variant, seen.layer, "corrected"),
-            **own,
+            window=choice.get("window", config.window) if seen.is_self_attention else 0,
+            orthogonal=config.orthogonal,
+            selected_keys=config.selected(name, seen.is_causal),
+            page_size=config.page_size,
+            query_block=config.query_block,
+            kernel=config.kernel,
         )
         groups = seen.query.shape[1] // seen.key.shape[1]
         exact = [head for head in range(seen.query.shape[1]) if head // groups in choice.get("exact_heads", ())]

@@ -155,7 +155,8 @@ def setting(choice: dict[str, Any]) -> str:
 
 def _diagnostics(part: Measured) -> list[str]:
     values = {name: by_head(layers) for name, layers in part.heads.diagnostics.items()}
-    best, most = part.best, max(variant.num_features for variant in part.heads.variants)
+    best = part.best
+    most = best.num_features or max(variant.num_features for variant in part.heads.variants)
     uniform, errors = part.errors(Variant(MEAN, None, 0, 0)), part.errors(best)
     rows = [
         "rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M"

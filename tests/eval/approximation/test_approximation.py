@@ -23,6 +23,7 @@ from favor.eval.approximation import model as approximation_model
 from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
 from favor.features.moments import attention_received
+from favor.integrations.adapt import landmark_choice
 from favor.integrations.adapt.observe import Observation
 
 
@@ -234,6 +235,21 @@ def test_no_option_is_left_of_the_variant_before(bert_folder):
 def test_backends_that_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         variants_of([text], [8], [0])
+
+
+def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
+    """With all operations every layer is exact."""
+    monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
+    options = ["--length", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
+    more = ["--flop_budgets", "0.2", "1", "--choose_on", str(text), "--results", str(tmp_path), "--name", "chosen"]
+    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
+    _, default, cheap, exact = json.loads((tmp_path / "chosen.json").read_text())["variants"]
+    assert cheap["chosen"] == [{"window": 0, "num_features": 2, "selected_keys": 0}] * 2
+    assert cheap["error"] > exact["error"] == 0
+    assert exact["score"] == pytest.approx(1, abs=1e-6)
+    # The default of `landmark` selects keys, more than these samples have, for single heads as for the whole model.
+    assert default["error"] < 1e-5
+    assert default["score"] == pytest.approx(1, abs=1e-6)
 
 
 def test_report_by_length(bert_folder, text, tmp_path):
