@@ -37,7 +37,8 @@ def convert(
     """Switches a pretrained model to a FAVOR backend, in all heads or where the estimate is good.
 
     Args:
-        model: any transformers model that the backends accept.
+        model: any transformers model that the backends accept, or a part that is itself a model, such as the encoder of
+            a Whisper; then no other part changes.
         attn_implementation: a FAVOR backend, default "favor#".
         dataloader: batches as for `favor.calibrate`. Needed for `layers="auto"` and for `statistics="calibrated"`.
         layers: "all" (default), or "auto", which chooses layer by layer under the budget. For random features, heads
