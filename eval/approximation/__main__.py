@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 import favor
-from favor.config import FavorConfig, feature_family
+from favor.config import BACKEND, FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
 from favor.eval.approximation.heads import HeadErrors
@@ -35,9 +36,12 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
         model = load_exact(folder).to(device).eval()
         options = model.config.favor
         name = Path(folder).name
-        backend = model.config._attn_implementation if model.config._attn_implementation in favor.BACKENDS else "favor#"
+        saved = (getattr(AutoConfig.from_pretrained(folder), "favor", None) or {}).get(BACKEND)
+        backend = saved if saved in favor.BACKENDS else "favor#"
         features = feature_family(backend, FavorConfig.from_dict(options))[0] if backend == "favor#" else None
-        own = (options["num_features"], options["window"], name, options["statistics"])
+        layers = (getattr(model.config, "favor_layers", None) or {}).values()
+        number = 0 if any("num_features" in layer for layer in layers) else options["num_features"]
+        own = (number, options["window"], name, options["statistics"])
         models[Variant(backend, features, *own)] = model
     return models
 

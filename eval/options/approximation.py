@@ -35,7 +35,7 @@ from favor.eval.options.whisper_convert import PACKAGE as WHISPER
 from favor.train.common.program import Parser
 
 COMPARED = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf", "favor#:wderf")
-TEXT_ONLY, AUDIO_ONLY = ("length", "position_period", "data_dir", "sts_pairs"), ("split", "seconds")
+TEXT_ONLY, AUDIO_ONLY = ("length", "position_period", "converted", "data_dir", "sts_pairs"), ("split", "seconds")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -100,7 +100,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="approximation", help="file name of the results, without ending")
     arguments = parser.parse_args(argv)
     kind, others = ("text", AUDIO_ONLY) if arguments.audio_dir is None else ("audio", TEXT_ONLY)
-    if wrong := [name for name in others if getattr(arguments, name) is not None]:
+    if wrong := [name for name in others if getattr(arguments, name) not in (None, [])]:
         parser.error(f"--{wrong[0]} is not for {kind}")
     if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
         parser.error("--flop_budgets and --choose_on must be given together")

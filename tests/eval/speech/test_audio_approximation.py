@@ -188,6 +188,7 @@ def test_other_audio_models(corpus, tmp_path):
     [
         (["--text", "a.txt", "--seconds", "3"], "--seconds is not for text"),
         (["--audio_dir", "a", "--length", "3"], "--length is not for audio"),
+        (["--audio_dir", "a", "--converted", "b"], "--converted is not for audio"),
         (["--audio_dir", "a", "--data_dir", "b"], "--data_dir is not for audio"),
         (["--audio_dir", "a", "--text", "b"], "not allowed with argument"),
         (["--audio_dir", "a", "--flop_budgets", "0.5"], "must be given together"),
