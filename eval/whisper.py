@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
-import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
+from favor.eval.approximation.heads import HeadErrors
 from favor.eval.approximation.variants import Variant, chosen_name, variants_of
 from favor.eval.common import report
 from favor.eval.options.whisper import parse_arguments
+from favor.eval.speech import whisper_report
 from favor.eval.speech.whisper_convert import convert, packaged_folder
+from favor.integrations.adapt.observe import observe
+from favor.integrations.layer import attention_modules
 from favor.train.common.program import program
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
-from favor.train.speech.word_errors import ErrorCounts, word_errors
+from favor.train.speech.word_errors import word_errors
 
 RATE = 16000
 
@@ -100,12 +103,6 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
     return pieces
 
 
-def features_of(processor: Any, pieces: Sequence[Piece]) -> Tensor:
-    """Computes what the encoder reads, `[pieces, bins, 3000]`."""
-    sounds = [piece.audio() for piece in pieces]
-    return processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features
-
-
 @torch.no_grad()
 def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: argparse.Namespace) -> list[str]:
     """Transcribes each piece with the model.
@@ -118,62 +115,65 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: a
     """
     texts = []
     for start in range(0, len(pieces), arguments.batch_size):
-        features = features_of(processor, pieces[start : start + arguments.batch_size]).to(model.device)
+        sounds = [piece.audio() for piece in pieces[start : start + arguments.batch_size]]
+        features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features.to(model.device)
         ids = model.generate(features, max_new_tokens=arguments.max_new_tokens, do_sample=False, num_beams=1)
         texts += processor.batch_decode(ids, skip_special_tokens=True)
     return texts
 
 
-def ratio_error(errors: Sequence[int], words: Sequence[int]) -> float:
-    """Computes the standard error of sum(errors) / sum(words), over the pieces."""
-    counts, sizes = np.asarray(errors, float), np.asarray(words, float)
-    if len(sizes) < 2:
-        return math.nan
-    residuals = counts - counts.sum() / sizes.sum() * sizes
-    return float(np.sqrt(len(sizes) / (len(sizes) - 1) * np.square(residuals).sum()) / sizes.sum())
-
-
-def row(variant: Variant | None, counts: Sequence[ErrorCounts], exact: Sequence[ErrorCounts]) -> dict[str, Any]:
-    """Makes a row of the table: error rates as fractions, with their standard errors, and the counts of each piece.
+def chosen_encoders(model: Any, processor: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
+    """Converts copies of the encoder to landmarks with settings of each layer, by the variants that describe them.
 
     Args:
-        variant: the attention; None is exact attention.
-        counts: edits of each piece.
-        exact: edits of each piece with exact attention.
+        model: a Whisper with exact attention.
+        processor: that of the model.
+        arguments: of the program.
     """
-    errors, words = [each.errors for each in counts], [each.reference_length for each in counts]
-    difference = [each.errors - other.errors for each, other in zip(counts, exact, strict=True)]
+    if not arguments.flop_budgets:
+        return {}
+    least, most = arguments.seconds
+    pieces = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
+    sounds = (processor(piece.audio(), sampling_rate=RATE, return_tensors="pt") for piece in pieces)
+    inputs = [{"input_features": sound.input_features.to(model.device)} for sound in sounds]
+    found = {}
+    for budget in arguments.flop_budgets:
+        encoder = copy.deepcopy(model.model.encoder)
+        how = {"layers": "auto", "flop_budget": budget, "exact_below": 0}
+        variant = Variant("landmark", None, 0, 0, chosen_name(budget))
+        found[variant] = favor.convert(encoder, "landmark", dataloader=inputs, **how)
+    return found
+
+
+@torch.no_grad()
+def head_errors(
+    model: Any,
+    processor: Any,
+    pieces: Sequence[Piece],
+    variants: Sequence[Variant],
+    seed: int,
+    chosen: Mapping[Variant, Any],
+) -> dict[Variant, list[float]]:
+    """Measures the relative error of the attention output of every head of the encoder, the mean over pieces.
+
+    Args:
+        model: a Whisper; its encoder has exact attention meanwhile.
+        processor: that of the model.
+        pieces: the audio.
+        variants: the attentions to measure.
+        seed: of random directions.
+        chosen: encoders with settings of each layer, by further variants.
+    """
+    modules = {str(variant.folder): attention_modules(encoder) for variant, encoder in chosen.items()}
+    heads = HeadErrors([*variants, *chosen], seed, converted=modules)
+    with observe(model.model.encoder, heads):
+        for piece in pieces:
+            features = processor(piece.audio(), sampling_rate=RATE, return_tensors="pt").input_features
+            model.model.encoder(features.to(model.device))
     return {
-        "attention": "exact" if variant is None else variant.label,
-        "num_features": None if variant is None else variant.num_features,
-        "window": None if variant is None else variant.window,
-        "options": {} if variant is None else dict(variant.more),
-        "wer": sum(errors) / sum(words),
-        "standard_error": ratio_error(errors, words),
-        "difference": sum(difference) / sum(words),
-        "difference_error": ratio_error(difference, words),
-        **asdict(sum(counts, ErrorCounts())),
-        "errors_of_pieces": errors,
+        variant: torch.cat([torch.stack(own).mean(0) for _, own in sorted(layers.items())]).tolist()
+        for variant, layers in heads.errors.items()
     }
-
-
-def lines(rows: Sequence[dict[str, Any]], facts: str) -> list[str]:
-    """Writes the report in Markdown."""
-    head = ["attention of the encoder", "M", "window", "WER, %", "standard error", "minus exact, points", "its error"]
-    body = []
-    for each in rows:
-        name = each["attention"] if each["num_features"] is None else f"`{each['attention']}`"
-        cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-")]
-        cells += [f"{100 * each[key]:.2f}" for key in ("wer", "standard_error")]
-        cells += [f"{100 * each['difference']:+.2f}", f"{100 * each['difference_error']:.2f}"]
-        body.append([*cells[:5], "-", "-"] if each["num_features"] is None else cells)
-    return [
-        "# Whisper with linear attention in its encoder, nothing trained",
-        "",
-        facts,
-        "",
-        *report.table(head, body),
-    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,51 +182,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
     variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
-    budgets = {Variant("landmark", None, 0, 0, chosen_name(budget)): budget for budget in arguments.flop_budgets}
     model, processor = load(arguments.model)
     least, most = arguments.seconds
     pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
-    if arguments.choose_on:
-        others = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
-        read = [{"input_features": features_of(processor, [piece]).to(model.device)} for piece in others]
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
     model.set_attn_implementation("sdpa")
+    speakers = [piece.utterances[0].speaker or "" for piece in pieces]
+    content: dict[str, Any] = {
+        "seed": arguments.seed,
+        "pieces": [[utterance.id for utterance in piece.utterances] for piece in pieces],
+        "words_of_pieces": [len(reference.split()) for reference in references],
+    }
+    others = [json.loads(file.read_text()) for file in arguments.merge]
+    chosen = chosen_encoders(model, processor, arguments)
+    measured = head_errors(model, processor, pieces[: arguments.head_pieces], variants, arguments.seed, chosen)
     rows: list[dict[str, Any]] = []
-    exact: list[ErrorCounts] = []
-    for variant in [None, *variants, *budgets]:
-        if variant in budgets:
-            how = {"layers": "auto", "flop_budget": budgets[variant], "exact_below": 0}
-            favor.convert(model.get_encoder(), "landmark", dataloader=read, **how)
-        elif variant is not None:
-            favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
-        heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
-        counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
-        exact = exact or counts
-        rows.append(row(variant, counts, exact))
+    for variant in [None, *variants, *chosen]:
+        edits = whisper_report.known_edits(variant, content, others)
+        if edits is None:
+            if variant in chosen:
+                model.model.encoder = chosen[variant]
+            elif variant is not None:
+                favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
+            heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
+            counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
+            edits = whisper_report.edits_of(counts)
+        exact = (rows[0] if rows else edits)["errors_of_pieces"]
+        heads = measured[variant] if variant else ()
+        rows.append(whisper_report.row(variant, edits, exact, content["words_of_pieces"], speakers, heads))
         name = "exact" if variant is None else variant.title
         print(f"{name}: {100 * rows[-1]['wer']:.2f} % ({100 * rows[-1]['difference']:+.2f})", flush=True)
-    speakers = len({piece.utterances[0].speaker for piece in pieces})
     seconds = sorted(piece.seconds for piece in pieces)
     facts = (
         f"{'Whisper tiny.en' if arguments.model is None else arguments.model.resolve().name}, "
-        f"{len(pieces)} pieces of {seconds[0]:.0f} to {seconds[-1]:.0f} seconds, {speakers} speakers, "
-        f"{sum(each.reference_length for each in exact)} words of {arguments.split}; "
-        f"{model.config.max_source_positions} frames of the encoder, seed {arguments.seed}. "
-        "Errors: standard errors over pieces, the last one of the difference."
+        f"{len(pieces)} pieces of {seconds[0]:.0f} to {seconds[-1]:.0f} seconds, {len(set(speakers))} speakers, "
+        f"{sum(content['words_of_pieces'])} words of {arguments.split}; "
+        f"{model.config.max_source_positions} frames of the encoder, seed {arguments.seed}. Less is better everywhere. "
+        "95 %: bootstrap intervals that draw speakers; those of the differences compare the same speakers. "
+        f"Errors of the {len(rows[-1]['head_errors'])} heads, |output - exact| / |exact|: mean over the first "
+        f"{min(arguments.head_pieces, len(pieces))} pieces, then mean and ninth decile over heads."
     )
-    if arguments.choose_on:
-        facts += f" Settings of each layer: chosen on {len(read)} pieces of {arguments.choose_on}, one per speaker."
+    if chosen:
+        facts += f" Settings of each layer: chosen on {arguments.choose_on}, one piece of each speaker."
     command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
-    content = report.context(command, ("transformers", "jiwer")) | {
-        "facts": facts,
-        "seed": arguments.seed,
-        "pieces": [[utterance.id for utterance in piece.utterances] for piece in pieces],
-        "words_of_pieces": [each.reference_length for each in exact],
-        "rows": rows,
-    }
-    report.write(arguments.output_dir, arguments.name, lines(rows, facts), content, [])
-    print("\n".join(["", *lines(rows, facts)]))
+    content |= report.context(command, ("transformers", "jiwer")) | {"facts": facts, "rows": rows}
+    text = whisper_report.lines(rows, facts)
+    report.write(arguments.output_dir, arguments.name, text, content, [])
+    whisper_report.plot(rows, arguments.output_dir / f"{arguments.name}.png")
+    print("\n".join(["", *text]))
     return 0
 
 

@@ -22,9 +22,10 @@ from favor.train.common.optimizers import adamw_groups
 from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
 from favor.train.options.asr import parse_arguments
+from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, join, long_enough
-from favor.train.speech.loaders import make_loaders
+from favor.train.speech.loaders import make_acoustics, make_loaders
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
@@ -120,8 +121,16 @@ def train_model(
     arguments: Arguments,
     data: tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]],
     folder: Path,
+    acoustics: Acoustics | None = None,
 ) -> dict[str, Any]:
-    """Runs the whole training and saves the model and the processor in `folder`; returns the entries of the results."""
+    """Runs the whole training and saves the model and the processor in `folder`; returns the entries of the results.
+
+    Args:
+        arguments: of the program.
+        data: what `load_data` gave.
+        folder: where the run is.
+        acoustics: what `make_acoustics` gave. Default None: no noise, no reverberation, no change of volume.
+    """
     train, seed = arguments.train, DEFAULT_SEED if arguments.train.seed is None else arguments.train.seed
     accelerator = loop.make_accelerator(train, folder)
     utterances, _, reports = data
@@ -131,7 +140,7 @@ def train_model(
     for name, skipped in reports.items():
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")
-    train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed)
+    train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed, acoustics)
     optimizer = torch.optim.AdamW(
         adamw_groups(model.parameters(), train.weight_decay), lr=train.learning_rate, betas=(0.9, 0.98), fused=True
     )
@@ -221,6 +230,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
     for path in (arguments.model.model_name_or_path, arguments.model.processor_name_or_path):
         check_model(path)
+    acoustics = make_acoustics(arguments.data)
     with accelerator.main_process_first():
         data = load_data(arguments)
     hours = sum(utterance.seconds or 0 for utterance in data[0]) / 3600
@@ -228,7 +238,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if accelerator.is_main_process:
         checkpoint.start_run(folder, settings, train.overwrite_output_dir)
     accelerator.wait_for_everyone()
-    results = train_model(arguments, data, folder) | {
+    results = train_model(arguments, data, folder, acoustics) | {
         "arguments": arguments.to_dict(),
         "command": shlex.join(["python", "-m", "favor.train.asr", *(sys.argv[1:] if argv is None else argv)]),
         "num_processes": accelerator.num_processes,

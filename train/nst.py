@@ -22,7 +22,15 @@ from favor.train.options.nst import NAME, NstArguments, parse_arguments
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
-from favor.train.speech.pseudo_labels import PseudoLabel, collect, fingerprint, label, select, write_manifest
+from favor.train.speech.pseudo_labels import (
+    PseudoLabel,
+    check_files,
+    collect,
+    fingerprint,
+    label,
+    select,
+    write_manifest,
+)
 from favor.train.speech.sources import load_speech
 
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
@@ -85,7 +93,11 @@ def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator
 
 
 def load(task: Task) -> None:
-    """Loads the speech to label, keeps its transcripts apart, and loads the speech to fit the scores on."""
+    """Loads the speech to label, keeps its transcripts apart, and loads the speech to fit the scores on.
+
+    Raises:
+        ValueError: for speech that cannot be used, or that is not in files.
+    """
     nst, data = task.nst, task.student.data
     options = {"max_bad": data.limit, "resample": data.resample}
     with task.accelerator.main_process_first():
@@ -96,6 +108,8 @@ def load(task: Task) -> None:
         if nst.fit_split is not None:
             place = data.data_dir or asr_arguments.HUB
             task.development, _ = load_speech(place, nst.fit_split, prepared=prepared / "fit", **options)
+    # Before the first teacher is trained.
+    check_files([*found, *(task.development or ())])
     if skipped.reasons:
         task.accelerator.print(f"unlabelled: {skipped.describe()}")
     task.references = {utterance.id: utterance.text for utterance in found if utterance.text}

@@ -25,7 +25,9 @@ class EvaluationArguments:
 
     model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
     output_dir: str = field(metadata={"help": "Folder of all results."})
-    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
+    data_dir: str | None = option(
+        None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
+    )
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")

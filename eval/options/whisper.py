@@ -6,8 +6,10 @@
 The model is Whisper tiny.en of that package, or any folder that `favor.eval.speech.whisper_convert` or transformers
 wrote. Consecutive utterances of a chapter make pieces of 24 to 28 seconds; the encoder always reads 30 seconds, 1,500
 frames. Reference and transcript both go through Whisper's own normaliser for English, without its table of British
-spellings. Each row is compared with exact attention on the same pieces. Standard errors are those of a ratio over
-pieces. The last one is that of the difference: it is smaller, because pieces that are hard for both rows cancel.
+spellings. Each row is compared with exact attention on the same pieces. Bootstrap intervals draw speakers. Those of a
+difference draw the same speakers for both rows: they are smaller, because what is hard for both rows cancels. Beside
+each error rate stands the error of the encoder's heads, measured on some pieces. The picture shows error rates over M,
+as Figure 4 of the FAVOR# paper does for a Conformer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
     add(
         "--backends",
-        nargs="*",
+        nargs="+",
         default=["favor+", "favor#:wderf", "landmark"],
         metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
         help="backends of the encoder; options given here replace the lists below",
@@ -54,12 +56,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=224,
         help="greatest number of tokens of a transcript; default 224, as in OpenAI's program",
     )
+    add("--head_pieces", type=int, default=4, help="pieces on which the errors of the heads are measured")
+    add(
+        "--merge",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="JSON files of results on the same pieces, whose rows are added",
+    )
     add("--batch_size", type=int, default=8, help="pieces that are transcribed together")
     add("--seed", type=int, default=0, help="seed of random directions")
     add_results(parser, "whisper_cpu")
     arguments = parser.parse_args(argv)
-    if min(arguments.pieces, arguments.batch_size, arguments.max_new_tokens) < 1:
-        parser.error("--pieces, --batch_size and --max_new_tokens must be at least 1")
+    if min(arguments.pieces, arguments.head_pieces, arguments.batch_size, arguments.max_new_tokens) < 1:
+        parser.error("--pieces, --head_pieces, --batch_size and --max_new_tokens must be at least 1")
     if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
         parser.error("--flop_budgets and --choose_on must be given together")
     if not 0 < arguments.seconds[0] <= arguments.seconds[1] <= 30:

@@ -20,13 +20,14 @@ from torch.nn.functional import pad
 from favor.kernels import StreamState
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_backward, selected_forward
-from favor.landmark.causal import Groups, Pieces, Tokens, checkpointed, cut
-from favor.landmark.grouping import sums_of
+from favor.landmark.causal import Pieces, checkpointed, cut
 from favor.landmark.growth import choose_growing
-from favor.landmark.kept import Kept, Setting, attend_next, before, grown, indexed, numbered
+from favor.landmark.joining import Joined, Joins
+from favor.landmark.kept import Kept, Setting, attend_next, before, indexed, numbered
 from favor.landmark.pages import Pages, filled
 
-SHARES, _SHARES_OF_HEADS = 16, 8  # parts of the sections forward, and of the heads backward on a CPU, one at a time
+# On a CPU: parts of the sections forward, and of the heads backward, one at a time. A GPU wants few launches.
+SHARES, _SHARES_OF_HEADS = 16, 8
 
 
 def attention(
@@ -69,70 +70,30 @@ def attention(
 
 @dataclass
 class _Notes:
-    """What the forward pass did in some sections, for the backward pass.
+    """Decisions of the forward pass in some sections, which the backward pass needs.
 
     Attributes:
         counts: of the groups that each section saw, `[N, F, M]`.
-        pages, since: the choice of each block and the first rows that see it, `[N, F, Z, n]`.
+        pages: the choice of each block, `[N, F, Z, n]`.
         cell: the groups of the chosen keys, `[N, F, Z, nP]`.
+        since: the first rows that see the pages, `[N, F, Z, n]`.
         lse: logarithms of the normalisers, `[N, F, Z, R]`.
     """
 
     counts: Tensor
     pages: Tensor
-    since: Tensor
     cell: Tensor
+    since: Tensor
     lse: Tensor
 
+    @property
+    def choice(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives pages, groups and first rows as the kernels take them."""
+        return self.pages.long(), self.cell.int(), self.since.long()
+
     def of_heads(self, heads: slice) -> _Notes:
-        """Gives the notes of some heads, as the kernels take them."""
-        counts, pages, since, cell, lse = (tensor[heads] for tensor in vars(self).values())
-        return _Notes(counts, pages.long(), since.long(), cell.int(), lse)
-
-
-class _Joined:
-    """Groups that take in one section after another.
-
-    Args:
-        setting: options of the sequence, a `Setting`.
-        groups: before the first section.
-        cells: the group of each token in them, `[B, Hk, S]`.
-        parts, joining: tokens of the sections, and which of them join the groups, see `favor.landmark.causal.cut`.
-        takes_notes: whether there will be a backward pass.
-        keeps_before: whether the last section may have to be taken out again.
-
-    Attributes:
-        before: groups, and the group of each token in them, before the last section was taken in.
-        number: of sections taken in.
-        moved: the new group of each group and of each token of a section, one for each section taken in, None if no
-            group has changed; empty if there will be no backward pass.
-    """
-
-    def __init__(
-        self,
-        setting: Setting,
-        groups: Groups,
-        cells: Tensor,
-        parts: list[Tokens],
-        joining: list[Tensor],
-        takes_notes: bool,
-        keeps_before: bool,
-    ) -> None:
-        self.setting, self.groups, self.cells, self.takes_notes = setting, groups, cells, takes_notes
-        self.keeps_before, self.before = keeps_before, (groups, cells)
-        self.parts, self.joining, self.number = parts, joining, 0
-        self.moved: list[Tensor | None] = []
-
-    def up_to(self, number: int) -> None:
-        """Takes in the sections before `number`."""
-        while self.number < number:
-            (query, _, key, value), own = self.parts[self.number], self.joining[self.number]
-            if self.keeps_before:
-                self.before = (self.groups, self.cells)
-            self.groups, self.cells, moved = grown(self.setting, self.groups, self.cells, (query, own, key, value))
-            if self.takes_notes:
-                self.moved.append(moved)
-            self.number += 1
+        """Gives the notes of some heads."""
+        return _Notes(*(tensor[heads] for tensor in vars(self).values()))
 
 
 class _Sections:
@@ -162,11 +123,10 @@ class _Sections:
         tokens = counts.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         pages = Pages.of(tokens[1], tokens[0] > 0, setting.selection.size)
         outs = Pieces(query.shape[3] - self.first * block)
-
         cells = numbered(counts[:, :, : self.past], 0)
-        joined = _Joined(setting, groups, cells, parts, joining, self.takes_notes, self.state is not None)
+        joined = Joined(setting, groups, cells, parts, joining, self.takes_notes, self.state is not None)
         self.moved = joined.moved
-        together = -(-len(parts) // SHARES)
+        together = -(-len(parts) // SHARES) if key.device.type == "cpu" else len(parts)
         for begin in range(self.first, len(parts), together):
             share = range(begin, min(begin + together, len(parts)))
             joined.up_to(begin)  # while there is little else in memory
@@ -179,7 +139,7 @@ class _Sections:
         return outs.joined()
 
     def _share(
-        self, share: range, joined: _Joined, query: Tensor, tokens: tuple[Tensor, Tensor, Tensor], pages: Pages
+        self, share: range, joined: Joined, query: Tensor, tokens: tuple[Tensor, Tensor, Tensor], pages: Pages
     ) -> Tensor:
         """Computes the output `[N, G, l, dv]` of some sections; the queries are `[N, G, l, d]`."""
         setting, begin = self.setting, self.past + share.start * self.setting.block
@@ -193,12 +153,12 @@ class _Sections:
             self._see(far, place, *(own.flatten(0, 1) for own in (groups.counts, groups.key, groups.value)))
             cells = pad(joined.cells, (0, self.counts.shape[2] - joined.cells.shape[2]), value=-1)
             cell.append(setting.selection.cells(cells.flatten(0, 1), chosen[:, place]))
-        notes = _Notes(far[0], chosen, since, torch.stack(cell, 1), far[0])
-        out, notes.lse = selected_forward(*self._operands(rows, tokens, far, notes, begin), setting.selection.kernel)
+        choice = (chosen, torch.stack(cell, 1), since)
+        out, lse = selected_forward(*self._operands(rows, tokens, far, choice, begin), setting.selection.kernel)
         if self.takes_notes:
             narrow = torch.int16 if max(setting.number, pages.mean.shape[1]) < 2**15 else torch.int32
-            notes.pages, notes.since, notes.cell = (own.to(narrow) for own in (chosen, since, notes.cell))
-            self.notes.append(notes)
+            own, cells, since = (tensor.to(narrow) for tensor in choice)
+            self.notes.append(_Notes(far[0], own, cells, since, lse))
         return self._tokens(out, *query.shape[1:3])
 
     def backward(
@@ -208,14 +168,24 @@ class _Sections:
         counts, notes, skipped = self.counts.flatten(0, 1), self._joined_notes(), self.first * self.setting.block
         rows, (grad, out) = query[:, :, :, skipped:].flatten(0, 1), (tensor.flatten(0, 1) for tensor in (grad, out))
         key, value, lead = key.flatten(0, 1), value.flatten(0, 1), query.shape[:2]
-        found = tuple(torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value))
+        found, widths = (
+            [torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value)],
+            (key.shape[2], value.shape[2]),
+        )
         together = -(-len(rows) // _SHARES_OF_HEADS) if rows.device.type == "cpu" else len(rows)
         for begin in range(0, len(rows), together):
             heads = slice(begin, begin + together)
             tokens, own = (counts[heads], key[heads], value[heads]), notes.of_heads(heads)
             far = self._far(tokens, range(self.first, self.first + own.counts.shape[1]))
-            sizes = self._replay(tokens, far, own.counts, heads)
-            given = self._operands(self._blocks(rows[heads]), tokens, far, own, self.start)
+            moved = [None if each is None else each.flatten(0, 1)[heads] for each in self.moved]
+            joins = Joins(moved, self.setting.number, self.past, self.setting.block)
+            both, sizes = torch.cat(tokens[1:], -1).to(own.counts.dtype), []
+            for number, seen in enumerate(joins.replay(both, self.first + own.counts.shape[1])):
+                sizes.append(seen.shape[1])
+                if number >= self.first:
+                    place = number - self.first
+                    self._see(far, place, own.counts[:, place, : sizes[-1]], *seen.split(widths, -1))
+            given = self._operands(self._blocks(rows[heads]), tokens, far, own.choice, self.start)
             of_rows, *of_far, near_key, near_value, of_key, of_value = selected_backward(
                 self._blocks(grad[heads]),
                 self._blocks(out[heads]),
@@ -228,10 +198,11 @@ class _Sections:
                 part = whole[:, self.start :]
                 part += near.flatten(1, 2)[:, : part.shape[1]]
             of_sums = torch.cat(of_far, -1).to(own.counts.dtype).div_(own.counts.clamp(min=1).unsqueeze(-1))
-            of_tokens = self._replay_backward(of_sums, sizes, heads, key.shape[1])
-            width = key.shape[2]
-            found[1][heads] = of_key + of_tokens[..., :width].to(of_key.dtype)
-            found[2][heads] = of_value + of_tokens[..., width:].to(of_value.dtype)
+            of_seen = [of_sums.new_zeros(len(of_sums), self.past, sum(widths))] * self.first
+            of_seen += [of_sums[:, place, :size] for place, size in enumerate(sizes[self.first :])]
+            of_tokens = joins.replay_backward(of_seen, key.shape[1]).split(widths, -1)
+            found[1][heads] = of_key + of_tokens[0].to(of_key.dtype)
+            found[2][heads] = of_value + of_tokens[1].to(of_value.dtype)
         of_query, of_key, of_value = (tensor.unflatten(0, lead) for tensor in found)
         return of_query, of_key, of_value
 
@@ -263,7 +234,7 @@ class _Sections:
         rows: Tensor,
         tokens: tuple[Tensor, Tensor, Tensor],
         far: tuple[Tensor, Tensor, Tensor],
-        notes: _Notes,
+        choice: tuple[Tensor, Tensor, Tensor],
         start: int,
     ) -> SelectedOperands:
         """Gives the operands for queries `[N, F, Z, R, d]` of sections that begin at key `start`."""
@@ -282,9 +253,9 @@ class _Sections:
             near_value=near_value,
             key=key,
             value=value,
-            pages=notes.pages,
-            cell=notes.cell,
-            since=notes.since,
+            pages=choice[0],
+            cell=choice[1],
+            since=choice[2],
             page_size=self.setting.selection.size,
             per_head=-(-block // self.setting.selection.rows),
             first=0,
@@ -298,68 +269,7 @@ class _Sections:
             notes.counts = pad(notes.counts, (0, most - notes.counts.shape[2]))
         return _Notes(*(torch.cat(own, 1) for own in zip(*(vars(notes).values() for notes in self.notes), strict=True)))
 
-    def _replay(
-        self,
-        tokens: tuple[Tensor, Tensor, Tensor],
-        far: tuple[Tensor, Tensor, Tensor],
-        counts: Tensor,
-        heads: slice,
-    ) -> list[int]:
-        """Makes the groups of some heads again, as the forward pass has joined them.
-
-        Args:
-            tokens: counts, keys and values of these heads.
-            far: filled, see `_far`.
-            counts: of the groups, `[N, F, M]`.
-            heads: their places.
-
-        Returns:
-            The number of groups before each section.
-        """
-        block, width = self.setting.block, tokens[1].shape[2]
-        rows = torch.cat(tokens[1:], -1).to(counts.dtype)
-        sums, sizes = rows[:, : self.past], []
-        for number in range(self.first + counts.shape[1]):
-            sizes.append(sums.shape[1])
-            if number >= self.first:
-                own = counts[:, number - self.first, : sums.shape[1]]
-                self._see(far, number - self.first, own, sums[..., :width], sums[..., width:])
-            if number < len(self.moved):
-                start, moved = self.past + number * block, self.moved[number]
-                sums = torch.cat([sums, rows[:, start : start + block]], 1)
-                if moved is not None:
-                    (sums,) = sums_of(moved.flatten(0, 1)[heads], self.setting.number, sums)
-        return sizes
-
-    def _replay_backward(self, of_sums: Tensor, sizes: list[int], heads: slice, length: int) -> Tensor:
-        """Computes the gradients of keys and values side by side, `[N, S, d + dv]`, from those of the sums of groups.
-
-        Args:
-            of_sums: gradients of what each section sees, `[N, F, M, d + dv]`.
-            sizes: number of groups before each section.
-            heads: places of these heads.
-            length: S.
-        """
-        block, found = self.setting.block, of_sums.new_zeros(len(of_sums), length, of_sums.shape[3])
-        later: Tensor | None = None  # gradient of the sums of all groups after a section
-        for number in reversed(range(len(sizes))):
-            now = found.new_zeros(len(found), sizes[number], found.shape[2])
-            if later is not None:
-                moved = self.moved[number]
-                if moved is not None:
-                    # Tokens that do not count are moved to a place after the last group.
-                    index = moved.flatten(0, 1)[heads].unsqueeze(-1).expand(-1, -1, found.shape[2])
-                    later = pad(later, (0, 0, 0, 1)).gather(1, index)
-                now, start = later[:, : sizes[number]], self.past + number * block
-                found[:, start : start + block] = later[:, sizes[number] :]
-            if number >= self.first:
-                now = now + of_sums[:, number - self.first, : sizes[number]]
-            later = now
-        if later is not None:
-            found[:, : self.past] = later
-        return found
-
-    def _leave(self, joined: _Joined, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _leave(self, joined: Joined, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes the groups and all tokens of complete sections into the state, which has no past."""
         assert self.state is not None
         complete, (groups, cells) = joined.number * self.setting.block, (joined.groups, joined.cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -65,6 +66,35 @@ def file_seconds(path: str | Path) -> float:
     """Length of an audio file in seconds, as its header says; raises ValueError as `read_file`."""
     with _opened(path, str(path)) as stream:
         return stream.frames / stream.samplerate
+
+
+def read_piece(path: str | Path, sampling_rate: int, samples: int | None = None, place: float = 0.0) -> np.ndarray:
+    """Reads a part of an audio file, converted to a sampling rate; of several channels the first.
+
+    Args:
+        path: the file.
+        sampling_rate: wanted rate in Hz.
+        samples: wanted number. Default None: the whole file.
+        place: where the piece begins, from 0 for the start of the file up to 1 for the last place where it fits. A file
+            that is shorter than the piece is repeated, from its start. Default 0.
+
+    Returns:
+        `[samples]`, float32.
+
+    Raises:
+        ValueError: as `read_file`; the message names the file.
+    """
+    with _opened(path, str(path)) as stream:
+        if stream.frames >= UNKNOWN_FRAMES:
+            raise ValueError(f"{path}: its header does not say how long it is")
+        wanted = stream.frames if samples is None else math.ceil(samples * stream.samplerate / sampling_rate)
+        stream.seek(math.floor(place * max(0, stream.frames - wanted)))
+        piece = stream.read(wanted, dtype="float32", always_2d=True)[:, 0]
+        ratio = Fraction(sampling_rate, stream.samplerate)
+    if not len(piece) or not np.isfinite(piece).all():
+        raise ValueError(f"{path}: holds {'samples that are not finite' if len(piece) else 'no samples'}")
+    piece = stretch(piece, ratio)
+    return piece if samples is None else np.resize(piece, samples)
 
 
 @contextmanager

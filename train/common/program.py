@@ -66,7 +66,7 @@ def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
     kind = next((own for own in get_args(hint) if own is not NoneType), hint) if NoneType in get_args(hint) else hint
     settings = dict(field.metadata)
     if get_origin(kind) is list:
-        settings |= {"type": get_args(kind)[0], "nargs": "+"}
+        settings = {"type": get_args(kind)[0], "nargs": "+", **settings}
     elif kind is bool:
         settings |= {"type": _yes_or_no, "nargs": "?", "const": True}
     else:

@@ -14,6 +14,7 @@ from favor.train.common.arguments import (
     check_positive,
     option,
 )
+from favor.train.speech.acoustic_arguments import AcousticArguments
 
 HUB = "openslr/librispeech_asr"
 # Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
@@ -57,10 +58,12 @@ class SpeechModelArguments(BackendArguments):
 
 
 @dataclass(kw_only=True)
-class SpeechDataArguments:
+class SpeechDataArguments(AcousticArguments):
     """The speech, its features and its augmentation."""
 
-    data_dir: str | None = option(None, f"LibriSpeech's folder, or one with manifests. Default: {HUB} on the hub.")
+    data_dir: str | None = option(
+        None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
+    )
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     train_split: str = option(
         "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."
@@ -101,6 +104,7 @@ class SpeechDataArguments:
         from favor.models.conformer.feature_extraction_conformer import NORMALIZE
         from favor.models.conformer.tokenization_conformer import MODEL_TYPES
 
+        super().__post_init__()
         check_positive(self, "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)

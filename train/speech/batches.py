@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from favor.models.conformer.configuration_conformer import IGNORED
 from favor.train.common.batches import mix
+from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.augment import SpecAugment, change_speed
 from favor.train.speech.data import Utterance, read_audio
 
@@ -30,9 +31,10 @@ class SpeechDataset(Dataset):
         processor: a `ConformerProcessor`.
         speeds: factors of `change_speed`, one of them drawn for each sample. Default (1.0,): no change. Usual for
             training are (0.9, 1.0, 1.1).
-        dither: standard deviation of noise on the samples. Default 0.
+        acoustics: adds noise, reverberation and changes of volume, after the speed. Default None: nothing.
+        dither: standard deviation of noise on the samples, after all else. Default 0.
         augment: masks the features. Default None: no masks.
-        seed: draws speeds, noise and masks. Default 0.
+        seed: draws speeds, acoustics, dither and masks. Default 0.
         resample: whether audio of another rate is resampled. Default False.
 
     Raises:
@@ -45,6 +47,7 @@ class SpeechDataset(Dataset):
         processor: Any,
         *,
         speeds: Sequence[float] = (1.0,),
+        acoustics: Acoustics | None = None,
         dither: float = 0.0,
         augment: SpecAugment | None = None,
         seed: int = 0,
@@ -57,7 +60,7 @@ class SpeechDataset(Dataset):
             raise ValueError(f"utterance {unknown[0]} has no length yet: prepare the utterances first.")
         self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
         self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
-        self.augment = augment
+        self.acoustics, self.augment = acoustics, augment
         self.labels = self._labels(processor, [utterance.text for utterance in utterances])
 
     @property
@@ -83,6 +86,8 @@ class SpeechDataset(Dataset):
         generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
         speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
         waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        if self.acoustics is not None:
+            waveform = self.acoustics(waveform, rate, generator)
         features, frames = self._features(waveform, generator)
         if self.augment is not None:
             features = self.augment(features, torch.tensor([frames]), generator)

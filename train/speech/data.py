@@ -14,6 +14,8 @@ import numpy as np
 from favor.models.conformer.audio import read_file
 from favor.models.conformer.configuration_conformer import subsampled_frames
 
+# Endings of files that are audio.
+AUDIO = (".flac", ".mp3", ".wav")
 LISTED = 20
 
 

@@ -10,11 +10,28 @@ from torch.utils.data import DataLoader
 from transformers import WhisperProcessor
 
 from favor.models.conformer import ConformerProcessor
-from favor.train.speech.arguments import Arguments
+from favor.train.speech.acoustics import Acoustics, audio_files
+from favor.train.speech.arguments import Arguments, SpeechDataArguments
 from favor.train.speech.augment import SpecAugment
 from favor.train.speech.batches import DurationBatchSampler, Key, SpeechDataset, collate
 from favor.train.speech.data import Utterance
 from favor.train.speech.whisper import WhisperDataset, collate_whisper
+
+
+def make_acoustics(data: SpeechDataArguments) -> Acoustics | None:
+    """Makes what adds noise, reverberation and changes of volume to the training set; None if nothing is asked for.
+
+    Raises:
+        ValueError: for a folder without audio, or with a file that cannot be opened.
+    """
+    noises = () if data.noise_dir is None else audio_files(data.noise_dir, "noise_dir")
+    responses = () if data.reverb_dir is None else audio_files(data.reverb_dir, "reverb_dir")
+    ranges = {"snr": data.noise_snr, "rt60": data.reverb_rt60, "gain": data.gain}
+    given: dict[str, Any] = {name: tuple(values) for name, values in ranges.items() if values is not None}
+    for name in ("noise_probability", "reverb_probability"):
+        if getattr(data, name) is not None:
+            given[name] = getattr(data, name)
+    return Acoustics(noises=noises, responses=responses, **given) if noises or responses or given else None
 
 
 def make_loaders(
@@ -23,6 +40,7 @@ def make_loaders(
     evaluation: dict[str, list[Utterance]],
     processor: ConformerProcessor | WhisperProcessor,
     seed: int,
+    acoustics: Acoustics | None = None,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes the loader of the training set, augmented and shuffled by seed and epoch, and one per evaluation split.
 
@@ -32,6 +50,7 @@ def make_loaders(
         evaluation: utterances of each evaluation split.
         processor: that of the model.
         seed: draws the order and the augmentation.
+        acoustics: changes the waveforms of the training set. Default None: they stay.
     """
     data = arguments.data
     masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
@@ -41,6 +60,7 @@ def make_loaders(
         processor,
         speeds=data.speeds,
         dither=data.dither,
+        acoustics=acoustics,
         augment=masks,
         seed=seed,
         resample=data.resample,

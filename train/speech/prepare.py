@@ -91,8 +91,8 @@ def _check_ids(utterances: Sequence[Utterance]) -> None:
 
 
 def _identity(utterance: Utterance) -> dict[str, Any]:
-    """Identifies an utterance and the state of its audio file."""
-    size = None
+    """Identifies an utterance and the state of its audio file; members of tar files know their size."""
+    size = getattr(utterance.audio, "size", None)
     if isinstance(utterance.audio, Path):
         size = utterance.audio.stat().st_size if utterance.audio.exists() else -1
     return {"id": utterance.id, "place": utterance.place, "size": size}

@@ -104,12 +104,7 @@ def label(
     Raises:
         ValueError: for audio that is not a file, or a folder with labels of another teacher, beam or `resample`.
     """
-    stored = [utterance for utterance in utterances if not isinstance(utterance.audio, Path)]
-    if stored:
-        raise ValueError(
-            f"utterances must be audio files, since labels refer to them by path; {stored[0].id} is {stored[0].place}. "
-            "Write the audio of a dataset of the hub to files first."
-        )
+    check_files(utterances)
     folder, (process, processes) = Path(folder), shard
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"teacher": teacher, "beam_size": beam_size, "resample": resample}
@@ -128,6 +123,16 @@ def label(
         records = itertools.chain(records, _transcribed(model, processor, long, loader, beam_size, process == 0))
     new = ([one for one in batch if one.id in todo] for batch in records)
     _append(folder / PART.format(process), settings, new)
+
+
+def check_files(utterances: Sequence[Utterance]) -> None:
+    """Raises ValueError for an utterance whose audio is not a file of its own, since labels refer to files by path."""
+    stored = [utterance for utterance in utterances if not isinstance(utterance.audio, Path)]
+    if stored:
+        raise ValueError(
+            f"utterances must be audio files, since labels refer to them by path; {stored[0].id} is {stored[0].place}. "
+            "Write the audio of a dataset of the hub, or of tar shards, to files first."
+        )
 
 
 def _by_length(

@@ -1,10 +1,7 @@
-"""Where utterances come from: LibriSpeech's folders, manifests, datasets of the hub."""
+"""Where utterances come from: LibriSpeech's folders, manifests, tar shards, datasets of the hub."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +10,11 @@ from typing import Any
 from datasets import Audio, Dataset, load_dataset
 
 from favor.models.conformer.tokenization_conformer import normalize_transcript
-from favor.train.speech.data import LISTED, Skipped, StoredAudio, Utterance
+from favor.train.speech.data import AUDIO, LISTED, Skipped, StoredAudio, Utterance
+from favor.train.speech.manifests import manifests, named_manifests, read_manifest
 from favor.train.speech.prepare import prepare
-
-AUDIO = (".flac", ".mp3", ".wav")
-MANIFESTS = (".jsonl", ".json", ".csv")
-Normalize = Callable[[str], str]
+from favor.train.speech.rows import Normalize
+from favor.train.speech.shards import TAR, find_shards, read_shards
 
 
 def load_speech(
@@ -38,9 +34,10 @@ def load_speech(
 
     Args:
         source: a folder in LibriSpeech's layout; a manifest, or a folder that holds `<split>.jsonl`, `<split>.csv` or
-            one manifest alone; or, if there is no such path, the name of a dataset of the hub.
+            one manifest alone; a tar file, or a folder with tar files, as `read_shards` reads them (a manifest in the
+            folder comes first); or, if there is no such path, the name of a dataset of the hub.
         split: e.g. "dev-clean" of a folder, "validation" of the hub; several are joined by "+". Default None: the
-            manifest that `source` is, or the only one in it.
+            manifest or tar file that `source` is, or all tar files or the only manifest in it.
         prepared: folder where `prepare` keeps its results, by split. Default None: all audio is decoded
             each time.
         config: configuration of a hub dataset. Default None.
@@ -65,11 +62,15 @@ def load_speech(
     utterances: list[Utterance] = []
     path = Path(source)
     for part in [split] if split is None or not path.exists() else split.split("+"):
-        in_folders = part is not None and path.is_dir() and not _named_manifests(path, part)
-        if part is not None and in_folders and ((_root(path) / part).is_dir() or not _manifests(path)):
+        tables = manifests(path) if part is None else named_manifests(path, part)
+        in_folders = part is not None and path.is_dir() and not tables
+        if not tables and (shards := find_shards(path, part)):
+            root = path if path.is_dir() else path.parent
+            utterances += read_shards(shards, root, skipped, normalize, transcripts)
+        elif part is not None and in_folders and ((_root(path) / part).is_dir() or not manifests(path)):
             read: Any = partial(read_librispeech, skipped=skipped) if transcripts else read_audio_folder
             utterances += read(path, part, normalize=normalize)
-        elif not transcripts and part is None and path.is_dir() and not _manifests(path):
+        elif not transcripts and part is None and path.is_dir() and not tables:
             utterances += read_audio_folder(path, part, normalize)
         elif path.exists():
             utterances += read_manifest(path, skipped, normalize, part, transcripts)
@@ -109,8 +110,11 @@ def read_librispeech(
     skipped = Skipped() if skipped is None else skipped
     root = _root(Path(folder))
     if not (root / split).is_dir():
-        there = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-        raise ValueError(f"split must be a folder of {root}, got {split!r}; there are: {', '.join(there) or 'none'}.")
+        inside = root.iterdir() if root.is_dir() else ()
+        there = ", ".join(sorted(path.name for path in inside if path.is_dir() or path.suffix == TAR)[:LISTED])
+        raise ValueError(
+            f"split must be a folder of {root}, or tar shards, got {split!r}; there are: {there or 'none'}."
+        )
     found: list[Utterance] = []
     before = len(skipped)
     for chapter in sorted(path for path in (root / split).glob("*/*") if path.is_dir()):
@@ -126,7 +130,7 @@ def read_librispeech(
             else:
                 found.append(Utterance(name, text, audio[name], speaker=chapter.parent.name, chapter=chapter.name))
     if not found and len(skipped) == before:
-        raise ValueError(f"found no <speaker>/<chapter>/*.flac, *.mp3 or *.wav in {root / split}.")
+        raise ValueError(f"found no <speaker>/<chapter>/*.flac, *.mp3 or *.wav, and no *.tar, in {root / split}.")
     return found
 
 
@@ -186,112 +190,6 @@ def _transcripts(chapter: Path) -> dict[str, str]:
             if name:
                 texts[name] = text
     return texts
-
-
-def read_manifest(
-    path: str | Path,
-    skipped: Skipped | None = None,
-    normalize: Normalize = normalize_transcript,
-    split: str | None = None,
-    transcripts: bool = True,
-) -> list[Utterance]:
-    """Reads the utterances of a table in JSON lines or CSV.
-
-    Columns: `audio`, a path relative to the manifest's folder, and `text`; optional are `id` (default: `audio`),
-    `seconds`, which `prepare` then compares with the audio, `speaker` and `chapter`.
-
-    Args:
-        path: the manifest (.jsonl, .json with one row per line, or .csv with a header), or a folder.
-        skipped: takes rows that cannot be used. Default None: the first one raises.
-        normalize: turns texts into transcripts. Default `normalize_transcript`.
-        split: in a folder, `<split>.jsonl` and so on, or the only manifest of `<split>/`. Default None: the folder's
-            only manifest.
-        transcripts: False also takes rows without a text; their text is "". Default True.
-
-    Returns:
-        Utterances in the order of the rows.
-
-    Raises:
-        ValueError: if there is no manifest, or more than one, or it has no row that can be read.
-    """
-    skipped = Skipped() if skipped is None else skipped
-    file = _find_manifest(Path(path), split)
-    found: list[Utterance] = []
-    before = len(skipped)
-    for number, row in _csv_rows(file) if file.suffix == ".csv" else _json_rows(file):
-        try:
-            found.append(_from_row(row, file.parent, normalize, transcripts))
-        except ValueError as error:
-            skipped.add(f"{file}:{number}", str(error))
-    if not found and len(skipped) == before:
-        raise ValueError(f"{file}: expected rows with the columns audio and text, found none.")
-    return found
-
-
-def _manifests(folder: Path, stem: str = "*") -> list[Path]:
-    return sorted(path for ending in MANIFESTS for path in folder.glob(stem + ending))
-
-
-def _named_manifests(folder: Path, split: str) -> list[Path]:
-    return _manifests(folder, split) or _manifests(folder / split)
-
-
-def _find_manifest(path: Path, split: str | None) -> Path:
-    """Finds the manifest of a path and a split."""
-    if path.is_file():
-        if split is not None:
-            raise ValueError(f"split must be None for a manifest file, got {split!r} for {path}: give its folder.")
-        return path
-    if not path.is_dir():
-        raise ValueError(f"path must be a manifest or a folder that holds one, got {path}, which does not exist.")
-    found = _manifests(path) if split is None else _named_manifests(path, split)
-    if len(found) != 1:
-        wanted = "one .jsonl, .json or .csv file" if split is None else f"{split}.jsonl, {split}.json or {split}.csv"
-        there = ", ".join(file.name for file in found or _manifests(path)) or "none"
-        raise ValueError(f"expected {wanted} in {path}, found {there}: name the file or the split.")
-    return found[0]
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields line numbers and rows; a row that is not JSON is yielded as text."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError:
-                yield number, line
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream)
-        for row in reader:
-            yield reader.line_num, row
-
-
-def _from_row(row: Any, folder: Path, normalize: Normalize, transcripts: bool) -> Utterance:
-    """Makes an utterance from a row; raises ValueError for a bad row.
-
-    Args:
-        row: an object of JSON or a row of CSV.
-        folder: that of the manifest.
-        normalize: turns texts into transcripts.
-        transcripts: whether the row needs a text.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected one JSON object per line, got {str(row)[:60]!r}")
-    needed = ("audio", "text") if transcripts else ("audio",)
-    missing = [name for name in needed if not isinstance(row.get(name), str) or not row[name].strip()]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} must be given, got {row}")
-    if not (text := normalize(str(row.get("text") or ""))) and transcripts:
-        raise ValueError(f"text is empty after normalisation of {row['text']!r}")
-    try:
-        seconds = float(row["seconds"]) if row.get("seconds") not in (None, "") else None
-    except (TypeError, ValueError):
-        raise ValueError(f"seconds must be a number, got {row['seconds']!r}") from None
-    named = {name: str(row[name]) if row.get(name) not in (None, "") else None for name in ("speaker", "chapter")}
-    return Utterance(str(row.get("id") or row["audio"]), text, folder / row["audio"], seconds, **named)
 
 
 @dataclass(frozen=True)

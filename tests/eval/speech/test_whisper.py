@@ -13,7 +13,7 @@ from transformers import WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.tokenization_whisper import WhisperTokenizer
 
 from favor.eval import whisper
-from favor.eval.speech import whisper_convert
+from favor.eval.speech import whisper_convert, whisper_report
 from favor.integrations.adapt import landmark_choice
 from favor.train.speech.data import Utterance
 from favor.train.speech.word_errors import ErrorCounts
@@ -190,26 +190,24 @@ def test_pieces_are_consecutive_utterances_of_a_chapter():
         whisper.cut(given, 28, 28, 1)
 
 
-def test_standard_errors():
-    """Equal sizes: that of a mean. Else near the bootstrap's."""
-    errors = [3, 0, 5, 2, 9, 1]
-    expected = np.std(errors, ddof=1) / 6**0.5 / 10
-    assert whisper.ratio_error(errors, [10] * 6) == pytest.approx(expected)
+def test_intervals_draw_speakers():
     source = np.random.default_rng(0)
-    words = source.integers(40, 90, 200)
-    errors = source.binomial(words, source.uniform(0, 0.2, 200))
-    draws = source.integers(0, 200, (4000, 200))
-    bootstrap = np.std(errors[draws].sum(1) / words[draws].sum(1))
-    assert whisper.ratio_error(errors, words) == pytest.approx(bootstrap, rel=0.05)
+    words, speakers = source.integers(40, 90, 60), [str(piece % 20) for piece in range(60)]
+    errors = source.binomial(words, np.repeat(source.uniform(0, 0.2, 20)[None], 3, 0).ravel())
+    draws = np.random.default_rng(1).integers(0, 20, (20000, 20))
+    totals = [np.reshape(numbers, (3, 20)).sum(0) for numbers in (errors, words)]
+    expected = np.quantile(totals[0][draws].sum(1) / totals[1][draws].sum(1), [0.025, 0.975])
+    assert whisper_report.interval(errors, words, speakers) == pytest.approx(expected, rel=0.03)
+    assert np.isnan(whisper_report.interval([1, 2], [5, 5], ["a", "a"])).all()
 
 
 def test_rows_are_compared_piece_by_piece():
-    exact = [ErrorCounts(9, 1, 0, 0), ErrorCounts(18, 0, 2, 0)]
-    other = [ErrorCounts(8, 2, 0, 3), ErrorCounts(20, 0, 0, 0)]
-    row = whisper.row(None, other, exact)
+    other = whisper_report.edits_of([ErrorCounts(8, 2, 0, 3), ErrorCounts(20, 0, 0, 0)])
+    row = whisper_report.row(None, other, [1, 2], [10, 20], ["a", "b"], [0.5])
     assert (row["wer"], row["difference"]) == (pytest.approx(5 / 30), pytest.approx(2 / 30))
-    assert row["difference_error"] == pytest.approx(whisper.ratio_error([4, -2], [10, 20]))
-    assert (row["insertions"], row["errors_of_pieces"]) == (3, [5, 0])
+    # Two speakers: both, or one of them twice.
+    assert row["difference_interval"] == [pytest.approx(-4 / 40), pytest.approx(8 / 20)]
+    assert (row["insertions"], row["errors_of_pieces"], row["head_errors"]) == (3, [5, 0], [0.5])
 
 
 def test_the_table(folder, tmp_path, monkeypatch):
@@ -225,25 +223,17 @@ def test_the_table(folder, tmp_path, monkeypatch):
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
     words = ["--data_dir", str(tmp_path), "--split", "dev", "--seconds", "2", "3", "--max_new_tokens", "8"]
     more = ["--backends", "landmark:window=1500", "favor+", "--windows", "0", "--num_features", "8"]
-    out = [
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--name",
-        "whisper",
-        "--flop_budgets",
-        ".002",
-        "1",
-        "--choose_on",
-        "dev",
-    ]
+    more += ["--flop_budgets", "1", "--choose_on", "dev"]
+    out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]
     assert whisper.main([str(folder), *words, *more, *out]) == 0
     found = json.loads((tmp_path / "out" / "whisper.json").read_text())
     assert found["pieces"] == [["7-1-0", "7-1-1"], ["7-1-2", "7-1-3"]]
     assert found["words_of_pieces"] == [7, 11]
-    exact, equal, rough, cheap, chosen = found["rows"]
-    assert cheap["attention"] == "landmark (layers=auto, flop_budget=0.002)"
+    exact, equal, rough, chosen = found["rows"]
+    assert chosen["attention"] == "landmark (layers=auto, flop_budget=1)"
     assert chosen["errors_of_pieces"] == exact["errors_of_pieces"]
-    assert "chosen on 1 pieces of dev, one per speaker" in found["facts"]
+    assert chosen["head_errors"] == [0] * 4
+    assert "chosen on dev, one piece of each speaker" in found["facts"]
     model, processor = whisper.load(folder)
     spoken = [
         np.concatenate([soundfile.read(chapter / f"7-1-{i}.wav", dtype="float32")[0] for i in p])
@@ -255,8 +245,20 @@ def test_the_table(folder, tmp_path, monkeypatch):
     assert all(text.strip() for text in texts)
     assert exact["wer"] == pytest.approx(counted.wer)
     assert equal["errors_of_pieces"] == exact["errors_of_pieces"]
-    assert (equal["difference"], equal["difference_error"]) == (0, 0)
+    assert equal["difference"] == 0
+    assert max(equal["head_errors"]) < 1e-4 < min(rough["head_errors"])
+    assert len(rough["head_errors"]) == 4
     assert rough["attention"] == "favor+"
     text = (tmp_path / "out" / "whisper.md").read_text()
     assert f"| `landmark` | 8 | 1500 | {100 * exact['wer']:.2f} |" in text
     assert str(tmp_path) not in text
+    assert (tmp_path / "out" / "whisper.png").stat().st_size > 1000
+    # Error rates that an earlier result has are taken from it.
+    earlier = tmp_path / "out" / "whisper.json"
+    found["rows"][2]["errors_of_pieces"] = [3, 4]
+    earlier.write_text(json.dumps(found))
+    merge = ["--merge", str(earlier), "--output_dir", str(tmp_path / "out"), "--name", "merged"]
+    assert whisper.main([str(folder), *words, *more, *merge]) == 0
+    assert json.loads((tmp_path / "out" / "merged.json").read_text())["rows"][2]["wer"] == pytest.approx(7 / 18)
+    with pytest.raises(ValueError, match="--merge: expected results with the seed of this run"):
+        whisper.main([str(folder), *words, *more, *merge, "--seed", "1"])

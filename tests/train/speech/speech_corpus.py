@@ -1,6 +1,8 @@
 """Small corpora of made-up speech."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import soundfile
@@ -52,4 +54,15 @@ def rows(folder, number=3, ending="wav"):
 def write_manifest(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_shard(path, members, form=tarfile.USTAR_FORMAT):
+    """A tar file of (name, bytes) pairs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
     return path

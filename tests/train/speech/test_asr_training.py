@@ -100,16 +100,30 @@ def test_a_transducer_learns(train, short, ctc_weight):
     assert last["train_loss"] < 0.6 * first["train_loss"]
 
 
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    """Folders of noise and of impulse responses."""
+    root, source = tmp_path_factory.mktemp("sounds"), np.random.default_rng(0)
+    for name, samples, rate in (("noise/hum", 9000, 8000), ("noise/wind", 90000, 16000), ("rooms/hall", 2000, 16000)):
+        (root / name).parent.mkdir(exist_ok=True)
+        soundfile.write(root / f"{name}.wav", 0.1 * source.normal(size=samples), rate)
+    return root
+
+
+NOISY = {"noise_dir": "noise", "noise_snr": "-5 10", "reverb_dir": "rooms", "gain": "-6 6", "normalize": "none"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"ema_decay": 0.0, "gradient_accumulation_steps": 2},
+        {"ema_decay": 0.0, "gradient_accumulation_steps": 2, **NOISY},
         {"architecture": "transducer", "attn_implementation": "favor+", "redraw_interval": 3},
     ],
-    ids=["average", "accumulation", "redraws"],
+    ids=["average", "accumulation and noise", "redraws"],
 )
-def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch, options):
+def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(sounds)
     settings = {"max_train_steps": 7, "checkpointing_steps": 2, "eval_epochs": 2, **options}
     whole = train("whole", **settings)
 
@@ -132,9 +146,10 @@ def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch, opti
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_workers_and_the_log_change_nothing(train, tmp_path):
-    one = train("one", speeds="0.9 1.0 1.1")
-    other = train("other", speeds="0.9 1.0 1.1", num_workers=1, report_to="tensorboard")
+def test_workers_and_the_log_change_nothing(train, sounds, tmp_path):
+    drawn = {"speeds": "0.9 1.0 1.1", "noise_dir": sounds / "noise", "reverb_rt60": "0.1 0.2"}
+    one = train("one", **drawn)
+    other = train("other", num_workers=1, report_to="tensorboard", **drawn)
     assert one["metrics"] == other["metrics"]
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -240,6 +255,8 @@ def test_the_average_follows_the_weights():
         ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
         ({"max_batch_seconds": 0.5}, "max_batch_seconds|max_seconds"),
+        ({"noise_dir": "nowhere"}, "noise_dir must be a folder with .*nowhere is no folder"),
+        ({"noise_snr": "0 10"}, "noise_snr has no effect without noise_dir"),
     ],
 )
 def test_bad_arguments_are_refused(train, values, message):

@@ -14,12 +14,13 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from launching import fork
 from safetensors.torch import load_file
+from speech_corpus import write_shard
 
 from favor.models.conformer.configuration_conformer import PRESETS
 from favor.train import asr, nst
 from favor.train.common import loop
 from favor.train.speech import pseudo_labels
-from favor.train.speech.sources import read_manifest
+from favor.train.speech.manifests import read_manifest
 
 TONES = {"A": 500.0, "E": 1500.0, "O": 3000.0}
 WORDS = ["".join(letters) for size in (1, 2) for letters in itertools.product(TONES, repeat=size)]
@@ -307,6 +308,13 @@ def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
     with pytest.raises(ValueError, match="must be a folder or a manifest, got None"):
         nst.main(hub)
     assert not (tmp_path / "run").exists()
+
+
+def test_speech_in_tar_shards_is_refused_before_a_teacher_is_trained(corpus, preset, tmp_path, monkeypatch):
+    shard = write_shard(tmp_path / "more.tar", [("a.flac", (corpus / "more" / "0.flac").read_bytes())])
+    monkeypatch.setattr(asr, "main", None)
+    with pytest.raises(ValueError, match=r"must be audio files, .* more/a is .*more\.tar/a\.flac\. Write the audio"):
+        nst.main(words(corpus, tmp_path / "run", unlabelled_dir=shard, max_train_steps=1, **NEW))
 
 
 def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):

@@ -21,8 +21,9 @@ from favor.models.conformer import (
 )
 from favor.train.speech import pseudo_labels
 from favor.train.speech.data import Utterance, check_lengths, read_audio
+from favor.train.speech.manifests import read_manifest
 from favor.train.speech.pseudo_labels import PseudoLabel, collect, filter_scores, fingerprint, fit_scores, label, select
-from favor.train.speech.sources import load_speech, read_manifest
+from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import search
 
 LENGTHS = (0.9, 0.4, 0.7, 1.1, 0.5, 0.6, 0.8)

@@ -16,8 +16,9 @@ from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.tokenization_conformer import train_tokenizer
 from favor.train.speech import sources as speech_sources
 from favor.train.speech.data import Skipped, Utterance, check_lengths, needed_frames, read_audio
+from favor.train.speech.manifests import read_manifest
 from favor.train.speech.prepare import prepare
-from favor.train.speech.sources import from_dataset, load_speech, read_hub, read_librispeech, read_manifest
+from favor.train.speech.sources import from_dataset, load_speech, read_hub, read_librispeech
 
 
 @pytest.fixture

@@ -3,30 +3,19 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from speech import WORDS, write_corpus
-from transformers import (
-    GenerationConfig,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-    WhisperProcessor,
-    WhisperTokenizer,
-)
+from speech import write_corpus
+from tiny_whisper import FRAMES, SPECIAL, make_processor, save
 
 import favor
 from favor.eval.asr import recognise
 from favor.train import asr
 from favor.train.common import checkpoint
+from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.augment import SpecAugment
 from favor.train.speech.data import Skipped, Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.whisper import WhisperDataset, collate_whisper, fitting, label_ids
-
-SPECIAL = [f"<|{word}|>" for word in ("endoftext", "startoftranscript", "startofprev", "nospeech", "notimestamps")]
-TOKENS = [*(f"Ġ{word.lower()}" for word in WORDS), *"abcdef", "Ġ", *SPECIAL]
-END, START, _, _, NO_TIMES = range(len(TOKENS) - 5, len(TOKENS))
-FRAMES = 600
 
 
 @pytest.fixture(scope="module")
@@ -36,48 +25,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processor():
-    merges = []
-    for word in WORDS:
-        parts = ["Ġ", *word.lower()]
-        for end in range(1, len(parts)):
-            merges.append(("".join(parts[:end]), parts[end]))
-    vocabulary = dict.fromkeys([*TOKENS[:-5], *("".join(pair) for pair in merges)])
-    entries = {token: number for number, token in enumerate([*vocabulary, *SPECIAL])}
-    tokenizer = WhisperTokenizer(
-        vocab=entries, merges=merges, **{f"{n}_token": SPECIAL[0] for n in ("unk", "bos", "eos", "pad")}
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.set_prefix_tokens(predict_timestamps=False)
-    return WhisperProcessor(WhisperFeatureExtractor(chunk_length=FRAMES // 100), tokenizer)
+    return make_processor()
 
 
 @pytest.fixture(scope="module")
 def folder(processor, tmp_path_factory):
-    """An untrained Whisper that hears 6 seconds."""
-    torch.manual_seed(0)
-    end, start, no_times = processor.tokenizer.convert_tokens_to_ids([SPECIAL[0], SPECIAL[1], SPECIAL[4]])
-    special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
-    sizes = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = WhisperConfig(
-        vocab_size=len(processor.tokenizer),
-        d_model=32,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=24,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **sizes,
-        **special,
-    )
-    model = WhisperForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(
-        max_length=24, is_multilingual=False, return_timestamps=False, no_timestamps_token_id=no_times, **special
-    )
-    path = tmp_path_factory.mktemp("whisper")
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return path
+    return save(tmp_path_factory.mktemp("whisper"), processor)
 
 
 @pytest.fixture
@@ -128,6 +81,10 @@ def test_samples(corpus, processor):
     ]
     assert torch.equal(noisy[0], noisy[1])
     assert not torch.equal(noisy[0], noisy[2])
+    louder = WhisperDataset(given, processor, acoustics=Acoustics(gain=(6.0, 6.0)))[3]["input_features"]
+    doubled = processor(read_audio(given[3]) * 10**0.3, sampling_rate=16000, return_tensors="pt").input_features[0].T
+    torch.testing.assert_close(louder, doubled)
+    assert not torch.equal(louder, expected)
     batch = collate_whisper([WhisperDataset(given, processor)[i] for i in range(3)], with_index=True)
     assert batch["input_features"].shape == (3, 80, FRAMES)
     assert batch["index"].tolist() == [0, 1, 2]
@@ -180,6 +137,7 @@ def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
 
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "join_seconds": 5}
+    settings |= {"reverb_rt60": "0.1 0.3", "gain": "-6 6"}
     whole = train("whole", **settings)
     saved = checkpoint.save_checkpoint
 

@@ -1,0 +1,187 @@
+"""Table and picture of `favor.eval.whisper`: word error rates, their intervals, and the errors of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from favor.eval.approximation.variants import Variant
+from favor.eval.common import report
+from favor.train.speech.word_errors import ErrorCounts
+
+Row = dict[str, Any]
+
+
+def interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[str], seed: int = 0) -> list[float]:
+    """Computes the 95 % bootstrap interval of sum(errors) / sum(words), drawing speakers with replacement.
+
+    Args:
+        errors: of each piece; differences may be negative.
+        words: of each piece.
+        speakers: of each piece.
+        seed: of the 9,999 draws.
+
+    Returns:
+        Lowest and highest; NaN for one speaker.
+    """
+    own = sorted(set(speakers))
+    if len(own) < 2:
+        return [float("nan")] * 2
+    places = np.array([own.index(speaker) for speaker in speakers])
+    totals = [np.bincount(places, np.asarray(numbers, float), len(own)) for numbers in (errors, words)]
+
+    def rate(errors: np.ndarray, words: np.ndarray, axis: int = -1) -> np.ndarray:
+        return errors.sum(axis) / words.sum(axis)
+
+    found = stats.bootstrap(
+        totals, rate, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(seed)
+    )
+    return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
+
+
+def row(
+    variant: Variant | None,
+    edits: Mapping[str, Any],
+    exact: Sequence[int],
+    words: Sequence[int],
+    speakers: Sequence[str],
+    heads: Sequence[float] = (),
+) -> Row:
+    """Makes a row of the table: error rates as fractions, with their intervals, and the errors of each piece.
+
+    Args:
+        variant: the attention; None is exact attention.
+        edits: the errors of each piece ("errors_of_pieces"), and the counts of all, see `edits_of`.
+        exact: errors of each piece with exact attention.
+        words: of each piece.
+        speakers: of each piece.
+        heads: relative error of the attention output of each head.
+    """
+    errors = edits["errors_of_pieces"]
+    difference = [own - other for own, other in zip(errors, exact, strict=True)]
+    return {
+        **setting(variant),
+        "wer": sum(errors) / sum(words),
+        "interval": interval(errors, words, speakers),
+        "difference": sum(difference) / sum(words),
+        "difference_interval": interval(difference, words, speakers),
+        "head_errors": list(heads),
+        **edits,
+    }
+
+
+def setting(variant: Variant | None) -> Row:
+    """Gives the part of a row that tells its attention."""
+    if variant is None:
+        return {"attention": "exact", "num_features": None, "window": None, "options": {}}
+    options = dict(variant.more)
+    return {
+        "attention": variant.label,
+        "num_features": variant.num_features,
+        "window": variant.window,
+        "options": options,
+    }
+
+
+def edits_of(counts: Sequence[ErrorCounts]) -> Row:
+    """Gives the part of a row that was counted: edits of all pieces, and the errors of each."""
+    return {**asdict(sum(counts, ErrorCounts())), "errors_of_pieces": [each.errors for each in counts]}
+
+
+def known_edits(variant: Variant | None, content: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Row | None:
+    """Finds the edits of a setting in earlier results; None if they are not there.
+
+    Args:
+        variant: the attention; None is exact attention.
+        content: what this run measures on: "pieces" and "seed".
+        others: contents of result files.
+
+    Raises:
+        ValueError: if a result was measured on other pieces or with another seed.
+    """
+    names = [*asdict(ErrorCounts()), "errors_of_pieces"]
+    for other in others:
+        for name in ("pieces", "seed"):
+            if other.get(name) != content[name]:
+                raise ValueError(f"--merge: expected results with the {name} of this run, got others: {other['facts']}")
+        for own in other["rows"]:
+            if {name: own[name] for name in setting(None)} == setting(variant):
+                return {name: own[name] for name in names}
+    return None
+
+
+def lines(rows: Sequence[Row], facts: str) -> list[str]:
+    """Writes the report in Markdown."""
+    head = ["attention of the encoder", "M", "window", "WER, %", "95 %", "minus exact, points", "95 %"]
+    head += ["mean head error", "p90"]
+    body = []
+    for each in rows:
+        name = each["attention"] if each["num_features"] is None else f"`{each['attention']}`"
+        cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-"), f"{100 * each['wer']:.2f}"]
+        cells.append(_range(each["interval"]))
+        is_exact = each["num_features"] is None
+        cells += ["-", "-"] if is_exact else [f"{100 * each['difference']:+.2f}", _range(each["difference_interval"])]
+        errors = each["head_errors"]
+        cells += [f"{np.mean(errors):.3f}", f"{np.quantile(errors, 0.9):.3f}"] if errors else ["-", "-"]
+        body.append(cells)
+    title = "# Whisper with linear attention in its encoder, nothing trained"
+    return [title, "", facts, "", *report.table(head, body)]
+
+
+def _range(ends: Sequence[float]) -> str:
+    return f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws word error rates over M with their intervals, and over the mean error of the heads.
+
+    Args:
+        rows: exact attention first.
+        path: of the PNG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.8), sharey=True)
+    exact, others = rows[0], rows[1:]
+    every, ticks = [100 * row["wer"] for row in rows], [5, 10, 20, 50, 100]
+    left.set(yscale="log", ylim=(max(0.7 * min(every), 0.1), 1.4 * max(*every, 0.2)), yticks=ticks, yticklabels=ticks)
+    for axis in (left, right):
+        axis.axhline(100 * exact["wer"], color="black", label="exact attention")
+    names = list(dict.fromkeys(row["attention"] for row in others))
+    curves = list(dict.fromkeys((row["attention"], row["window"]) for row in others))
+    for attention, window in curves:
+        own = sorted(
+            (row for row in others if (row["attention"], row["window"]) == (attention, window)),
+            key=lambda row: row["num_features"],
+        )
+        rates = [100 * row["wer"] for row in own]
+        ends = [
+            [abs(100 * row["interval"][end] - rate) for row, rate in zip(own, rates, strict=True)] for end in (0, 1)
+        ]
+        style = {"color": f"C{names.index(attention)}", "linestyle": "--" if window else "-", "marker": "o"}
+        label = f"{attention}, window {window}" if window else attention
+        if own[0]["num_features"]:
+            left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
+        else:  # layers have numbers of their own
+            left.axhline(rates[0], color=style["color"], linestyle=":", label=label)
+        points = [
+            (np.mean(row["head_errors"]), rate) for row, rate in zip(own, rates, strict=True) if row["head_errors"]
+        ]
+        if points:
+            right.plot(*zip(*points, strict=True), **(style | {"linestyle": ""}))
+    marks = sorted({row["num_features"] for row in others if row["num_features"]})
+    left.set(xscale="log", xlabel="M", ylabel="word error rate, %", xticks=marks, xticklabels=marks)
+    left.minorticks_off()
+    right.set(xlabel="mean relative error of the encoder's heads")
+    right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

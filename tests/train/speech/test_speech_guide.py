@@ -1,0 +1,81 @@
+"""Every command of the speech guide that trains or evaluates runs, on a small corpus and with the smallest model."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from speech import write_corpus
+from speech_corpus import write_shard
+from tiny_whisper import make_processor, save
+
+from favor.eval import asr as evaluation
+from favor.train import asr
+
+GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
+PROGRAMS = {"favor.train.asr": asr.main, "favor.eval.asr": evaluation.main}
+SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "dev", "test")
+
+
+def commands():
+    """Program and arguments of each command, in the order of the guide."""
+    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            program = next((word for word in words if word in PROGRAMS), None)
+            if program is not None:
+                yield program, words[words.index(program) + 1 :]
+
+
+def smaller(program, words):
+    """The command with a small model and one step; options that stand later win."""
+    if program == "favor.eval.asr":
+        return words
+    if "whisper" in words:
+        return [*words, "--max_train_steps", "1", "--join_seconds", "5"]
+    words = ["tiny" if word == "small" else word for word in words]
+    return [*words, "--max_train_steps", "1", "--tokenizer_type", "char"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The folders that the guide names."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path, dict.fromkeys(SPLITS, 3))
+    for split in ("train", "dev", "test"):
+        members = []
+        for chapter in (tmp_path / "LibriSpeech" / split).glob("*/*"):
+            for line in next(chapter.glob("*.txt")).read_text().splitlines():
+                name, text = line.split(" ", 1)
+                members += [(f"{name}.flac", (chapter / f"{name}.flac").read_bytes()), (f"{name}.txt", text.encode())]
+        write_shard(tmp_path / "shards" / f"{split}-000000.tar", members)
+    for name in ("musan/noise/free/hum.wav", "rooms/hall.wav"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).normal(size=4000), 16000)
+    save(tmp_path / "whisper", make_processor())
+    return tmp_path
+
+
+def test_the_commands_of_the_guide_run(place, fresh_accelerator):
+    ran = []
+    for program, words in commands():
+        PROGRAMS[program](smaller(program, words))
+        fresh_accelerator()
+        ran.append(words[words.index("--output_dir") + 1])
+        name = "all_results.json" if program == "favor.train.asr" else "asr.json"
+        assert json.loads((place / ran[-1] / name).read_text())
+    assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/whisper"} <= set(ran)
+
+
+def test_shards_train_the_model_of_the_files(place, fresh_accelerator):
+    """The commands differ in the source alone."""
+    words = "--train_split train --eval_splits dev --preset tiny --tokenizer_type char --max_train_steps 2 --data_dir"
+    results = []
+    for source in ("shards", "LibriSpeech"):
+        results.append(asr.main([*words.split(), source, "--output_dir", f"out/{source}", "--max_batch_seconds", "4"]))
+        fresh_accelerator()
+    assert results[0]["train_loss"] == results[1]["train_loss"]
+    assert results[0]["metrics"] == results[1]["metrics"]

@@ -1,0 +1,62 @@
+"""An untrained Whisper that hears six seconds and knows the words of the small corpus."""
+
+from pathlib import Path
+
+import torch
+from speech import WORDS
+from transformers import (
+    GenerationConfig,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
+)
+
+SPECIAL = [f"<|{word}|>" for word in ("endoftext", "startoftranscript", "startofprev", "nospeech", "notimestamps")]
+TOKENS = [*(f"Ġ{word.lower()}" for word in WORDS), *"abcdef", "Ġ", *SPECIAL]
+FRAMES = 600
+
+
+def make_processor() -> WhisperProcessor:
+    """Whisper's special tokens, and the words of the corpus in small letters."""
+    merges = []
+    for word in WORDS:
+        parts = ["Ġ", *word.lower()]
+        for end in range(1, len(parts)):
+            merges.append(("".join(parts[:end]), parts[end]))
+    vocabulary = dict.fromkeys([*TOKENS[:-5], *("".join(pair) for pair in merges)])
+    entries = {token: number for number, token in enumerate([*vocabulary, *SPECIAL])}
+    tokenizer = WhisperTokenizer(
+        vocab=entries, merges=merges, **{f"{n}_token": SPECIAL[0] for n in ("unk", "bos", "eos", "pad")}
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.set_prefix_tokens(predict_timestamps=False)
+    return WhisperProcessor(WhisperFeatureExtractor(chunk_length=FRAMES // 100), tokenizer)
+
+
+def save(path: Path, processor: WhisperProcessor) -> Path:
+    """Saves the model and its processor in a folder."""
+    torch.manual_seed(0)
+    end, start, no_times = processor.tokenizer.convert_tokens_to_ids([SPECIAL[0], SPECIAL[1], SPECIAL[4]])
+    special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
+    sizes = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = WhisperConfig(
+        vocab_size=len(processor.tokenizer),
+        d_model=32,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=24,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        **sizes,
+        **special,
+    )
+    model = WhisperForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(
+        max_length=24, is_multilingual=False, return_timestamps=False, no_timestamps_token_id=no_times, **special
+    )
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path

@@ -1,0 +1,183 @@
+"""Tar shards of speech in WebDataset's layout, read at random by the offsets of their members, without unpacking."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from favor.models.conformer.tokenization_conformer import normalize_transcript
+from favor.train.speech.data import AUDIO, Skipped, StoredAudio, Utterance
+from favor.train.speech.rows import Normalize, from_row
+
+TAR = ".tar"
+_COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
+_TEXTS = (".txt", ".json")
+# Blocks of zeros after the last member; more than any program writes.
+_END = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoredMember(StoredAudio):
+    """Audio inside a tar file, read when it is needed.
+
+    Args:
+        shard: the tar file, not compressed.
+        name: of the member.
+        offset: its first byte in the tar file.
+        size: its bytes.
+    """
+
+    shard: Path
+    name: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Gives the bytes of the audio file; raises OSError if the tar file no longer has them all."""
+        with self.shard.open("rb") as stream:
+            stream.seek(self.offset)
+            content = stream.read(self.size)
+        if len(content) < self.size:
+            raise OSError(f"{len(content)} of {self.size} bytes are there")
+        return content
+
+    def __str__(self) -> str:
+        return f"{self.shard}/{self.name}"
+
+
+@dataclass
+class _Sample:
+    """The members of one key: audio, texts by their ending, and why they cannot be used, if so."""
+
+    audio: StoredMember | None = None
+    texts: dict[str, bytes] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def find_shards(path: Path, split: str | None) -> list[Path]:
+    """Finds tar shards: a tar file itself; those of a folder; `<split>/*.tar`, or `<split>.tar` and `<split>-N.tar`.
+
+    Args:
+        path: a tar file or a folder.
+        split: a name in the folder; None for the folder itself.
+
+    Returns:
+        Sorted by name; none if there are no shards.
+    """
+    if split is None and path.is_file():
+        return [path] if path.suffix == TAR or _COMPRESSED.search(path.name) else []
+    if split is None or (path / split).is_dir():
+        return sorted((path / (split or "")).glob(f"*{TAR}"))
+    return [shard for shard in sorted(path.glob(f"*{TAR}")) if re.fullmatch(rf"{re.escape(split)}(-\d+)?", shard.stem)]
+
+
+def read_shards(
+    shards: Sequence[Path],
+    root: Path,
+    skipped: Skipped | None = None,
+    normalize: Normalize = normalize_transcript,
+    transcripts: bool = True,
+) -> list[Utterance]:
+    """Reads the utterances of tar files, with the places of their audio, which stays where it is.
+
+    Members with one name up to the first dot belong together: audio (.flac, .mp3 or .wav) and its transcript, which is
+    the text of the `.txt` or, without one, the column `text` of the `.json`. Other columns of the `.json` are those of
+    a manifest: `id`, `seconds`, `speaker` and `chapter`. Members with other endings, and hidden ones, are left alone.
+
+    Args:
+        shards: tar files that are not compressed.
+        root: ids without an `id` of their own are the place of the shard below `root`, without `.tar`, and the name.
+        skipped: takes samples that cannot be used. Default None: the first one raises.
+        normalize: turns texts into transcripts. Default `normalize_transcript`.
+        transcripts: False also takes audio without a transcript, with the text "". Default True.
+
+    Returns:
+        Utterances in the order of the shards and of their members, without their lengths.
+
+    Raises:
+        ValueError: for a file that is not a tar file, is compressed, or is damaged, so that the number of lost
+            utterances is not known; or if no shard has audio.
+    """
+    skipped = Skipped() if skipped is None else skipped
+    found: list[Utterance] = []
+    before = len(skipped)
+    for shard in shards:
+        place = (shard.relative_to(root) if shard.is_relative_to(root) else shard).with_suffix("").as_posix()
+        for key, sample in _samples(shard).items():
+            try:
+                found.append(_utterance(sample, f"{place}/{key}", normalize, transcripts))
+            except ValueError as error:
+                skipped.add(f"{shard}/{key}", str(error))
+    if not found and len(skipped) == before:
+        raise ValueError(f"found no *.flac, *.mp3 or *.wav in {', '.join(map(str, shards))}.")
+    return found
+
+
+def _utterance(sample: _Sample, name: str, normalize: Normalize, transcripts: bool) -> Utterance:
+    """Makes the utterance of a sample; raises ValueError for one that cannot be used."""
+    if sample.reason is not None:
+        raise ValueError(sample.reason)
+    if sample.audio is None:
+        raise ValueError(f"has a transcript, but no {', '.join(AUDIO)} member")
+    row: Any = json.loads(sample.texts[".json"]) if ".json" in sample.texts else {}
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {str(row)[:60]!r}")
+    row["audio"] = name
+    if ".txt" in sample.texts:
+        row["text"] = sample.texts[".txt"].decode("utf-8")
+    if "text" not in row and transcripts:
+        raise ValueError("has no transcript: no .txt member, and no .json member with a text")
+    return replace(from_row(row, sample.audio.shard, normalize, transcripts), audio=sample.audio)
+
+
+def _samples(shard: Path) -> dict[str, _Sample]:
+    """Reads the list of members of a tar file, and its texts; raises ValueError for a damaged file."""
+    if _COMPRESSED.search(shard.name):
+        raise ValueError(f"{shard}: is compressed, so its members cannot be read at random: decompress it to {TAR}")
+    samples: dict[str, _Sample] = {}
+    try:
+        with shard.open("rb") as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            for member in archive:
+                _add(samples, member, shard, archive)
+            # tarfile takes a damaged header, and the end of a file that is cut, for the end of the archive.
+            stream.seek(archive.offset)
+            rest = stream.read(_END)
+            if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
+                raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
+    except (OSError, tarfile.TarError) as error:
+        raise ValueError(f"{shard}: is no tar file, or is damaged or cut short: {error}") from error
+    return samples
+
+
+def _add(samples: dict[str, _Sample], member: tarfile.TarInfo, shard: Path, archive: tarfile.TarFile) -> None:
+    """Adds a member to the sample of its key.
+
+    Args:
+        samples: by key.
+        member: of the tar file.
+        shard: the tar file.
+        archive: the tar file, open.
+    """
+    folder, slash, base = member.name.removeprefix("./").rpartition("/")
+    stem, _, ending = base.partition(".")
+    ending = f".{ending.lower()}"
+    is_audio = ending.endswith(AUDIO)
+    if not stem or member.isdir() or not (is_audio or ending in _TEXTS):
+        return
+    sample = samples.setdefault(f"{folder}{slash}{stem}", _Sample())
+    if not member.isreg() or member.issparse():
+        sample.reason = f"{member.name} is a link or another special member, not a file"
+    elif ending in sample.texts or (is_audio and sample.audio is not None):
+        sample.reason = f"{member.name} is a second member of this name"
+    elif ending not in (*AUDIO, *_TEXTS):
+        sample.reason = f"{member.name} has a second dot in its name: the name of a sample ends at the first dot"
+    elif is_audio:
+        sample.audio = StoredMember(shard, member.name, member.offset_data, member.size)
+    else:
+        content = archive.extractfile(member)
+        sample.texts[ending] = b"" if content is None else content.read()
