@@ -15,7 +15,9 @@ import torch
 import favor
 from favor.eval.common import report
 from favor.eval.options.asr import EvaluationArguments, parse_arguments
-from favor.models.conformer import ConformerConfig, ConformerProcessor
+from favor.models.conformer import ConformerConfig, ConformerProcessor, WordScorer
+from favor.models.conformer.word_beam import BEAM_SIZE
+from favor.models.conformer.word_scores import word_scorer
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
 from favor.train.speech.arguments import HUB, Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
@@ -67,6 +69,7 @@ def recognise(
     utterances: Sequence[Utterance],
     *,
     beam_size: int = 1,
+    scorer: WordScorer | None = None,
     batch_seconds: float = 200.0,
     resample: bool = False,
 ) -> tuple[list[str], float]:
@@ -77,6 +80,7 @@ def recognise(
         processor: its `ConformerProcessor`.
         utterances: with their lengths.
         beam_size: hypotheses of a beam search. Default 1: greedy search.
+        scorer: language model and hotwords for the beam search of a `ConformerForCTC`. Default None: without.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
         resample: whether audio of another rate is resampled. Default False.
 
@@ -91,7 +95,8 @@ def recognise(
     for batch in loader:
         indices = batch.pop("index").tolist()
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        for index, text in zip(indices, transcribe(model, inputs, processor.tokenizer, beam_size), strict=True):
+        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer)
+        for index, text in zip(indices, found, strict=True):
             texts[index] = text
     return texts, time.perf_counter() - start
 
@@ -116,7 +121,11 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
 
 
 def evaluate_split(
-    model: Any, processor: Any, utterances: Sequence[Utterance], arguments: EvaluationArguments
+    model: Any,
+    processor: Any,
+    utterances: Sequence[Utterance],
+    arguments: EvaluationArguments,
+    scorer: WordScorer | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measures error rates and times of each search on one split; also gives a row per utterance with all hypotheses.
 
@@ -125,6 +134,7 @@ def evaluate_split(
         processor: that of the model.
         utterances: of the split, with their lengths.
         arguments: size of batches, beam size, resampling.
+        scorer: language model and hotwords for the beam search. Default None: without.
     """
     references = [utterance.text for utterance in utterances]
     audio = sum(utterance.seconds or 0 for utterance in utterances)
@@ -133,9 +143,13 @@ def evaluate_split(
     options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
-    for beam_size in sorted({1, arguments.beam_size}):
-        name = "greedy" if beam_size == 1 else f"beam {beam_size}"
-        texts, seconds = recognise(model, processor, utterances, beam_size=beam_size, **options)
+    searches: dict[str, dict[str, Any]] = {"greedy": {"beam_size": 1}}
+    beam_size = arguments.beam_size or (1 if scorer is None else BEAM_SIZE)
+    if beam_size > 1:
+        with_words = [name.replace("_", " ") for name in ("language_model", "hotwords") if getattr(arguments, name)]
+        searches[", ".join([f"beam {beam_size}", *with_words])] = {"beam_size": beam_size, "scorer": scorer}
+    for name, search in searches.items():
+        texts, seconds = recognise(model, processor, utterances, **search, **options)
         times = {"seconds": seconds, "real_time_factor": seconds / audio}
         result["searches"][name] = {**error_rates(references, texts), **times}
         for row, text in zip(rows, texts, strict=True):
@@ -190,6 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    words_options = ("language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
+    scorer = word_scorer(
+        model, processor.tokenizer, arguments.beam_size, **{name: getattr(arguments, name) for name in words_options}
+    )
     content: dict[str, Any] = {
         "model": Path(arguments.model_name_or_path).resolve().name,
         "architecture": type(model).__name__,
@@ -204,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for split in arguments.splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
         utterances = long_enough(evenly_spaced(utterances, arguments.max_samples), processor, skipped)
-        result, rows = evaluate_split(model, processor, utterances, arguments)
+        result, rows = evaluate_split(model, processor, utterances, arguments, scorer)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     command = report.shown_command("favor.eval.asr", report.local_names(words), ["--data_dir"], ["--output_dir"])

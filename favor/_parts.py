@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Packages that pip knows under another name than Python.
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "flashlight": "flashlight-text"}
 
 
 def check_root(part: str, file: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,10 @@ def test_the_examples_of_speech_run(tmp_path, monkeypatch, capsys):
     for name in ("one.flac", "two.mp3"):
         soundfile.write(name, 0.1 * torch.randn(24000).numpy(), 16000)
     names = {}
+    has_decoder = find_spec("flashlight") is not None  # the extra lm, up to Python 3.12
     for snippet in snippets("speech"):
-        exec(snippet, names)
+        if has_decoder or "language_model" not in snippet:
+            exec(snippet, names)
     assert len(names["results"]) == 2
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["GOOD", "MORNING"]
 

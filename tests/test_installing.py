@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "evaluate", "accelerate", "sentencepiece", "soundfile", "jiwer"]
-EXTRA_PACKAGES += ["tensorboard", "scipy"]
+EXTRA_PACKAGES += ["tensorboard", "scipy", "flashlight"]
 WITHOUT = """
 import importlib, json, sys
 import torch, transformers, transformers.masking_utils, transformers.cache_utils

@@ -5,8 +5,9 @@ r"""Word and character error rates of a saved speech model, and its speed.
 
 The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
 may be switched to another backend, without training. Each split is transcribed by greedy search and, with `--beam_size`
-above 1, by beam search. The output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the
-reference and the hypotheses of every utterance. The program runs in one process, on a GPU if there is one.
+above 1, by beam search. With `--language_model` or `--hotwords` the beam search of a ConformerForCTC scores words. The
+output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the reference and the hypotheses of
+every utterance. The program runs in one process, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,24 @@ class EvaluationArguments:
     )
     dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
     splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
-    beam_size: int = option(1, "Hypotheses of the beam search. Default 1: greedy search alone.")
+    beam_size: int | None = option(
+        None,
+        "Hypotheses of the beam search. Default: 50 with a language model or hotwords, else 1, greedy search alone.",
+    )
+    language_model: str | None = option(
+        None, "N-gram model of words for the beam search of CTC: an ARPA file or a binary file of KenLM."
+    )
+    lm_weight: float | None = option(
+        None, "Weight of the language model's log probability, often called alpha. Default: 0.5."
+    )
+    word_score: float | None = option(
+        None, "Added for each word, with a language model; often called beta. Default: 1.5."
+    )
+    hotwords: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Words or quoted phrases that the beam search of CTC finds more easily."},
+    )
+    hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
     batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
     max_samples: int | None = option(
         None, "Number of utterances per split, evenly spaced over its order, which is by speaker in LibriSpeech."

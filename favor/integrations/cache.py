@@ -242,10 +242,11 @@ class FavorCache(DynamicCache):
     Layers of full attention keep the state of `favor.kernels.extend`, and so does every other layer whose attention is
     estimated, whatever the config calls it; layers that stay exact (sliding windows, cross attention) keep their keys
     as in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with landmarks,
-    those of a run without a cache. Sampling, beam search, continued prompts and batches padded on the left work; exact
-    heads, `exact_below` above 0, assisted generation and layers that share keys are refused. The first piece of a
-    sequence is computed like any causal attention; later pieces of many tokens are slower. If a layer does not read its
-    state, the next pass raises an error. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
+    those of a run without a cache. Sampling, beam search, continued prompts and batches padded on the left work.
+    Assisted generation works where all keys are kept, since a token cannot be taken out of a sum again. Exact heads,
+    `exact_below` above 0 and layers that share keys are refused. The first piece of a sequence is computed like any
+    causal attention; later pieces of many tokens are slower. If a layer does not read its state, the next pass raises
+    an error. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
 
     Args:
         config: of the model. Default None: all layers are of full attention.

@@ -2,12 +2,14 @@
 
 from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer
 
+from favor.models.conformer.arpa import write_arpa
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.ctc_alignment import ctc_align, ctc_emissions
 from favor.models.conformer.ctc_decoding import Hypothesis, ctc_greedy, ctc_prefix_beam
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
+from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission, Span, join_segments, join_words
 from favor.models.conformer.streaming import ConformerStream
@@ -15,6 +17,8 @@ from favor.models.conformer.tokenization_conformer import ConformerTokenizer, no
 from favor.models.conformer.transcription import Transcript
 from favor.models.conformer.transducer_decoding import transducer_beam, transducer_emissions, transducer_greedy
 from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+from favor.models.conformer.word_beam import ctc_word_beam
+from favor.models.conformer.word_scores import WordScorer
 
 __all__ = [
     "ConformerConfig",
@@ -27,12 +31,15 @@ __all__ = [
     "ConformerTokenizer",
     "Emission",
     "Hypothesis",
+    "NgramModel",
     "Span",
     "Transcript",
+    "WordScorer",
     "ctc_align",
     "ctc_emissions",
     "ctc_greedy",
     "ctc_prefix_beam",
+    "ctc_word_beam",
     "join_segments",
     "join_words",
     "joint_transducer_loss",
@@ -42,6 +49,7 @@ __all__ = [
     "transducer_emissions",
     "transducer_greedy",
     "transducer_loss",
+    "write_arpa",
 ]
 
 AutoFeatureExtractor.register(ConformerConfig, ConformerFeatureExtractor, exist_ok=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from favor.models.conformer.configuration_conformer import IGNORED
-from favor.models.conformer.ctc_decoding import check_blank, checked_lengths
+from favor.models.conformer.ctc_decoding import check_blank, checked_lengths, checked_log_probs
 from favor.models.conformer.spans import Emission
 
 
@@ -42,7 +42,7 @@ def ctc_emissions(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 
     found = []
     for row, length in zip(logits, values, strict=True):
         best = row[:length].argmax(-1)
-        probabilities = _log_probs(row[:length]).gather(-1, best[:, None])[:, 0].exp()
+        probabilities = checked_log_probs(row[:length]).gather(-1, best[:, None])[:, 0].exp()
         found.append(_runs(best.tolist(), best.tolist(), probabilities.tolist(), blank))
     return found
 
@@ -90,7 +90,10 @@ def ctc_align(
     if not texts:
         return []
     log_probs = torch.stack(
-        [functional.pad(_log_probs(row[:n]), (0, 0, 0, len(row) - n)) for row, n in zip(logits, frames, strict=True)]
+        [
+            functional.pad(checked_log_probs(row[:n]), (0, 0, 0, len(row) - n))
+            for row, n in zip(logits, frames, strict=True)
+        ]
     )
     states = torch.full((len(texts), 2 * max(map(len, texts)) + 1), blank, device=logits.device)
     for row, text in enumerate(texts):
@@ -101,14 +104,6 @@ def ctc_align(
     chosen = probabilities.gather(2, labels_of[..., None])[..., 0]
     parts = zip(paths.tolist(), labels_of.tolist(), chosen.tolist(), frames, strict=True)
     return [_runs(path[:n], tokens[:n], sure[:n], blank) for path, tokens, sure, n in parts]
-
-
-def _log_probs(row: Tensor) -> Tensor:
-    """Log probabilities of one row `[L, V]`, at least float32; raises ValueError for logits that give none."""
-    log_probs = torch.log_softmax(row, -1, dtype=torch.promote_types(row.dtype, torch.float32))
-    if log_probs.isnan().any():
-        raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
-    return log_probs
 
 
 def _runs(states: list[int], labels: list[int], probabilities: list[float], blank: int) -> list[Emission]:

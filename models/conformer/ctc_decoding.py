@@ -105,6 +105,14 @@ def check_blank(blank: int, labels: int) -> None:
         raise ValueError(f"blank must be one of the {labels} labels of logits, 0 to {labels - 1}; got {blank}.")
 
 
+def checked_log_probs(row: Tensor) -> Tensor:
+    """Log probabilities of one row `[L, V]`, at least float32; raises ValueError for logits that give none."""
+    log_probs = torch.log_softmax(row, -1, dtype=torch.promote_types(row.dtype, torch.float32))
+    if log_probs.isnan().any():
+        raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
+    return log_probs
+
+
 @torch.no_grad()
 def ctc_greedy(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 0) -> list[list[int]]:
     """Finds the labeling of the most probable path: repeats are merged, then blanks dropped.
@@ -176,15 +184,12 @@ def ctc_prefix_beam(
     values = checked_lengths("logits", logits, lengths)
     check_beam(beam_size)
     check_blank(blank, logits.shape[-1])
-    precision = torch.promote_types(logits.dtype, torch.float32)
     # A token is out once beam_size candidates with the same parent beat it, and every label above it gives one, except
     # the last token of the parent, whose probability is shared out; labels further down are never needed.
     width = min(logits.shape[-1], beam_size + 1)
     found = []
     for row, length in zip(logits, values, strict=True):
-        log_probs = torch.log_softmax(row[:length], -1, dtype=precision)
-        if log_probs.isnan().any():
-            raise ValueError("logits must be finite, or -inf for some labels; got NaN, +inf or -inf alone.")
+        log_probs = checked_log_probs(row[:length])
         order = log_probs.topk(width, -1).indices
         found.append(_search(log_probs.tolist(), order.tolist(), beam_size, blank))
     return found

@@ -32,6 +32,8 @@ from favor.models.conformer.encoder_layers import ConformerAttention, ConformerB
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.transcription import Transcribes
+from favor.models.conformer.word_beam import BEAM_SIZE, word_emissions
+from favor.models.conformer.word_scores import WordScorer
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -225,6 +227,15 @@ class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
         encoded = self.encoder(input_features, attention_mask)
         logits = self.ctc_head(encoded.last_hidden_state)
         return ctc_emissions(logits, frame_counts(encoded), self.config.pad_token_id)
+
+    @torch.no_grad()
+    def beam_emissions(
+        self, input_features: Tensor, attention_mask: Tensor | None, scorer: WordScorer, beam_size: int = BEAM_SIZE
+    ) -> list[list[Emission]]:
+        """Tokens of each row by `ctc_word_beam`, with frames and confidences."""
+        encoded = self.encoder(input_features, attention_mask)
+        logits = self.ctc_head(encoded.last_hidden_state)
+        return word_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
 
 
 def frame_counts(encoded: ConformerModelOutput) -> Tensor:

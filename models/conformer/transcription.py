@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.audio import file_seconds, read_file
+from favor.models.conformer.ctc_decoding import check_beam
+from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission, Span, join_segments, join_words
+from favor.models.conformer.word_beam import BEAM_SIZE
+from favor.models.conformer.word_scores import WordScorer, check_searches_words, word_scorer
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")
@@ -49,8 +53,15 @@ class Transcribes:
         return_timestamps: str | None = None,
         processor: ConformerProcessor | None = None,
         pause: float = 0.5,
+        *,
+        beam_size: int | None = None,
+        language_model: str | Path | NgramModel | None = None,
+        lm_weight: float | None = None,
+        word_score: float | None = None,
+        hotwords: Sequence[str] = (),
+        hotword_weight: float | None = None,
     ) -> list[Transcript]:
-        """Text of recordings, by greedy search.
+        """Text of recordings, by greedy search, or by beam search with a language model and hotwords.
 
         Files of any format that libsndfile knows (FLAC, MP3, WAV, OGG) are read without ffmpeg and converted to the
         sampling rate of the model. Recordings of about the same length are a batch, and each is one pass, however long.
@@ -63,16 +74,26 @@ class Transcribes:
                 alone. With word pieces "char" gives the pieces.
             processor: features and tokens of the model. Default None: the one in the folder of the model.
             pause: a longer pause in seconds begins a new segment. Default 0.5.
+            beam_size: hypotheses of `ctc_word_beam`, which needs a CTC model and the extra `lm`. Default None: 50 with
+                a language model or hotwords, and 1, greedy search, without.
+            language_model: n-gram model of words: an ARPA file, a binary file of KenLM, or an `NgramModel`, to load it
+                once for many calls. Default None: without.
+            lm_weight: weight of its log probability, often called alpha. Default 0.5.
+            word_score: added for each word, often called beta, with a language model. Default 1.5.
+            hotwords: words or phrases to find more easily, written as the transcripts of the model. Default: none.
+            hotword_weight: added for each hotword in the text, in nats. Default 10. `WordScorer` has the formula.
 
         Returns:
             One result a recording, in the order given. Times are those of the frames in which the model says the
             tokens: a token can end before its sound does, and a Transducer says it somewhat later. A word is as sure as
-            its least sure token, and a segment as its words on average.
+            its least sure token, and a segment as its words on average. Confidences are those of the speech model,
+            without the language model.
 
         Raises:
-            ValueError: for options out of range, without a processor, or for audio that cannot be read, is too short or
-                is no mono waveform; the message names it.
-            TypeError: for a waveform that holds no floats.
+            ImportError: for a beam search without the package flashlight-text.
+            ValueError: for options out of range or without effect, such as a language model for a Transducer, without a
+                processor, or for audio that cannot be read, is too short or is no mono waveform; the message names it.
+            TypeError: for a waveform that holds no floats, or a single string as hotwords.
         """
         if return_timestamps not in TIMES:
             raise ValueError(f"return_timestamps must be char, word, segment or None, got {return_timestamps!r}.")
@@ -80,6 +101,21 @@ class Transcribes:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         join_segments([], pause)  # checks it before the work begins
         processor = processor or _processor_of(self.name_or_path)
+        if beam_size is not None:
+            check_beam(beam_size)
+        scorer = word_scorer(
+            self,
+            processor.tokenizer,
+            beam_size,
+            language_model=language_model,
+            lm_weight=lm_weight,
+            word_score=word_score,
+            hotwords=hotwords,
+            hotword_weight=hotword_weight,
+        )
+        if scorer is None and beam_size not in (None, 1):
+            check_searches_words(self, "beam_size")
+            scorer = WordScorer(processor.tokenizer)
         rate = processor.feature_extractor.sampling_rate
         recordings = _listed(audio)
         # Lengths in a batch are alike, as padding costs time. The longest is first: memory runs out at once or never.
@@ -93,7 +129,11 @@ class Transcribes:
                 chosen = order[first : first + batch_size]
                 waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
                 inputs = processor(waveforms, sampling_rate=rate).to(self.device, self.dtype)
-                rows = self.emissions(inputs["input_features"], inputs["attention_mask"])
+                features, mask = inputs["input_features"], inputs["attention_mask"]
+                if scorer is None:
+                    rows = self.emissions(features, mask)
+                else:
+                    rows = self.beam_emissions(features, mask, scorer, BEAM_SIZE if beam_size is None else beam_size)
                 for index, row in zip(chosen, rows, strict=True):
                     spans = _spans(row, processor, self.config.samples_per_frame / rate, return_timestamps, pause)
                     text = processor.tokenizer.decode([one.token for one in row], group_tokens=False)

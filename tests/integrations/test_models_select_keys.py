@@ -139,11 +139,12 @@ def test_a_padded_batch_forgets_waiting_tokens_only():
     cache.crop(-1)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("assistant", [True, False])
-def test_assisted_generation(assistant):
-    model, inputs, helper = make(), prompt(21), {"prompt_lookup_num_tokens": 4}
+def test_assisted_generation(name, assistant):
+    model, inputs, helper = make(name), prompt(21), {"prompt_lookup_num_tokens": 4}
     if assistant:
-        helper = {"assistant_model": make(num_features=2)}
+        helper = {"assistant_model": make(name, num_features=2)}
         helper["assistant_model"].generation_config.num_assistant_tokens = 3
     options = {"max_new_tokens": 40, "do_sample": False, "suppress_tokens": [0]}  # as in `generate`
     expected = model.generate(**inputs, **options, use_cache=False)

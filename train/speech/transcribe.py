@@ -11,8 +11,10 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     Hypothesis,
+    WordScorer,
     ctc_greedy,
     ctc_prefix_beam,
+    ctc_word_beam,
     transducer_beam,
     transducer_greedy,
 )
@@ -35,7 +37,9 @@ def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypot
 
 
 @torch.no_grad()
-def transcribe(model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int = 1) -> list[str]:
+def transcribe(
+    model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int = 1, scorer: WordScorer | None = None
+) -> list[str]:
     """Gives the text of each utterance of a batch.
 
     Args:
@@ -44,10 +48,15 @@ def transcribe(model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int
             `input_features` `[B, F, T]`.
         tokenizer: that of the model.
         beam_size: hypotheses of a beam search. Default 1: greedy search, the only one for Whisper here.
+        scorer: language model and hotwords for the beam search of a `ConformerForCTC`. Default None: without.
     """
     if isinstance(model, WhisperForConditionalGeneration):
         return say(model, batch["input_features"], tokenizer)
-    if beam_size > 1:
+    if scorer is not None:
+        logits, lengths = _logits(model, batch["input_features"], batch.get("attention_mask"))
+        beams = ctc_word_beam(logits, lengths, scorer, beam_size, model.config.pad_token_id)
+        tokens = [beam[0].tokens for beam in beams]
+    elif beam_size > 1:
         tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]
     elif isinstance(model, ConformerForTransducer):
         tokens = transducer_greedy(model, *model.encode(batch["input_features"], batch.get("attention_mask")))

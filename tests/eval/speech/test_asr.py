@@ -12,7 +12,15 @@ from tiny_speech import SPLITS, save_model, write_corpus
 
 import favor
 from favor.eval import asr
-from favor.models.conformer import ConformerForCTC, ConformerForTransducer, ConformerProcessor, transducer_beam
+from favor.models.conformer import (
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    WordScorer,
+    ctc_word_beam,
+    transducer_beam,
+    write_arpa,
+)
 from favor.train.speech.batches import SpeechDataset
 
 
@@ -92,6 +100,39 @@ def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
         assert row["beam 3"] == processor.tokenizer.decode(list(best.tokens), group_tokens=False)
     words = (tmp_path / "asr.md").read_text()
     assert words.count("| test | greedy |") == words.count("| test | beam 3 |") == 1
+
+
+def test_a_language_model_and_hotwords(ctc, transducer, corpus, tmp_path):
+    pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
+    path = write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
+    words = ["--lm_weight", "0.7", "--word_score", "2", "--hotwords", "COT", "DO A", "--hotword_weight", "3"]
+    options = ["--language_model", str(path), *words, "--beam_size", "10"]
+    content, rows = call(ctc, corpus, tmp_path / "out", *options, splits=("dev",))
+    name = "beam 10, language model, hotwords"
+    assert list(content["splits"]["dev"]["searches"]) == ["greedy", name]
+    model = ConformerForCTC.from_pretrained(ctc).eval()
+    for row in rows["dev"]:
+        processor, inputs = features(ctc, corpus, row["id"])
+        scorer = WordScorer(processor.tokenizer, path, 0.7, 2.0, ["COT", "DO A"], 3.0)
+        with torch.no_grad():
+            logits = model(inputs).logits
+        best = ctc_word_beam(logits, [logits.shape[1]], scorer, 10)[0][0].tokens
+        assert row[name] == processor.tokenizer.decode(best, group_tokens=False)
+    assert any(row[name] != row["greedy"] for row in rows["dev"])
+    content, _ = call(ctc, corpus, tmp_path / "default", "--hotwords", "COT")
+    assert list(content["splits"]["dev"]["searches"]) == ["greedy", "beam 50, hotwords"]
+    for model, flags, message in (
+        (
+            transducer,
+            ["--language_model", str(path)],
+            "language_model needs a ConformerForCTC, got a ConformerForTrans",
+        ),
+        (ctc, ["--hotwords", "COT", "--beam_size", "1"], "beam_size must be above 1 with hotwords, got 1"),
+        (ctc, ["--lm_weight", "1", "--beam_size", "4"], "lm_weight needs language_model, which is not given"),
+        (ctc, ["--hotwords", "Cot"], "it cannot write 'ot' of 'Cot'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(model, corpus, tmp_path / "refused", *flags)
 
 
 def test_some_utterances_are_spread_over_the_split(ctc, corpus, tmp_path):

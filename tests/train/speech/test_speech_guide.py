@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
+from favor.models.conformer import write_arpa
 from favor.train import asr
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
@@ -32,8 +34,8 @@ def commands():
 
 def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
-    if program == "favor.eval.asr":
-        return words
+    if program == "favor.eval.asr":  # the transcripts of the corpus have other words
+        return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
     if "whisper" in words:
         return [*words, "--max_train_steps", "1", "--join_seconds", "5"]
     words = ["tiny" if word == "small" else word for word in words]
@@ -55,6 +57,7 @@ def place(tmp_path, monkeypatch):
     for name in ("musan/noise/free/hum.wav", "rooms/hall.wav"):
         (tmp_path / name).parent.mkdir(parents=True)
         soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).normal(size=4000), 16000)
+    write_arpa(["A B", "B A"], tmp_path / "lm.arpa")
     save(tmp_path / "whisper", make_processor())
     return tmp_path
 
@@ -62,6 +65,8 @@ def place(tmp_path, monkeypatch):
 def test_the_commands_of_the_guide_run(place, fresh_accelerator):
     ran = []
     for program, words in commands():
+        if "--language_model" in words and find_spec("flashlight") is None:
+            continue
         PROGRAMS[program](smaller(program, words))
         fresh_accelerator()
         ran.append(words[words.index("--output_dir") + 1])

@@ -1,0 +1,89 @@
+"""From texts to an n-gram language model, in a file that KenLM reads."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from favor.models.conformer.ngram import BEGIN, END, SPECIAL, UNKNOWN
+
+ORDERS = range(2, 7)  # those that KenLM reads
+
+Ngrams = dict[tuple[str, ...], float]
+
+
+def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
+    """Counts the n-grams of texts and writes a language model with Witten-Bell smoothing, in the ARPA format.
+
+    With c(h w), how often word w comes after the history h, and n(h), how many different words come after h,
+
+        P(w | h) = (c(h w) + n(h) P(w | h')) / (c(h) + n(h)),
+
+    where h' is h without its first word. Below the single words, all words, `</s>` and `<unk>` are equally probable
+    (Witten and Bell 1991). All counts are in memory. For a large text use KenLM's program lmplz: it needs less memory,
+    and its Kneser-Ney smoothing is better.
+
+    Args:
+        texts: transcripts or other texts, written as the tokenizer of the speech model writes them; words stand
+            between white space. `normalize_transcript` writes them as LibriSpeech does.
+        path: of the file to write.
+        order: words of the longest n-grams, 2 to 6. Default 3. With short texts alone it is as long as these allow.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: for a single string as texts.
+        ValueError: for an order out of range, texts without words, or texts with `<s>`, `</s>` or `<unk>`.
+
+    Example:
+        >>> import tempfile
+        >>> from favor.models.conformer import write_arpa
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_arpa(["GOOD DAY", "GOOD MORNING"], f"{folder}/lm.arpa").read_text().splitlines()[:4]
+        ['\\\\data\\\\', 'ngram 1=6', 'ngram 2=5', 'ngram 3=4']
+    """
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of texts, or lines of a file, got a string; write [text] for one.")
+    if order not in ORDERS:
+        raise ValueError(f"order must be 2 to 6, which KenLM reads, got {order}.")
+    counts: list[dict[tuple[str, ...], Counter[str]]] = [defaultdict(Counter) for _ in range(order)]
+    for text in texts:
+        words = [BEGIN, *text.split(), END]
+        if set(SPECIAL) & set(words[1:-1]):
+            raise ValueError(f"texts must not hold {', '.join(SPECIAL)}, got {text!r}.")
+        for place in range(1, len(words)):
+            for length in range(min(order, place + 1)):
+                counts[length][tuple(words[place - length : place])][words[place]] += 1
+    everything = {*counts[0][()], END, UNKNOWN}
+    if len(everything) == 2:
+        raise ValueError("texts must hold at least one word.")
+    levels: list[Ngrams] = []
+    passed_on: Ngrams = {}  # what part of the probability after a history goes to the shorter one
+    for histories in filter(None, counts):
+        level: Ngrams = {}
+        for history, after in histories.items():
+            total, kinds = after.total(), len(after)
+            passed_on[history] = kinds / (total + kinds)
+            for word in after if history else everything:
+                shorter = levels[-1][(*history[1:], word)] if history else 1 / len(everything)
+                level[(*history, word)] = (after[word] + kinds * shorter) / (total + kinds)
+        levels.append(level)
+    levels[0][(BEGIN,)] = 1e-99  # has a history only; never predicted
+    path = Path(path)
+    path.write_text("\n".join(_lines(levels, passed_on)) + "\n", encoding="utf-8")
+    return path
+
+
+def _lines(levels: list[Ngrams], passed_on: Ngrams) -> Iterator[str]:
+    """Lines of the file: logarithms to the base 10 of probabilities and of what is passed on."""
+    yield "\\data\\"
+    yield from (f"ngram {length}={len(level)}" for length, level in enumerate(levels, 1))
+    for length, level in enumerate(levels, 1):
+        yield from ("", f"\\{length}-grams:")
+        for ngram, probability in sorted(level.items()):
+            backoff = f"\t{math.log10(passed_on[ngram]):.6f}" if ngram in passed_on and length < len(levels) else ""
+            yield f"{math.log10(probability):.6f}\t{' '.join(ngram)}{backoff}"
+    yield from ("", "\\end\\")

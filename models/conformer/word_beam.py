@@ -1,0 +1,186 @@
+"""Beam search of CTC that scores words, by the decoder of flashlight-text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor._parts import needs
+from favor.models.conformer.ctc_alignment import ctc_align
+from favor.models.conformer.ctc_decoding import (
+    Hypothesis,
+    check_beam,
+    check_blank,
+    checked_lengths,
+    checked_log_probs,
+)
+from favor.models.conformer.spans import Emission
+from favor.models.conformer.word_scores import Context, WordScorer
+
+BEAM_SIZE = 50
+TOKENS = 32  # the most probable ones of each frame are tried
+PIECE = 500  # frames searched at once: 20 seconds, since the decoder keeps all that it tried until it is done
+THRESHOLD = 1e4  # drops hypotheses that are worse than the best by more: those of probability 0
+
+
+@torch.no_grad()
+def ctc_word_beam(
+    logits: Tensor,
+    lengths: Tensor | Sequence[int],
+    scorer: WordScorer,
+    beam_size: int = BEAM_SIZE,
+    blank: int = 0,
+) -> list[list[Hypothesis]]:
+    """Runs a beam search for the text with the best sum of CTC log probability and the score of its words.
+
+    The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) without a lexicon: any word can be
+    found. The CTC probability is summed over alignments, and each frame tries its 32 most probable tokens. A row of
+    more than 500 frames is searched in pieces, cut where the blank is most probable; the score of words goes on from
+    the best text so far. Needs the extra `lm`.
+
+    Args:
+        logits: `[B, L, V]`, before or after log-softmax.
+        lengths: frames of each row `[B]`; what comes after is ignored.
+        scorer: language model and hotwords, with the tokenizer that has the V tokens.
+        beam_size: hypotheses kept after each frame; a text takes two places while it can end in a blank and in its
+            last token. Default 50.
+        blank: label of the blank. Default 0.
+
+    Returns:
+        For each row up to `beam_size` hypotheses, the best first; `log_prob` is the sum. Hypotheses of a row that was
+        cut differ after the last cut only.
+
+    Raises:
+        ImportError: if the package flashlight-text is not installed.
+        TypeError: for lengths that are not integers.
+        ValueError: for shapes, lengths, a blank or a beam size that do not fit, for a tokenizer with another number of
+            tokens, or for logits with NaN or +inf.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.conformer import WordScorer, ctc_word_beam, train_tokenizer
+        >>> tokenizer = train_tokenizer(["HOLD", "COLD"], "char")
+        >>> logits = torch.full((1, 5, len(tokenizer)), -9.0)
+        >>> logits[0, range(5), tokenizer("COLD").input_ids] = 1.0
+        >>> logits[0, 1, tokenizer("HOLD").input_ids[1]] = 1.5
+        >>> for words in ([], ["COLD"]):
+        ...     best = ctc_word_beam(logits, [5], WordScorer(tokenizer, hotwords=words))[0][0]
+        ...     print(tokenizer.decode(best.tokens, group_tokens=False))
+        HOLD
+        COLD
+    """
+    found = []
+    for row in _rows(logits, lengths, scorer, beam_size, blank):
+        before: list[int] = []
+        score = 0.0
+        *cut, (_, last) = _pieces(row, scorer, beam_size, blank)
+        for _, (best, *_) in cut:
+            before, score = before + best.tokens, score + best.log_prob
+        found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in last])
+    return found
+
+
+@torch.no_grad()
+def word_emissions(
+    logits: Tensor, lengths: Tensor | Sequence[int], scorer: WordScorer, beam_size: int = BEAM_SIZE, blank: int = 0
+) -> list[list[Emission]]:
+    """Finds the tokens of the best hypothesis of `ctc_word_beam`, with the frames and confidences of `ctc_align`."""
+    found = []
+    for row in _rows(logits, lengths, scorer, beam_size, blank):
+        emissions = []
+        for frames, (best, *_) in _pieces(row, scorer, beam_size, blank):
+            piece, tokens = row[None, frames.start : frames.stop], torch.tensor([best.tokens], dtype=torch.long)
+            for one in ctc_align(piece, [len(frames)], tokens, blank=blank)[0]:
+                emissions.append(Emission(one.token, one.start + frames.start, one.end + frames.start, one.confidence))
+        found.append(emissions)
+    return found
+
+
+def _rows(
+    logits: Tensor, lengths: Tensor | Sequence[int], scorer: WordScorer, beam_size: int, blank: int
+) -> Iterator[Tensor]:
+    """Log probabilities `[length, V]` of each row, in float32 on the CPU, after a check of all arguments."""
+    needs("lm", "flashlight")
+    values = checked_lengths("logits", logits, lengths)
+    check_beam(beam_size)
+    check_blank(blank, logits.shape[-1])
+    if logits.shape[-1] != scorer.num_tokens:
+        raise ValueError(f"logits must be [B, L, {scorer.num_tokens}], as many as scorer's tokens; got {logits.shape}.")
+    for row, length in zip(logits, values, strict=True):
+        yield checked_log_probs(row[:length]).float().cpu().contiguous()
+
+
+def _pieces(row: Tensor, scorer: WordScorer, beam_size: int, blank: int) -> Iterator[tuple[range, list[Hypothesis]]]:
+    """Searches a row piece by piece: frames and hypotheses, of the tokens and scores in these frames alone."""
+    context, first, end = scorer.start(), 0, -1
+    while end < len(row):
+        end = len(row)
+        if end - first > PIECE:
+            half = first + PIECE // 2
+            end = half + 1 + int(row[half : first + PIECE - 1, blank].argmax())
+        found = _decode(row[first:end], scorer, context, end == len(row), beam_size, blank)
+        yield range(first, end), found
+        for token in found[0].tokens:
+            context, _ = scorer.advance(context, token)
+        first = end
+
+
+def _decode(
+    log_probs: Tensor, scorer: WordScorer, context: Context, ends: bool, beam_size: int, blank: int
+) -> list[Hypothesis]:
+    """Searches one piece from a context on; `ends` says whether the text ends with it."""
+    from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions
+
+    scores = _adapter()(scorer, context, ends)
+    frames, labels = log_probs.shape
+    # Weights are in the scores; silence is no token here, and with log_add equal texts add their probabilities.
+    options = LexiconFreeDecoderOptions(
+        beam_size=beam_size,
+        beam_size_token=min(TOKENS, labels),
+        beam_threshold=THRESHOLD,
+        lm_weight=1.0,
+        sil_score=0.0,
+        log_add=True,
+        criterion_type=CriterionType.CTC,
+    )
+    decoder = LexiconFreeDecoder(options, scores, sil_token_idx=-1, blank_token_idx=blank, transitions=[])
+    found = []
+    for result in decoder.decode(log_probs.data_ptr(), frames, labels):
+        path = result.tokens[1:-1]  # a token per frame, between a start and an end
+        found.append(Hypothesis([token for token, _ in itertools.groupby(path) if token != blank], result.score))
+    return found
+
+
+@cache
+def _adapter() -> Any:
+    """The class that the decoder asks for scores; a function, as its base class is in an optional package."""
+    from flashlight.lib.text.decoder import LM, LMState
+
+    class Scores(LM):
+        """Keeps a context for each text that the decoder tried; a state of the decoder stands for one text."""
+
+        def __init__(self, scorer: WordScorer, context: Context, ends: bool) -> None:
+            super().__init__()
+            self.scorer, self.context, self.ends = scorer, context, ends
+            self.known: dict[Any, tuple[Context, float]] = {}
+
+        def start(self, start_with_nothing: bool) -> Any:
+            state = LMState()
+            self.known[state] = self.context, 0.0
+            return state
+
+        def score(self, state: Any, token: int) -> tuple[Any, float]:
+            after = state.child(token)
+            if after not in self.known:
+                self.known[after] = self.scorer.advance(self.known[state][0], token)
+            return after, self.known[after][1]
+
+        def finish(self, state: Any) -> tuple[Any, float]:
+            return state, self.scorer.finish(self.known[state][0]) if self.ends else 0.0
+
+    return Scores
