@@ -25,11 +25,10 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.options.feature_weights import BASELINE, parse_arguments
-from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.pretrained import load_exact
 from favor.train.common.program import program
-from favor.train.text.attention_student import relative_error
 from favor.train.text.samples import samples
 
 PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "weights", "weights, G, L and b"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
 from favor.eval.approximation.heads import HeadErrors
-from favor.eval.approximation.variants import Variant, variants_of
+from favor.eval.approximation.variants import Variant, chosen_name, variants_of
 from favor.eval.common import report
 from favor.eval.options.whisper import parse_arguments
 from favor.eval.speech import whisper_report
 from favor.eval.speech.whisper_convert import convert, packaged_folder
 from favor.integrations.adapt.observe import observe
+from favor.integrations.layer import attention_modules
 from favor.train.common.program import program
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
@@ -120,9 +122,37 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: a
     return texts
 
 
+def chosen_encoders(model: Any, processor: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
+    """Converts copies of the encoder to landmarks with settings of each layer, by the variants that describe them.
+
+    Args:
+        model: a Whisper with exact attention.
+        processor: that of the model.
+        arguments: of the program.
+    """
+    if not arguments.flop_budgets:
+        return {}
+    least, most = arguments.seconds
+    pieces = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
+    sounds = (processor(piece.audio(), sampling_rate=RATE, return_tensors="pt") for piece in pieces)
+    inputs = [{"input_features": sound.input_features.to(model.device)} for sound in sounds]
+    found = {}
+    for budget in arguments.flop_budgets:
+        encoder = copy.deepcopy(model.model.encoder)
+        how = {"layers": "auto", "flop_budget": budget, "exact_below": 0}
+        variant = Variant("landmark", None, 0, 0, chosen_name(budget))
+        found[variant] = favor.convert(encoder, "landmark", dataloader=inputs, **how)
+    return found
+
+
 @torch.no_grad()
 def head_errors(
-    model: Any, processor: Any, pieces: Sequence[Piece], variants: Sequence[Variant], seed: int
+    model: Any,
+    processor: Any,
+    pieces: Sequence[Piece],
+    variants: Sequence[Variant],
+    seed: int,
+    chosen: Mapping[Variant, Any],
 ) -> dict[Variant, list[float]]:
     """Measures the relative error of the attention output of every head of the encoder, the mean over pieces.
 
@@ -132,8 +162,10 @@ def head_errors(
         pieces: the audio.
         variants: the attentions to measure.
         seed: of random directions.
+        chosen: encoders with settings of each layer, by further variants.
     """
-    heads = HeadErrors(variants, seed)
+    modules = {str(variant.folder): attention_modules(encoder) for variant, encoder in chosen.items()}
+    heads = HeadErrors([*variants, *chosen], seed, converted=modules)
     with observe(model.model.encoder, heads):
         for piece in pieces:
             features = processor(piece.audio(), sampling_rate=RATE, return_tensors="pt").input_features
@@ -163,12 +195,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "words_of_pieces": [len(reference.split()) for reference in references],
     }
     others = [json.loads(file.read_text()) for file in arguments.merge]
-    measured = head_errors(model, processor, pieces[: arguments.head_pieces], variants, arguments.seed)
+    chosen = chosen_encoders(model, processor, arguments)
+    measured = head_errors(model, processor, pieces[: arguments.head_pieces], variants, arguments.seed, chosen)
     rows: list[dict[str, Any]] = []
-    for variant in [None, *variants]:
+    for variant in [None, *variants, *chosen]:
         edits = whisper_report.known_edits(variant, content, others)
         if edits is None:
-            if variant is not None:
+            if variant in chosen:
+                model.model.encoder = chosen[variant]
+            elif variant is not None:
                 favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
             heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
             counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
@@ -188,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Errors of the {len(rows[-1]['head_errors'])} heads, |output - exact| / |exact|: mean over the first "
         f"{min(arguments.head_pieces, len(pieces))} pieces, then mean and ninth decile over heads."
     )
+    if chosen:
+        facts += f" Settings of each layer: chosen on {arguments.choose_on}, one piece of each speaker."
     command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
     content |= report.context(command, ("transformers", "jiwer")) | {"facts": facts, "rows": rows}
     text = whisper_report.lines(rows, facts)

@@ -25,6 +25,7 @@ class Family:
         supports_window: whether it estimates exp(x . y) itself, and can share a normaliser with exact blocks of tokens.
         supports_state: whether causal attention can go on from a state of fixed size.
         counts_features: whether the option `num_features` chooses how many features or groups it has.
+        operations: of a forward pass per token, feature (or group) and number of a head.
         is_drawn: whether it has random directions, which depend on a seed.
         has_kernel: whether Triton kernels compute it.
         selects_keys: whether queries can attend exactly to keys that matter to them.
@@ -47,6 +48,7 @@ class Family:
     supports_window: bool = False
     supports_state: bool = False
     counts_features: bool = True
+    operations: int = 8
     is_drawn: bool = True
     has_kernel: bool = False
     selects_keys: bool = False

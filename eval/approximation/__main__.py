@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import shlex
 import sys
 import time
@@ -10,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig
 
 import favor
-from favor.config import FavorConfig, feature_family
+from favor.config import BACKEND, FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
-from favor.eval.approximation.measure import measure
-from favor.eval.approximation.variants import Variant, variants_of
+from favor.eval.approximation.heads import HeadErrors
+from favor.eval.approximation.text import TextSamples
+from favor.eval.approximation.variants import Variant, chosen_name, variants_of
 from favor.eval.common import report as common
-from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.options.approximation import parse_arguments
+from favor.integrations.layer import attention_modules, stored_choice
 from favor.train.common.pretrained import load_exact
 from favor.train.common.program import program
 from favor.train.text.glue_data import load_glue
-from favor.train.text.samples import samples
 
 
 def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any]:
@@ -34,9 +36,12 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
         model = load_exact(folder).to(device).eval()
         options = model.config.favor
         name = Path(folder).name
-        backend = model.config._attn_implementation if model.config._attn_implementation in favor.BACKENDS else "favor#"
+        saved = (getattr(AutoConfig.from_pretrained(folder), "favor", None) or {}).get(BACKEND)
+        backend = saved if saved in favor.BACKENDS else "favor#"
         features = feature_family(backend, FavorConfig.from_dict(options))[0] if backend == "favor#" else None
-        own = (options["num_features"], options["window"], name, options["statistics"])
+        layers = (getattr(model.config, "favor_layers", None) or {}).values()
+        number = 0 if any("num_features" in layer for layer in layers) else options["num_features"]
+        own = (number, options["window"], name, options["statistics"])
         models[Variant(backend, features, *own)] = model
     return models
 
@@ -65,37 +70,52 @@ def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant],
     return exact, scores, len(pairs)
 
 
+def chosen(source: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
+    """Converts copies of the model to landmarks, with settings of each layer, by the variants that describe them.
+
+    Args:
+        source: of samples, `TextSamples` or `Recordings`.
+        arguments: of the program.
+    """
+    models = {}
+    inputs = source.inputs_to_choose() if arguments.flop_budgets else []
+    for budget in arguments.flop_budgets:
+        model = copy.deepcopy(source.model)
+        favor.convert(model, "landmark", dataloader=inputs, layers="auto", flop_budget=budget)
+        models[Variant("landmark", None, 0, 0, chosen_name(budget))] = model
+    return models
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the report and writes it."""
     arguments = parse_arguments(argv)
     started = time.perf_counter()
-    path = arguments.model or str(minilm_path())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).to(device).eval()
+    source: Any = None
+    if arguments.text is None:
+        from favor.eval.approximation.audio import Recordings  # its packages are those of another extra
+
+        source = Recordings(arguments, device)
+    else:
+        source = TextSamples(arguments, device)
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
-    others = converted(arguments.converted, device)
+    own = chosen(source, arguments)
+    others = {**converted(arguments.converted, device), **own}
     found = [*variants_of(arguments.backends, *lists), *others]
     measured = []
-    for length in arguments.length:
-        ids = samples(arguments.text, tokenizer, length, arguments.samples, arguments.seed)
-        options = {"seed": arguments.seed, "query_samples": arguments.query_samples}
-        options |= {"period": arguments.position_period, "mask_id": tokenizer.mask_token_id}
-        measured.append(measure(model, ids, found, others=others, **options))
-        print(f"{length} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
+    for size in source.sizes:
+        measured.append(source.measured(size, found, others))
+        print(f"{measured[-1].length} keys measured, {time.perf_counter() - started:.0f} s", flush=True)
     sts = None
-    if arguments.data_dir and whole.measure_of(model) == "cosine":
-        sts = similarity(model, others, found, tokenizer, arguments)
+    if isinstance(source, TextSamples) and arguments.data_dir and whole.measure_of(source.model) == "cosine":
+        sts = similarity(source.model, others, found, source.tokenizer, arguments)
     words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
     if "--results" in words:
         place = words.index("--results")
         words[place : place + 2] = []
     context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
-    number = ", ".join(str(each.samples) for each in measured) if len({e.samples for e in measured}) > 1 else None
-    lengths = ", ".join(str(length) for length in arguments.length)
     facts = {
-        "model": Path(path).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}",
-        "text": f"{number or measured[0].samples} samples of {lengths} tokens of {Path(arguments.text).name}",
-        "positions": whole.positions(model, arguments.length[-1], arguments.position_period),
+        **source.facts(measured),
         "queries": f"errors on at most {arguments.query_samples} queries of each sample, spread over it",
         "seed": arguments.seed,
         "machine": context["machine"],
@@ -103,10 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": f"`{context['command']}`",
         "seconds": round(time.perf_counter() - started),
     }
-    results = report.Results(facts, whole.measure_of(model), measured, sts)
+    settings = {variant: entries(model, measured[-1].heads) for variant, model in own.items()}
+    results = report.Results(facts, whole.measure_of(source.model), measured, sts, settings)
     report.write(results, arguments.results, arguments.name)
     print("\n".join(report.lines(results)))
     return 0
+
+
+def entries(model: Any, heads: HeadErrors) -> list[dict[str, Any]]:
+    """Lists the entries of `config.favor_layers` of the layers that were measured, in their order."""
+    modules = attention_modules(model)
+    return [stored_choice(modules[layer]) for layer in sorted(next(iter(heads.errors.values())))]
 
 
 cli = program("favor.eval.approximation", main)

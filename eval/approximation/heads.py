@@ -13,9 +13,8 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.adapt.observe import Observation
-from favor.integrations.layer import stored_choice, stored_parameters
-from favor.train.text.attention_student import relative_error
+from favor.integrations.adapt.observe import Observation, relative_error
+from favor.integrations.layer import all_exact, layer_options, stored_choice, stored_parameters
 
 
 @dataclass
@@ -30,6 +29,7 @@ class HeadErrors:
         converted: attention modules with stored parameters by layer number, for every folder of the variants.
         errors: by variant and layer, one `[H]` per sequence; less is better.
         diagnostics: by name (rho, norms of x and y) and layer, one `[H]` per sequence.
+        length: the greatest number of keys of a layer.
     """
 
     variants: Sequence[Variant]
@@ -38,11 +38,13 @@ class HeadErrors:
     converted: dict[str, dict[int, nn.Module]] = field(default_factory=dict)
     errors: dict[Variant, dict[int, list[Tensor]]] = field(default_factory=dict)
     diagnostics: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+    length: int = 0
 
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
         """Adds the errors of one layer."""
         places = self._places(seen.query.shape[2], seen.query.device)
+        self.length = max(self.length, seen.key.shape[2])
         for variant in self.variants:
             errors = relative_error(self.output(variant, seen, places), seen, places)
             self.errors.setdefault(variant, {}).setdefault(seen.layer, []).extend(errors.cpu().unbind(0))
@@ -69,28 +71,33 @@ class HeadErrors:
             return mean_of_values(seen, places)
         if variant.backend == LOCAL:
             return window_alone(seen, variant.window, places)
-        own = dict(variant.more)
-        name, options = feature_family(variant.backend, FavorConfig.from_dict({"features": variant.features, **own}))
-        own.pop("factorization", None)  # an option of the family
-        parameters, choice = self._stored(variant, seen.layer, "calibrated"), {}
-        family = families.get(name, **options)
+        given, choice = variant.options(self.seed), {}
         if variant.folder is not None:
-            choice = stored_choice(self.converted[variant.folder][seen.layer])
+            module = self.converted[variant.folder][seen.layer]
+            given, choice = layer_options(module, variant.backend)[1], stored_choice(module)
+        if all_exact(choice):
+            return seen.output[:, :, places]
+        config = FavorConfig.from_dict(given).for_backend(variant.backend)
+        name, options = feature_family(variant.backend, config)
         out = favor_attention(
             seen.query,
             seen.key,
             seen.value,
-            features=family,
-            num_features=variant.num_features,
+            features=families.get(name, **options),
+            num_features=config.num_features,
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
             scale=seen.scale,
             seed=self.seed,
             layer=seen.layer,
-            parameters=parameters,
+            parameters=self._stored(variant, seen.layer, "calibrated"),
             correction=self._stored(variant, seen.layer, "corrected"),
-            window=choice.get("window", variant.window) if seen.is_self_attention else 0,
-            **own,
+            window=choice.get("window", config.window) if seen.is_self_attention else 0,
+            orthogonal=config.orthogonal,
+            selected_keys=config.selected(name, seen.is_causal),
+            page_size=config.page_size,
+            query_block=config.query_block,
+            kernel=config.kernel,
         )
         groups = seen.query.shape[1] // seen.key.shape[1]
         exact = [head for head in range(seen.query.shape[1]) if head // groups in choice.get("exact_heads", ())]

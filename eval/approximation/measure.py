@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def measure(
     """Measures variants on samples of one length, each sample a forward pass of its own.
 
     Args:
-        model: any model; it has exact attention afterwards.
+        model: any model that reads tokens; it has exact attention afterwards.
         ids: samples `[n, L]`.
         found: the variants to compare.
         mask_id: the tokenizer's mask token, for a masked-LM model.
@@ -42,18 +43,44 @@ def measure(
     Returns:
         Errors of the heads, and the score of the whole model with exact attention and with each variant.
     """
+    places = whole.placement(model, ids.shape[1], period)
+    inputs = [{"input_ids": sample.to(model.device), **places} for sample in ids.split(1)]
+    outputs = partial(whole.outputs, ids=ids, mask_id=mask_id, seed=seed, period=period)
+    return measure_inputs(model, inputs, found, outputs, seed=seed, query_samples=query_samples, others=others)
+
+
+def measure_inputs(
+    model: PreTrainedModel,
+    inputs: Sequence[Mapping[str, Tensor]],
+    found: Sequence[Variant],
+    outputs: Callable[[PreTrainedModel], Tensor],
+    *,
+    seed: int = 0,
+    query_samples: int | None = None,
+    others: Mapping[Variant, PreTrainedModel] | None = None,
+) -> Measured:
+    """Measures variants on inputs of one length, such as recordings, each a forward pass of its own.
+
+    Args:
+        model: any model; it has exact attention afterwards.
+        inputs: arguments of the model, by name.
+        found: the variants to compare.
+        outputs: computes what is scored, from a model with any attention; see `favor.eval.approximation.model.score`.
+        seed, query_samples, others: as for `measure`.
+
+    Returns:
+        Errors of the heads, and the score of the whole model with exact attention and with each variant.
+    """
     others = others or {}
     modules = {variant.folder: attention_modules(other) for variant, other in others.items() if variant.folder}
     heads = HeadErrors(found, seed, query_samples, modules)
-    places = whole.placement(model, ids.shape[1], period)
     with torch.no_grad(), observe(model, heads):
-        for sample in ids.split(1):
-            model(input_ids=sample.to(model.device), **places)
-    kind, inputs = whole.measure_of(model), (ids, mask_id, seed, period)
-    exact, scores = whole.outputs(model, *inputs), {}
+        for each in inputs:
+            model(**each)
+    kind, exact, scores = whole.measure_of(model), outputs(model), {}
     for variant in found:
         if variant.is_backend:
             switched = whole.switch(others.get(variant, model), variant, seed)
-            scores[variant] = whole.score(kind, exact, whole.outputs(switched, *inputs))
+            scores[variant] = whole.score(kind, exact, outputs(switched))
     whole.switch(model, None, seed)
-    return Measured(ids.shape[1], len(ids), heads, whole.score(kind, exact, exact), scores)
+    return Measured(heads.length, len(inputs), heads, whole.score(kind, exact, exact), scores)

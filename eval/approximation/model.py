@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,12 @@ def positions(model: PreTrainedModel, length: int, period: int | None = None) ->
 
 
 @torch.no_grad()
+def embeddings(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Computes the mean of the last hidden states of each input, `[n, width]`; each is a forward pass of its own."""
+    return torch.cat([model(**each).last_hidden_state.mean(1) for each in inputs]).cpu()
+
+
+@torch.no_grad()
 def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int, period: int | None = None) -> Tensor:
     """Computes the mean-pooled embedding `[n, width]` of each sample, or its loss `[n, 1]`.
 
@@ -87,12 +93,10 @@ def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int,
         period: of the positions, as in `placement`.
     """
     measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
-    places = placement(model, ids.shape[1], period)
+    places, ids = placement(model, ids.shape[1], period), ids.to(model.device)
+    if measure == "cosine":
+        return embeddings(model, [{"input_ids": sample, **places} for sample in ids.split(1)])
     for sample in ids.split(1):
-        sample = sample.to(model.device)
-        if measure == "cosine":
-            rows.append(model(input_ids=sample, **places).last_hidden_state.mean(1))
-            continue
         inputs, labels = sample, sample
         if measure == "masked-LM loss":
             hidden = (torch.rand(sample.shape, generator=generator) < MASKED).to(sample.device)

@@ -30,10 +30,12 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
 
     last = measured[-1]
     backends = [variant for variant in last.heads.variants if variant.is_backend]
+    first = next((variant for variant in backends if variant.num_features), backends[0])
     figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.2), gridspec_kw={"width_ratios": [1, 1, 1, 1.3]})
-    for axis, variant in zip(axes, [Variant(MEAN, None, 0, 0), backends[0], last.best], strict=False):
+    for axis, variant in zip(axes, [Variant(MEAN, None, 0, 0), first, last.best], strict=False):
         image = axis.imshow(last.errors(variant).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set(title=f"{variant.title}, L = {last.length}", xlabel="head", ylabel="layer")
+        axis.set(xlabel="head", ylabel="layer")
+        axis.set_title(f"{variant.title}, L = {last.length}", fontsize=9)
     figure.colorbar(image, ax=axes[2], label="relative error")
     if len(measured) > 1:
         _over_length(measured, backends, axes[3])
@@ -48,6 +50,7 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
 
 
 def _over_features(part: Measured, backends: Sequence[Variant], axis: Any) -> None:
+    chosen, backends = [v for v in backends if not v.num_features], [v for v in backends if v.num_features]
     labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
     colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
     windows = sorted({window for _, window in labels})
@@ -58,6 +61,8 @@ def _over_features(part: Measured, backends: Sequence[Variant], axis: Any) -> No
         errors = [part.mean_error(variant) for variant in own]
         axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
     axis.axhline(part.mean_error(Variant(MEAN, None, 0, 0)), color="grey", label=MEAN)
+    for place, variant in enumerate(chosen):
+        axis.axhline(part.mean_error(variant), color="black", linestyle=STYLES[place % 4], label=variant.label)
     axis.set(xscale="log", xlabel=f"number of features M, at L = {part.length}")
     ticks = sorted({variant.num_features for variant in backends})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,14 @@ class Results:
         measure: name of the score of the whole model.
         measured: results of each length, ascending.
         sts: correlation on STS-B with exact attention, by variant, and number of pairs; None if not measured.
+        chosen: by variant, what `favor.convert(layers="auto")` chose for each layer, in the order of the layers.
     """
 
     facts: dict[str, Any]
     measure: str
     measured: list[Measured]
     sts: tuple[float, dict[Variant, float], int] | None
+    chosen: dict[Variant, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
@@ -109,15 +111,16 @@ def lines(results: Results) -> list[str]:
         "",
         *(f"- {name[0].upper()}{name[1:]}: {value}" for name, value in results.facts.items()),
         "",
-        "Nothing is trained unless a folder is named. L: tokens of a sample. Error: |output - exact| / |exact| of the",
-        "attention output of a head over a sequence, on the queries, keys and values of the exact model, mean over",
-        "samples; then mean, median, ninth decile and maximum over the heads of all layers.",
-        f"Column {results.measure}: the whole model, with the backend in every layer.",
+        "Nothing is trained unless a folder is named. L: tokens of a sample, or frames of an audio encoder. Error:",
+        "|output - exact| / |exact| of the attention output of a head over a sequence, on the queries, keys and values",
+        "of the exact model, mean over samples; then mean, median, ninth decile and maximum over heads of all layers.",
+        f"Column {results.measure}: the whole model or encoder, with the backend in every layer.",
         *([f"STS-B: {results.sts[2]} pairs of the development set, `exact_below=0`."] if results.sts else []),
         "",
         *(_by_length(results) if len(results.measured) > 1 else []),
         *table(head, rows),
         "",
+        *(_chosen(results) if results.chosen else []),
         f"## Diagnostics by layer at L = {results.measured[-1].length}, mean over heads (largest head)",
         "",
         *_diagnostics(results.measured[-1]),
@@ -135,18 +138,35 @@ def _by_length(results: Results) -> list[str]:
     return ["## By length", "", *table(head, rows), "", "## All figures", ""]
 
 
+def _chosen(results: Results) -> list[str]:
+    """Writes what each layer runs where layers have settings of their own."""
+    head = ["layer", *(f"`{variant.label}`" for variant in results.chosen)]
+    cells = [[setting(own) for own in layers] for layers in results.chosen.values()]
+    rows = [[str(layer), *row] for layer, row in enumerate(zip(*cells, strict=True))]
+    return ["## Chosen for each layer", "", *table(head, rows), ""]
+
+
+def setting(choice: dict[str, Any]) -> str:
+    """Says in words what a layer chose, from its entry of `config.favor_layers`."""
+    if "exact_heads" in choice:
+        return "exact"
+    return f"M = {choice['num_features']}, window {choice['window']}, {choice['selected_keys']} selected keys"
+
+
 def _diagnostics(part: Measured) -> list[str]:
     values = {name: by_head(layers) for name, layers in part.heads.diagnostics.items()}
     best = part.best
+    most = best.num_features or max(variant.num_features for variant in part.heads.variants)
     uniform, errors = part.errors(Variant(MEAN, None, 0, 0)), part.errors(best)
     rows = [
-        f"rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M "
-        f"({math.log(best.num_features):.1f} at M = {best.num_features}). |x|, |y|: root mean squared norms of queries "
-        "and keys times the root of the scale. Attention layers count from 0, as in the picture.",
+        "rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M"
+        + (f" ({math.log(most):.1f} at M = {most})" if most else "")
+        + ". |x|, |y|: root mean squared norms of queries and keys times the root of the scale. Attention layers count "
+        "from 0, as in the picture.",
         "",
     ]
-    options = f"M = {best.num_features}, window {best.window}"
-    head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}` {options}"]
+    options = f" M = {best.num_features}, window {best.window}" if best.num_features else ""
+    head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}`{options}"]
     body = []
     for layer in range(len(uniform)):
         cells = [f"{values[n][layer].mean():.1f} ({values[n][layer].max():.1f})" for n in ("rho", "|x|", "|y|")]
@@ -165,6 +185,7 @@ def write(results: Results, folder: Path, name: str) -> None:
             "by_head": [[round(x, 4) for x in row] for row in part.errors(variant).tolist()],
             "score": part.scores.get(variant),
             "sts": None if results.sts is None else results.sts[1].get(variant),
+            "chosen": results.chosen.get(variant),
         }
         for part in results.measured
         for variant in part.heads.variants

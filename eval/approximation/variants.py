@@ -22,9 +22,9 @@ class Variant:
     Attributes:
         backend: "favor+", "favor++", "favor#", ... or one of the baselines MEAN and LOCAL.
         features: features of favor#, None for others.
-        num_features: M, 0 for baselines.
+        num_features: M, 0 for baselines, and where each layer has its own.
         window: tokens of exact blocks, 0 for no blocks.
-        folder: a converted checkpoint whose stored parameters are used, or None.
+        folder: a converted model whose stored parameters and settings are used, or None.
         statistics: as in `FavorConfig`.
         more: other options of `FavorConfig` by name.
     """
@@ -58,18 +58,18 @@ class Variant:
     def options(self, seed: int) -> dict[str, Any]:
         """Gives all options of the backend for the whole model, so that no option of another variant stays.
 
-        A converted checkpoint keeps its own options, except those that are compared.
+        A converted checkpoint keeps its own options, which those of the variant describe.
         """
-        return {
-            **({} if self.folder else FavorConfig().to_dict()),
-            "features": self.features,
-            "num_features": self.num_features,
-            "window": self.window,
-            "exact_below": 0,
-            "seed": seed,
-            "statistics": self.statistics,
-            **dict(self.more),
-        }
+        always = {"exact_below": 0, "seed": seed, "statistics": self.statistics}
+        if self.folder is not None:
+            return always
+        compared = {"features": self.features, "num_features": self.num_features, "window": self.window}
+        return {**FavorConfig().to_dict(), **always, **compared, **dict(self.more)}
+
+
+def chosen_name(budget: float) -> str:
+    """Names landmarks with settings that `favor.convert` chose for each layer, for `Variant.folder`."""
+    return f"layers=auto, flop_budget={budget:g}"
 
 
 def variants_of(

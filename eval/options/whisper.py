@@ -43,6 +43,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--windows", nargs="+", type=int, default=[0, 64], help="frames of exact blocks; several are compared")
     add("--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared")
     add(
+        "--flop_budgets",
+        nargs="+",
+        type=float,
+        default=[],
+        help="for landmarks with settings chosen for each layer: operations as a fraction of exact attention's",
+    )
+    add("--choose_on", help="split on which these settings are chosen, one piece of each speaker")
+    add(
         "--max_new_tokens",
         type=int,
         default=224,
@@ -62,6 +70,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if min(arguments.pieces, arguments.head_pieces, arguments.batch_size, arguments.max_new_tokens) < 1:
         parser.error("--pieces, --head_pieces, --batch_size and --max_new_tokens must be at least 1")
+    if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
+        parser.error("--flop_budgets and --choose_on must be given together")
     if not 0 < arguments.seconds[0] <= arguments.seconds[1] <= 30:
         parser.error("--seconds must be two numbers, the smaller one first, up to the 30 seconds that Whisper hears")
     return arguments

@@ -168,13 +168,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         ]
         style = {"color": f"C{names.index(attention)}", "linestyle": "--" if window else "-", "marker": "o"}
         label = f"{attention}, window {window}" if window else attention
-        left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
+        if own[0]["num_features"]:
+            left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
+        else:  # layers have numbers of their own
+            left.axhline(rates[0], color=style["color"], linestyle=":", label=label)
         points = [
             (np.mean(row["head_errors"]), rate) for row, rate in zip(own, rates, strict=True) if row["head_errors"]
         ]
         if points:
             right.plot(*zip(*points, strict=True), **(style | {"linestyle": ""}))
-    marks = sorted({row["num_features"] for row in others})
+    marks = sorted({row["num_features"] for row in others if row["num_features"]})
     left.set(xscale="log", xlabel="M", ylabel="word error rate, %", xticks=marks, xticklabels=marks)
     left.minorticks_off()
     right.set(xlabel="mean relative error of the encoder's heads")

@@ -247,9 +247,8 @@ class Favor(Method):
     def flops(self, cell: Cell) -> float:
         """Counts 8 M d (landmarks 6) + 4 (window + keys) d per token and head; with a backward pass thrice that."""
         features = cell.head_dim if self.features == "elu" else cell.num_features
-        return _linear_flops(cell, 6 if self.features == "landmark" else 8, features) + _linear_flops(
-            cell, 4, self.window + self.keys
-        )
+        per_feature = families.REGISTRY[self.features].operations
+        return _linear_flops(cell, per_feature, features) + _linear_flops(cell, 4, self.window + self.keys)
 
 
 class Performer(Method):

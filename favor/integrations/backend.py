@@ -22,7 +22,9 @@ from favor.integrations.engines import check_exact_below, heads_of_process
 from favor.integrations.exact import exact_attention
 from favor.integrations.first_pass import LINEAR, note
 from favor.integrations.layer import (
+    ALL_EXACT,
     WEIGHTS_OF,
+    all_exact,
     decodes,
     is_self_attention,
     layer_number,
@@ -157,6 +159,9 @@ def favor_attention_forward(
         check_exact_below(keys, plan.exact_below)
     if keys < plan.exact_below:
         _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
+        return _exact(call, query, key, value), None
+    if all_exact(choice):
+        _account(module, known, f"exact: {ALL_EXACT}")
         return _exact(call, query, key, value), None
 
     _account(

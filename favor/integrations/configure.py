@@ -13,7 +13,7 @@ from favor.config import BACKEND, FavorConfig, feature_family
 from favor.integrations.layer import LayerState, is_inside, layer_state
 from favor.integrations.loading import check_dispatch, check_name
 from favor.integrations.modules import attention_names, configs_of
-from favor.integrations.stored import number_new_layers
+from favor.integrations.stored import drop_own, number_new_layers
 
 
 def configure(
@@ -33,7 +33,8 @@ def configure(
             have no backend yet and take that of "", so name the parts that must stay exact.)
         only: name of a part of the model, as in `model.named_modules()`, such as "encoder": no other part changes.
             Default None: the whole model.
-        **options: fields of `FavorConfig`; options that are not named keep their values. They are stored in
+        **options: fields of `FavorConfig`; options that are not named keep their values. Named ones reach all layers,
+            also those that `favor.convert` gave values of their own. They are stored in
             `model.config.favor` (and in the configs of sub-models), so `save_pretrained` and `from_pretrained` keep
             them. Parts that share a config, as in BART and Whisper, have their options in `config.favor_parts`.
 
@@ -81,6 +82,7 @@ def configure(
         model.set_attn_implementation(attn_implementation)
     for change in changes:
         change.apply(model, name, part)
+    drop_own(model, {state.number for state, _ in layers}, options)
     running = {config._attn_implementation for config in configs.values()}
     if options and running.isdisjoint(registry.BACKENDS):
         warnings.warn(

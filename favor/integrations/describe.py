@@ -11,12 +11,16 @@ from transformers import PreTrainedModel
 
 from favor import registry
 from favor.config import FavorConfig, feature_family
-from favor.integrations.layer import decodes, layer_options, stored_choice
+from favor.integrations.layer import ALL_EXACT, all_exact, decodes, layer_options, stored_choice
 from favor.integrations.masks import REFUSED, causal_of
 from favor.integrations.modules import asking_layers, attention_names, silent_layers
 
 # Refused arguments for which a layer that names one has a value. Layers mostly pass the others on as None.
 _TELLING = ("position_bias", "softcap", "s_aux", "indices")
+_BARE = (
+    "landmarks without a window and without selected keys break speech encoders that were trained with exact attention "
+    "(the word error rate of a Whisper becomes 99 %): set window=64, or selected_keys=128. It concerns "
+)
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
 
@@ -38,6 +42,8 @@ class LayerDescription:
             Estimated from the measured lengths at which the two take equally long, see `favor.registry.Family`.
         memory: numbers that attention holds per head compared with the L x L weights of exact attention; below 1 is
             less. Exact attention of PyTorch does not always hold them all.
+        selected_keys: keys that each block of queries attends to exactly, None where nothing is estimated. The table
+            has them under `why`.
     """
 
     layer: str
@@ -48,6 +54,7 @@ class LayerDescription:
     parameters: str = "none"
     speed: float = 1.0
     memory: float = 1.0
+    selected_keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,22 @@ class ModelDescription:
         length: number of tokens.
         device: kind of device, as in `torch.device.type`.
         layers: one entry per layer, in the order of the modules.
+        notes: what should be changed, and why; the table ends with them.
     """
 
     model: str
     length: int
     device: str
     layers: tuple[LayerDescription, ...]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Gives all of it as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(tuple(map(_cell, asdict(layer).values())) for layer in self.layers)]
+        cells = (tuple(_cell(getattr(layer, column)) for column in _COLUMNS) for layer in self.layers)
+        rows = [_COLUMNS, *cells]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         counts = Counter(layer.runs for layer in self.layers)
@@ -80,7 +90,7 @@ class ModelDescription:
         foot = (
             "speed, memory: of attention alone, estimated, exact attention over all keys is 1; higher speed is better"
         )
-        return "\n".join([head, *lines, foot])
+        return "\n".join([head, *lines, foot, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
@@ -127,7 +137,22 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
             layers.append(_describe_layer(name, module, length, device))
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
-    return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers))
+    bare = [layer.layer for layer in layers if layer.selected_keys == layer.window == 0 and _is_bare(model, layer)]
+    notes = (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
+    return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers), notes)
+
+
+def _is_bare(model: PreTrainedModel, layer: LayerDescription) -> bool:
+    """Tells whether a layer estimates the attention of an audio encoder by a family that could select keys.
+
+    The smallest model around the layer must hear audio and read no text, as transformers says of the class.
+    """
+    if not registry.FAMILIES[layer.runs].selects_keys or getattr(model.get_submodule(layer.layer), "is_causal", False):
+        return False
+    names = layer.layer.split(".")
+    around = (model.get_submodule(".".join(names[:depth])) for depth in reversed(range(len(names))))
+    smallest = next(part for part in around if isinstance(part, PreTrainedModel))
+    return smallest.input_modalities in ("audio", ("audio",), ["audio"])
 
 
 def _describe_layer(name: str, module: nn.Module, length: int, device: str | None) -> LayerDescription:
@@ -165,6 +190,8 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     parameters, problem = _parameters(options, family, choice, is_causal or decodes(module))
     if problem:
         return LayerDescription(name, "refused", problem)
+    if all_exact(choice):
+        return LayerDescription(name, "exact", ALL_EXACT)
     heads = list(choice.get("exact_heads", ()))
     estimated = 1 - len(heads) / choice["key_heads"] if heads and "key_heads" in choice else 1.0
     equal = replace(options, exact_below="auto").exact_threshold(device, is_causal, family_name)
@@ -175,7 +202,9 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     reasons += [f"key heads {', '.join(map(str, heads))} are exact"] if heads else []
     why = "; ".join(reasons)
     costs = {"speed": _round(1 / share), "memory": _round(held)}
-    return LayerDescription(name, family_name, why, options.num_features, window, parameters, **costs)
+    return LayerDescription(
+        name, family_name, why, options.num_features, window, parameters, **costs, selected_keys=selected
+    )
 
 
 def _parameters(options: FavorConfig, family: Any, choice: dict[str, Any], is_decoder: bool) -> tuple[str, str]:

@@ -51,7 +51,7 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
             fits = isinstance(value, str) and value in _NAMES[name]()
         elif name in _SIZES:
             expected, fits = f"an integer from 1 to {_SIZES[name]}", _is_integer(value, 1, _SIZES[name])
-        elif name in ("window", "layer", "seed"):
+        elif name in ("window", "selected_keys", "layer", "seed"):
             expected, fits = "an integer of at least 0", _is_integer(value, None if name == "seed" else 0)
         elif name == "exact_heads":
             heads = entry.get("key_heads", _WIDEST)

@@ -6,7 +6,7 @@ The states are made when a model is built (`favor.integrations.stored`); the fun
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,9 @@ from favor.integrations._private import in_backward, version
 # Names in checkpoints.
 TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
 WEIGHTS_OF = "weights_of"
+ALL_EXACT = "all its heads are kept exact"  # in accounts
+# Options that a layer may have of its own, in its entry of `config.favor_layers`.
+OWN_OPTIONS = ("window", "num_features", "selected_keys")
 
 
 @dataclass(eq=False)
@@ -157,6 +160,9 @@ def decodes_or_is_causal(module: nn.Module) -> bool:
 def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str, Any]]:
     """Gives the backend and the options of a layer: those of its part of the model, or else of its config.
 
+    A layer's own numbers of features and of selected keys take the place of those. Its own window is read where
+    attention runs; the length from which a layer is linear depends on the window that layers share.
+
     Args:
         module: an attention module.
         backend: that of its config.
@@ -172,7 +178,8 @@ def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str
             return None, {}
         options = parts[max(around, key=len)]
         backend = options[BACKEND]
-    return (backend if backend in registry.BACKENDS else None), options
+    own = {name: value for name, value in stored_choice(module).items() if name in OWN_OPTIONS and name != "window"}
+    return (backend if backend in registry.BACKENDS else None), {**options, **own}
 
 
 def is_inside(name: str, part: str) -> bool:
@@ -184,6 +191,11 @@ def stored_choice(module: nn.Module) -> dict[str, Any]:
     """Gives the entry of a layer in `config.favor_layers`; empty if the layer has none."""
     state = layer_state(module)
     return {} if state is None else state.choice
+
+
+def all_exact(choice: Mapping[str, Any]) -> bool:
+    """Tells whether an entry of a layer keeps all its heads exact."""
+    return bool(choice.get("exact_heads")) and len(choice["exact_heads"]) == choice.get("key_heads")
 
 
 def stored_parameters(module: nn.Module) -> Parameters | None:

@@ -1,16 +1,17 @@
 """The attention layers of a model: their numbers, and what the model keeps for each of them.
 
-What is kept are calibrated parameters, heads that stay exact, and windows of their own. It is listed in
-`config.favor_layers`, by the names of the layers below the base model, so that `from_pretrained` makes the buffers
-before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf", "kind": "calibrated",
-"key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of features also has
-`"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [], "layer": 1}`, which
-says for what the weights were learned; if G = I and there is no shift, `"maps": false` saves attention this work.
+What is kept are calibrated parameters, heads that stay exact, and options of a layer's own: `window`, `num_features`
+and `selected_keys`. It is listed in `config.favor_layers`, by the names of the layers below the base model, so that
+`from_pretrained` makes the buffers before it reads the weights: `{"encoder.layer.0.attention.self": {"family": "wderf",
+"kind": "calibrated", "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of
+features also has `"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [],
+"layer": 1}`, which says for what the weights were learned; if G = I and there is no shift, `"maps": false` saves
+attention this work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from favor.features import Parameters
 from favor.integrations.entries import check_entries, check_parts
 from favor.integrations.layer import (
     FACTOR,
+    OWN_OPTIONS,
     SHIFT,
     TRANSFORM,
     WEIGHTS,
@@ -156,12 +158,27 @@ def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -
 
 
 def clear_choices(model: nn.Module) -> None:
-    """Forgets which heads stay exact and which windows layers have of their own; parameters stay."""
+    """Forgets which heads stay exact and which options layers have of their own; parameters stay."""
     for module in model.modules():
         own = stored_choice(module)
         if own:
-            change_state(module, choice={key: own[key] for key in own if key not in ("exact_heads", "window")})
+            kept = {key: own[key] for key in own if key not in ("exact_heads", *OWN_OPTIONS)}
+            change_state(module, choice=kept if "family" in kept else {})
     _write(model)
+
+
+def drop_own(model: nn.Module, numbers: Collection[int], options: Collection[str]) -> None:
+    """Forgets layers' own values of options that are set for all of them now.
+
+    Args:
+        model: a model, or a part of one.
+        numbers: of the layers.
+        options: names of the options; those that no layer has of its own change nothing.
+    """
+    states = [state for state in map(layer_state, model.modules()) if state is not None and state.number in numbers]
+    dropped = {state.number: set(OWN_OPTIONS).intersection(options, state.choice) for state in states}
+    if any(dropped.values()):
+        update_choices(model, {number: dict.fromkeys(names) for number, names in dropped.items()})
 
 
 def _write(model: nn.Module) -> None:

@@ -51,6 +51,7 @@ class Landmarks(Family):
     backends = ("landmark", "favor#", "favor_sharp")  # under favor# by its older spelling, features="landmark"
     supports_window = True
     supports_state = True
+    operations = 6  # the logits of keys to choose their group, the logits of queries, and the values
     is_drawn = False
     selects_keys = True
     default_selected = (256, 256)  # docs/selected_keys.md

@@ -72,7 +72,8 @@ def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tup
     import favor
 
     lengths = sorted(set(lengths))
-    described = [favor.describe(model, length, device=device).layers for length in lengths]
+    descriptions = [favor.describe(model, length, device=device) for length in lengths]
+    described = [description.layers for description in descriptions]
     rows = [["layer", *(f"{length} tokens" for length in lengths)]]
     rows += [[of_layer[0].layer, *map(cell, of_layer)] for of_layer in zip(*described, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -83,6 +84,7 @@ def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tup
             reasons.setdefault((kind, why), []).append(length)
     lines += ["", FOOT]
     lines += [f"{kind} at {', '.join(map(str, at))}: {why}" for (kind, why), at in reasons.items()]
+    lines += [f"note: {note}" for note in descriptions[-1].notes]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions and positions < lengths[-1]:
         lines.append(f"the config has {positions} positions: the model was made for texts of at most that many tokens")

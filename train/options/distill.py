@@ -35,7 +35,11 @@ class DistillArguments:
     features: str | None = option(None, "Features of favor#. Default wderf.")
     window: int = option(0, "Tokens of a block in which attention is exact; 0: no blocks.")
     exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
-    layers: str = option("all", "all, or auto: heads that cannot be estimated stay exact, within flop_budget.")
+    layers: str = option(
+        "all",
+        "all, or auto: heads that cannot be estimated stay exact, within flop_budget; with landmarks, layers take the "
+        "numbers of selected keys with the smallest errors, or stay exact.",
+    )
     flop_budget: float = option(
         0.5, "Operations of attention, as a fraction of those of exact attention, for --layers auto."
     )

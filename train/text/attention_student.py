@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from favor import favor_attention
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.adapt.observe import Observation
+from favor.integrations.adapt.observe import Observation, relative_error
 from favor.integrations.layer import stored_choice, stored_parameters
 
 
@@ -101,21 +101,3 @@ class AttentionStudent(nn.Module):
         """Lists the query heads that do not stay exact."""
         exact, groups = self.choices[seen.layer].get("exact_heads", ()), seen.query.shape[1] // seen.key.shape[1]
         return [head for head in range(seen.query.shape[1]) if head // groups not in exact]
-
-
-def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
-    """Divides the Frobenius norm of output - exact by that of exact, per sequence and head `[B, H]`; less is better.
-
-    Args:
-        output: an approximation of the attention output, `[B, H, n, dv]`.
-        seen: the layer's exact output; rows of padding do not count.
-        places: indices of the n queries; None is all queries.
-    """
-    exact, mask = seen.output, seen.query_padding
-    if places is not None:
-        exact, mask = exact[:, :, places], None if mask is None else mask[:, places]
-    difference = output - exact
-    if mask is not None:
-        rows = mask[:, None, :, None]
-        difference, exact = difference * rows, exact * rows
-    return difference.flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1).clamp(min=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
 from favor.integrations.adapt.feature_weights import fit_weights
-from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.adapt.observe import Observation, observe_batches
 from favor.integrations.adapt.samples import Samples
 from favor.integrations.backend import model_options
 from favor.integrations.configure import configure
 from favor.integrations.layer import attention_modules, stored_choice
-from favor.integrations.stored import store_parameters, weights_of
+from favor.integrations.stored import drop_own, store_parameters, weights_of
 
 REFINE_STEPS = 300
 
@@ -69,7 +68,6 @@ class Statistics:
         return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
 
 
-@torch.no_grad()
 def gather(
     model: PreTrainedModel,
     dataloader: Iterable[Any],
@@ -90,44 +88,15 @@ def gather(
     Raises:
         ValueError: if there is no batch, or no attention layer ran.
     """
-    statistics, device = Statistics(features), next(model.parameters()).device
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    batches = 0
+    statistics = Statistics(features)
 
     def callback(seen: Observation) -> None:
         statistics(seen)
         if also is not None:
             also(seen)
 
-    try:
-        with observe(model, callback):
-            for batch in islice(dataloader, max_batches):
-                model(**_inputs(batch, device))
-                batches += 1
-    finally:
-        for module in training:
-            module.training = True
-    if not statistics.layers:
-        raise ValueError(
-            f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
-            "each a tensor of input_ids or a dictionary of the model's arguments."
-        )
+    observe_batches(model, dataloader, callback, max_batches)
     return statistics
-
-
-def _inputs(batch: Any, device: torch.device) -> dict[str, Tensor]:
-    """Takes the model's arguments, without labels, from a dictionary, a tensor of input_ids or a 1-tuple of it."""
-    if isinstance(batch, list | tuple) and len(batch) == 1:
-        (batch,) = batch
-    if isinstance(batch, Tensor):
-        batch = {"input_ids": batch}
-    if not isinstance(batch, Mapping) or not all(isinstance(tensor, Tensor) for tensor in batch.values()):
-        raise ValueError(
-            "a batch must be a tensor of input_ids or a dictionary of tensors with the model's arguments, got "
-            f"{type(batch).__name__}{list(batch) if isinstance(batch, Mapping) else ''}."
-        )
-    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
 
 
 def calibrate(
@@ -193,6 +162,7 @@ def calibrate(
         family = _weighted_family(name, arguments, config, refine_steps)
         steps = (REFINE_STEPS if family.learns_matrices else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
+        drop_own(model, modules, options)  # before the weights are learned for what is exact
         statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
         fits, keys, device = {}, {}, next(model.parameters()).device
         for number, parameters in statistics.parameters().items():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from favor.config import FavorConfig, feature_family
-from favor.features import REGISTRY
+from favor.features import REGISTRY, get
 from favor.integrations.adapt.calibrate import fit_to_data
+from favor.integrations.adapt.costs import Costs
+from favor.integrations.adapt.landmark_choice import choose_landmarks
 from favor.integrations.backend import model_options
 from favor.integrations.configure import configure
 from favor.integrations.layer import decodes_or_is_causal
@@ -36,14 +37,19 @@ def convert(
     """Switches a pretrained model to a FAVOR backend, in all heads or where the estimate is good.
 
     Args:
-        model: any transformers model that the backends accept.
+        model: any transformers model that the backends accept, or a part that is itself a model, such as the encoder of
+            a Whisper; then no other part changes.
         attn_implementation: a FAVOR backend, default "favor#".
         dataloader: batches as for `favor.calibrate`. Needed for `layers="auto"` and for `statistics="calibrated"`.
-        layers: "all" (default), or "auto": heads whose diagnostic rho says that M features cannot estimate them
-            (rho > log M, see `favor.features.Parameters.rho`) keep exact attention, worst first, as far as the budget
-            allows; layers with such heads that must still be estimated take wider windows, as far as the rest of the
-            budget allows.
-        flop_budget: for "auto", operations of all attention layers as a fraction of those of exact attention.
+        layers: "all" (default), or "auto", which chooses layer by layer under the budget. For random features, heads
+            whose diagnostic rho says that M features cannot estimate them (rho > log M, see
+            `favor.features.Parameters.rho`) keep exact attention, worst first, as far as the budget allows; layers with
+            such heads that must still be estimated take wider windows, as far as the rest of the budget allows. For
+            landmarks, each layer takes the `window`, `num_features` and `selected_keys` with which the error of all
+            heads, measured on the data, is smallest; layers of encoders may stay exact. Options that are named in the
+            call are not chosen: all layers share their values.
+        flop_budget: for "auto", operations of all attention layers as a fraction of those of exact attention. The
+            search for selected keys is not counted.
         length: for "auto", number of tokens at which operations are counted; default: the length of the longest
             sequence in the data.
         max_batches: number of batches of data after which to stop; None (default) takes all.
@@ -60,6 +66,13 @@ def convert(
         >>> import torch, favor
         >>> from transformers import BertConfig, BertModel
         >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> data = [torch.arange(400).view(2, 200)]
+        >>> model = favor.convert(BertModel(tiny), "landmark", dataloader=data, layers="auto", flop_budget=0.6)
+        >>> sorted(model.config.favor_layers["encoder.layer.0.attention.self"])
+        ['num_features', 'selected_keys', 'window']
+
+        Random features, with parameters that are stored in the model:
+
         >>> data = [torch.arange(12).view(2, 6)]
         >>> model = favor.convert(BertModel(tiny), "favor#", dataloader=data, statistics="calibrated", exact_below=0)
         >>> model.config.favor["statistics"]
@@ -75,9 +88,21 @@ def convert(
         return configure(model, attn_implementation, **options)
     if dataloader is None:
         raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
-    name, arguments = feature_family(attn_implementation, config)
+    name, arguments = feature_family(attn_implementation, config, options)
+    entries: dict[int, dict[str, Any]] = {}
+    if layers == "auto" and REGISTRY[name].selects_keys:
+        fixed = [option for option, value in options.items() if value is not None]
+        entries = choose_landmarks(
+            model, dataloader, get(name), config, fixed, budget=flop_budget, length=length, max_batches=max_batches
+        )
+        clear_choices(model)
+        configure(model, attn_implementation, **options)
+        update_choices(model, entries)
+        return model
     if not REGISTRY[name].takes_parameters:
-        raise ValueError(f'layers="auto" needs the variance of positive features, and {name} has none; use "all".')
+        raise ValueError(
+            f'layers="auto" needs the variance of positive features, or landmarks, and {name} has neither; use "all".'
+        )
     if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
         raise ValueError(
             'layers="auto" of a decoder needs statistics="calibrated": causal layers fit no parameters themselves.'
@@ -88,33 +113,10 @@ def convert(
         rho = statistics.rho()
         head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
         costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
-        update_choices(model, allocate(rho, costs, flop_budget))
-    return configure(model, attn_implementation, **options)
-
-
-@dataclass
-class Costs:
-    """Operations of one head over a sequence, forward.
-
-    Attributes:
-        length: tokens L.
-        num_features: M.
-        window: window of the layers that choose none, 0 for none.
-        head_dim: d of each layer.
-    """
-
-    length: int
-    num_features: int
-    window: int
-    head_dim: Mapping[int, int]
-
-    def exact(self, layer: int) -> float:
-        """Counts 4 L^2 d operations."""
-        return 4.0 * self.length**2 * self.head_dim[layer]
-
-    def linear(self, layer: int, window: int) -> float:
-        """Counts 8 L M d operations for the features and 4 L window d inside the blocks."""
-        return 4.0 * self.length * self.head_dim[layer] * (2 * self.num_features + min(window, self.length))
+        entries = allocate(rho, costs, flop_budget)
+    configure(model, attn_implementation, **options)
+    update_choices(model, entries)
+    return model
 
 
 def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
@@ -131,14 +133,9 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
     Raises:
         ValueError: if the estimate alone costs more than the budget.
     """
-    limit = budget * sum(costs.exact(layer) * len(own) for layer, own in rho.items())
-    spent = sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
-    if spent > limit:
-        share = budget * spent / limit
-        raise ValueError(
-            f"flop_budget={budget} is less than the estimate alone costs at {costs.length} tokens, {share:.2f} times "
-            "the cost of exact attention. Raise it, or take fewer features, a shorter window or longer sequences."
-        )
+    whole = sum(costs.exact(layer) * len(own) for layer, own in rho.items())
+    limit, spent = budget * whole, sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
+    costs.check(budget, spent, whole)
     exact: dict[int, list[int]] = {layer: [] for layer in rho}
     hopeless = sorted(
         ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist())), reverse=True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,24 @@ class Observation(NamedTuple):
         return self.padding if self.is_self_attention and self.query.shape[2] == self.key.shape[2] else None
 
 
+def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
+    """Divides the Frobenius norm of output - exact by that of exact, per sequence and head `[B, H]`; less is better.
+
+    Args:
+        output: an approximation of the attention output, `[B, H, n, dv]`.
+        seen: the layer's exact output; rows of padding do not count.
+        places: indices of the n queries; None is all queries.
+    """
+    exact, mask = seen.output, seen.query_padding
+    if places is not None:
+        exact, mask = exact[:, :, places], None if mask is None else mask[:, places]
+    difference = output - exact
+    if mask is not None:
+        rows = mask[:, None, :, None]
+        difference, exact = difference * rows, exact * rows
+    return difference.flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1).clamp(min=1e-12)
+
+
 @contextmanager
 def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> Iterator[None]:
     """Runs a model with exact attention in every layer that FAVOR could replace, and reports each call of one.
@@ -78,6 +97,62 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
             config._attn_implementation = name
             if parts:
                 config.favor_parts = parts
+
+
+@torch.no_grad()
+def observe_batches(
+    model: PreTrainedModel,
+    dataloader: Iterable[Any],
+    callback: Callable[[Observation], None],
+    max_batches: int | None = None,
+) -> None:
+    """Runs a model with exact attention over data, and reports each call of an attention layer; see `observe`.
+
+    Args:
+        model: any transformers model; its training mode is restored afterwards.
+        dataloader: batches as for `favor.calibrate`.
+        callback: called with an `Observation` in each attention layer.
+        max_batches: number of batches after which to stop; None (default) takes all.
+
+    Raises:
+        ValueError: if there is no batch, or no attention layer ran.
+    """
+    device, batches, calls = next(model.parameters()).device, 0, 0
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+
+    def count(seen: Observation) -> None:
+        nonlocal calls
+        calls += 1
+        callback(seen)
+
+    try:
+        with observe(model, count):
+            for batch in islice(dataloader, max_batches):
+                model(**_inputs(batch, device))
+                batches += 1
+    finally:
+        for module in training:
+            module.training = True
+    if not calls:
+        raise ValueError(
+            f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
+            "each a tensor of input_ids or a dictionary of the model's arguments."
+        )
+
+
+def _inputs(batch: Any, device: torch.device) -> dict[str, Tensor]:
+    """Takes the model's arguments, without labels, from a dictionary, a tensor of input_ids or a 1-tuple of it."""
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping) or not all(isinstance(tensor, Tensor) for tensor in batch.values()):
+        raise ValueError(
+            "a batch must be a tensor of input_ids or a dictionary of tensors with the model's arguments, got "
+            f"{type(batch).__name__}{list(batch) if isinstance(batch, Mapping) else ''}."
+        )
+    return {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
 
 
 def _observed(

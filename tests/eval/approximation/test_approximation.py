@@ -23,7 +23,9 @@ from favor.eval.approximation import model as approximation_model
 from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
 from favor.features.moments import attention_received
+from favor.integrations.adapt import landmark_choice
 from favor.integrations.adapt.observe import Observation
+from favor.integrations.stored import update_choices
 
 
 class Encoder(torch.nn.Module):
@@ -234,6 +236,28 @@ def test_no_option_is_left_of_the_variant_before(bert_folder):
 def test_backends_that_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         variants_of([text], [8], [0])
+
+
+def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
+    """With all operations every layer is exact."""
+    monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
+    options = ["--length", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
+    converted = favor.convert(BertModel.from_pretrained(bert_folder), "landmark", num_features=5, selected_keys=0)
+    number = converted.encoder.layer[0].attention.self.favor_layer.number
+    update_choices(converted, {number: {"num_features": 24}})
+    converted.save_pretrained(tmp_path / "converted")
+    options += ["--converted", str(tmp_path / "converted")]
+    more = ["--flop_budgets", "0.2", "1", "--choose_on", str(text), "--results", str(tmp_path), "--name", "chosen"]
+    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
+    _, default, stored, cheap, exact = json.loads((tmp_path / "chosen.json").read_text())["variants"]
+    assert (stored["label"], stored["num_features"]) == ("landmark (converted)", 0)
+    assert max(stored["by_head"][0]) < 1e-5 < 1e-3 < min(stored["by_head"][1])
+    assert cheap["chosen"] == [{"window": 0, "num_features": 2, "selected_keys": 0}] * 2
+    assert cheap["error"] > exact["error"] == 0
+    assert exact["score"] == pytest.approx(1, abs=1e-6)
+    # The default of `landmark` selects keys, more than these samples have, for single heads as for the whole model.
+    assert default["error"] < 1e-5
+    assert default["score"] == pytest.approx(1, abs=1e-6)
 
 
 def test_report_by_length(bert_folder, text, tmp_path):

@@ -14,6 +14,7 @@ from transformers.models.whisper.tokenization_whisper import WhisperTokenizer
 
 from favor.eval import whisper
 from favor.eval.speech import whisper_convert, whisper_report
+from favor.integrations.adapt import landmark_choice
 from favor.train.speech.data import Utterance
 from favor.train.speech.word_errors import ErrorCounts
 
@@ -209,8 +210,12 @@ def test_rows_are_compared_piece_by_piece():
     assert (row["insertions"], row["errors_of_pieces"], row["head_errors"]) == (3, [5, 0], [0.5])
 
 
-def test_the_table(folder, tmp_path):
-    """Exact attention against words counted here; landmarks with a window over all frames are equal to it."""
+def test_the_table(folder, tmp_path, monkeypatch):
+    """Exact attention against words counted here; landmarks with a window over all frames are equal to it.
+
+    So are layers that chose under a budget for exact attention.
+    """
+    monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
     chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
     chapter.mkdir(parents=True)
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
@@ -218,12 +223,17 @@ def test_the_table(folder, tmp_path):
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
     words = ["--data_dir", str(tmp_path), "--split", "dev", "--seconds", "2", "3", "--max_new_tokens", "8"]
     more = ["--backends", "landmark:window=1500", "favor+", "--windows", "0", "--num_features", "8"]
+    more += ["--flop_budgets", "1", "--choose_on", "dev"]
     out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]
     assert whisper.main([str(folder), *words, *more, *out]) == 0
     found = json.loads((tmp_path / "out" / "whisper.json").read_text())
     assert found["pieces"] == [["7-1-0", "7-1-1"], ["7-1-2", "7-1-3"]]
     assert found["words_of_pieces"] == [7, 11]
-    exact, equal, rough = found["rows"]
+    exact, equal, rough, chosen = found["rows"]
+    assert chosen["attention"] == "landmark (layers=auto, flop_budget=1)"
+    assert chosen["errors_of_pieces"] == exact["errors_of_pieces"]
+    assert chosen["head_errors"] == [0] * 4
+    assert "chosen on dev, one piece of each speaker" in found["facts"]
     model, processor = whisper.load(folder)
     spoken = [
         np.concatenate([soundfile.read(chapter / f"7-1-{i}.wav", dtype="float32")[0] for i in p])

@@ -1,0 +1,230 @@
+"""Conversion to landmarks by measured errors: the choice, its budget, and that a saved model keeps it."""
+
+from itertools import product
+
+import pytest
+import torch
+from test_calibrate import batches, bert, llama, tokens
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import BartConfig, BartModel, BertModel, WhisperConfig, WhisperForConditionalGeneration
+
+import favor
+from favor.integrations.adapt import landmark_choice
+from favor.integrations.adapt.landmark_choice import Setting, cheapest_error
+from favor.integrations.adapt.observe import observe
+from favor.integrations.layer import attention_modules, stored_choice
+
+FEW = {"window": (0, 4), "num_features": (2, 4), "selected_keys": (0, 16)}
+AUTO = {"layers": "auto", "exact_below": 0}
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(landmark_choice, "VALUES", FEW)
+
+
+def share(model, length, heads=4, head_dim=4):
+    """Operations of the layers as a fraction of exact attention's, counted from what the docstrings say."""
+    spent = 0
+    for module in attention_modules(model).values():
+        own = stored_choice(module)
+        if not own:
+            continue
+        if "exact_heads" in own:
+            spent += heads * 4 * length * length * head_dim
+            continue
+        groups = 2 * own["num_features"] * head_dim  # to find the groups of keys; logits; values
+        exact = 4 * (own["window"] + own["selected_keys"]) * head_dim
+        spent += heads * length * (3 * groups + exact)
+    return spent / (2 * heads * 4 * length * length * head_dim)
+
+
+def error_of(model, data):
+    """Mean error of all heads, computed by `favor_attention` and SDPA on what the exact model computes."""
+    found, modules = [], attention_modules(model)
+
+    def measure(seen):
+        own = stored_choice(modules[seen.layer])
+        if "exact_heads" in own:
+            found.extend([0.0] * seen.query.shape[0] * seen.query.shape[1])
+            return
+        for row in range(len(seen.query)):
+            keep = slice(None) if seen.padding is None else seen.padding[row]
+            query, key, value = (part[row : row + 1] for part in (seen.query, seen.key, seen.value))
+            exact = scaled_dot_product_attention(
+                query[:, :, keep], key[:, :, keep], value[:, :, keep], scale=seen.scale
+            )
+            mask = None if seen.padding is None else seen.padding[row : row + 1]
+            options = {"features": "landmark", "scale": seen.scale, "key_padding_mask": mask, **own}
+            out = favor.favor_attention(query, key, value, **options)[:, :, keep]
+            found.extend(((out - exact)[0, head].norm() / exact[0, head].norm()).item() for head in range(4))
+
+    with torch.no_grad(), observe(model, measure):
+        for batch in data:
+            model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+    return sum(found) / len(found)
+
+
+def test_more_budget_is_never_worse_and_none_is_overdrawn(few):
+    data, errors = batches(), []
+    for budget in (0.21, 0.35, 0.5, 0.8, 1.0):
+        model = favor.convert(bert(), "landmark", dataloader=data, flop_budget=budget, **AUTO)
+        assert share(model, 20) <= budget
+        errors.append(error_of(model, data))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > errors[2] > 0
+    assert errors[-1] == 0  # everything is exact
+
+
+def test_the_choice_is_the_best_of_all(few):
+    """Against every combination of settings of both layers, and the errors against their definition."""
+    seen = []
+    measured = landmark_choice.LayerErrors.means
+
+    def kept(self):
+        seen.append(measured(self))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landmark_choice.LayerErrors, "means", kept)
+        model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
+    costs = {None: 1.0} | {each: (1.5 * each[1] + each[0] + each[2]) / 20 for each in (set(seen[0][1]) - {None})}
+    layers = list(seen[0])
+    assert len(costs) == 9
+    allowed = [pair for pair in product(costs, costs) if sum(costs[each] for each in pair) / 2 <= 0.5]
+    best = min(sum(seen[0][layer][each] for layer, each in zip(layers, pair, strict=True)) for pair in allowed)
+    assert error_of(model, batches()) == pytest.approx(best / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize("limit", [3, 5, 8, 13, 100])
+def test_exact_choice_of_many_layers(limit):
+    generator = torch.Generator().manual_seed(limit)
+    settings = [Setting(*each) for each in product((0, 1), (1, 2), (0, 1))]
+    errors = {
+        layer: dict(zip(settings, torch.rand(8, generator=generator).tolist(), strict=True)) for layer in range(3)
+    }
+    operations = {layer: {each: sum(each) for each in settings} for layer in errors}
+    found = cheapest_error(errors, operations, limit)
+    assert sum(sum(each) for each in found.values()) <= limit
+    best = min(
+        sum(errors[layer][each] for layer, each in enumerate(chosen))
+        for chosen in product(settings, repeat=3)
+        if sum(map(sum, chosen)) <= limit
+    )
+    assert sum(errors[layer][each] for layer, each in found.items()) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_saved_choices_are_used_again(make, few, tmp_path):
+    data = batches() if make is bert else [{"input_ids": tokens(2, 300)}]
+    budget = 0.5 if make is bert else 0.1
+    model = favor.convert(make(), "landmark", dataloader=data, flop_budget=budget, **AUTO)
+    ids = tokens(2, 20) if make is bert else tokens(2, 300)
+    plain = favor.configure(make(), "landmark", exact_below=0, num_features=2, selected_keys=0)
+    with torch.no_grad():
+        expected = model(ids)[0]
+        assert not torch.equal(plain(ids)[0], expected)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path).eval()
+        assert loaded.config.favor_layers == model.config.favor_layers
+        assert torch.equal(loaded(ids)[0], expected)
+    if make is llama:  # without a window 256 tokens would be exact, which costs more than the budget
+        assert all(own["window"] == 4 for own in model.config.favor_layers.values())
+    described = favor.describe(loaded, ids.shape[1]).layers
+    for layer, own in zip(described, loaded.config.favor_layers.values(), strict=True):
+        if "exact_heads" in own:
+            assert (layer.runs, layer.why) == ("exact", "all its heads are kept exact")
+        else:
+            assert (layer.num_features, layer.window) == (own["num_features"], own["window"])
+            assert layer.selected_keys == own["selected_keys"]
+    assert {layer.runs for layer in described} <= ({"exact", "landmark"} if make is bert else {"landmark"})
+
+
+def test_layers_run_what_they_chose(few):
+    """Layers with settings of their own equal a model with these settings in every layer."""
+    own = {"window": 4, "num_features": 3, "selected_keys": 16}
+    expected = favor.configure(bert(), "landmark", exact_below=0, **own)
+    model = favor.configure(bert(), "landmark", exact_below=0, num_features=7, selected_keys=0)
+    favor.integrations.stored.update_choices(model, dict.fromkeys(attention_modules(model), own))
+    with torch.no_grad():
+        assert torch.equal(model(tokens())[0], expected(tokens())[0])
+        # Options that are named later reach all layers.
+        favor.configure(model, num_features=5, window=0)
+        expected = favor.configure(bert(), "landmark", exact_below=0, num_features=5, selected_keys=16)
+        assert torch.equal(model(tokens())[0], expected(tokens())[0])
+
+
+def test_named_options_are_shared(few):
+    model = favor.convert(
+        bert(), "landmark", dataloader=batches(), flop_budget=0.45, num_features=3, selected_keys=0, **AUTO
+    )
+    assert model.config.favor["num_features"] == 3
+    assert all(set(own) <= {"window", "exact_heads", "key_heads"} for own in model.config.favor_layers.values())
+    # Converting again forgets the choice.
+    favor.convert(model, "favor+", num_features=2)
+    assert not any(model.config.favor_layers.values())
+
+
+def test_a_budget_that_is_too_small(few):
+    message = r"flop_budget=0.1 is less than the estimate alone costs at 20 tokens, 0.15 times the cost of exact"
+    with pytest.raises(ValueError, match=message):
+        favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.1, **AUTO)
+    model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.1, length=100, **AUTO)
+    assert share(model, 100) <= 0.1
+    with pytest.raises(ValueError, match="needs the variance of positive features, or landmarks, and relu has neither"):
+        favor.convert(bert(), "favor_relu", dataloader=batches(), **AUTO)
+
+
+def test_cross_attention_has_no_window(few):
+    config = BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = favor.convert(BartModel(config), "landmark", dataloader=[tokens(2, 30)], flop_budget=0.4, **AUTO)
+    own = model.config.favor_layers
+    assert own["decoder.layers.0.encoder_attn"].get("window", 0) == 0
+    assert "exact_heads" not in own["decoder.layers.0.self_attn"]
+    # With a window for all other layers, too.
+    model = favor.convert(BartModel(config), "landmark", dataloader=[tokens(2, 30)], flop_budget=0.5, window=8, **AUTO)
+    assert all("window" not in own for own in model.config.favor_layers.values())
+    assert "num_features" in model.config.favor_layers["decoder.layers.0.encoder_attn"]
+
+
+def whisper():
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=30, d_model=16, num_mel_bins=8, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=40, init_std=0.3,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(config).eval()
+
+
+def test_the_encoder_of_a_whisper_alone(few, tmp_path):
+    model, sound = whisper(), torch.randn(2, 8, 80)
+    favor.convert(model.get_encoder(), "landmark", dataloader=[{"input_features": sound}], flop_budget=0.45, **AUTO)
+    assert list(model.config.favor_layers) == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    assert share(model, 40) <= 0.45
+    described = favor.describe(model, 40)
+    assert [layer.why for layer in described.layers[2:]] == ["another part was switched"] * 2
+    model.save_pretrained(tmp_path)
+    loaded = WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        outs = [each(sound, decoder_input_ids=torch.ones(2, 3, dtype=torch.long)).logits for each in (model, loaded)]
+    assert torch.equal(*outs)
+
+
+def test_a_note_on_audio_encoders_with_groups_alone():
+    model = favor.configure(whisper(), "landmark", only="model.encoder", exact_below=0, selected_keys=0)
+    (note,) = favor.describe(model).notes
+    assert (
+        "set window=64, or selected_keys=128. It concerns model.encoder.layers.0.self_attn and 1 more layers." in note
+    )
+    assert f"note: {note}" in str(favor.describe(model))
+    for change in ({"selected_keys": 16}, {"selected_keys": 0, "window": 4}, {"window": 0, "selected_keys": None}):
+        assert not favor.describe(favor.configure(model, only="model.encoder", **change)).notes
+    text = favor.configure(BertModel(bert().config), "landmark", selected_keys=0, exact_below=0)
+    assert not favor.describe(text).notes
+    decoder = favor.configure(whisper(), "landmark", only="model.decoder", exact_below=0, selected_keys=0)
+    assert not favor.describe(decoder).notes
