@@ -10,7 +10,7 @@ groups of all sections and heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -162,23 +162,27 @@ class _Sections:
         return self._tokens(out, *query.shape[1:3])
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        notes: _Notes,
+        moved: list[Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and value."""
-        counts, notes, skipped = self.counts.flatten(0, 1), self._joined_notes(), self.first * self.setting.block
+        """Computes the gradients of query, key and value, `inputs`, from what `hand_over` gave."""
+        query, key, value = inputs
+        counts, skipped = self.counts.flatten(0, 1), self.first * self.setting.block
         rows, (grad, out) = query[:, :, :, skipped:].flatten(0, 1), (tensor.flatten(0, 1) for tensor in (grad, out))
         key, value, lead = key.flatten(0, 1), value.flatten(0, 1), query.shape[:2]
-        found, widths = (
-            [torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value)],
-            (key.shape[2], value.shape[2]),
-        )
+        found = [torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value)]
+        widths = (key.shape[2], value.shape[2])
         together = -(-len(rows) // _SHARES_OF_HEADS) if rows.device.type == "cpu" else len(rows)
         for begin in range(0, len(rows), together):
             heads = slice(begin, begin + together)
             tokens, own = (counts[heads], key[heads], value[heads]), notes.of_heads(heads)
             far = self._far(tokens, range(self.first, self.first + own.counts.shape[1]))
-            moved = [None if each is None else each.flatten(0, 1)[heads] for each in self.moved]
-            joins = Joins(moved, self.setting.number, self.past, self.setting.block)
+            of_heads = [None if each is None else each.flatten(0, 1)[heads] for each in moved]
+            joins = Joins(of_heads, self.setting.number, self.past, self.setting.block)
             both, sizes = torch.cat(tokens[1:], -1).to(own.counts.dtype), []
             for number, seen in enumerate(joins.replay(both, self.first + own.counts.shape[1])):
                 sizes.append(seen.shape[1])
@@ -262,12 +266,14 @@ class _Sections:
             scale=self.setting.scale,
         )
 
-    def _joined_notes(self) -> _Notes:
-        """Gives the notes of all sections in one."""
+    def hand_over(self) -> tuple[_Notes, list[Tensor | None]]:
+        """Gives the notes of all sections in one, and which groups were joined, and keeps them no longer."""
         most = self.notes[-1].counts.shape[2]
         for notes in self.notes:
             notes.counts = pad(notes.counts, (0, most - notes.counts.shape[2]))
-        return _Notes(*(torch.cat(own, 1) for own in zip(*(vars(notes).values() for notes in self.notes), strict=True)))
+        every = [torch.cat(own, 1) for own in zip(*(vars(notes).values() for notes in self.notes), strict=True)]
+        moved, self.notes, self.moved = self.moved, [], []
+        return _Notes(*every), moved
 
     def _leave(self, joined: Joined, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Writes the groups and all tokens of complete sections into the state, which has no past."""
@@ -299,11 +305,15 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sections: _Sections) -> Tensor:
         out = sections.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out)
+        notes, moved = sections.hand_over()
+        # All of it is freed after the backward pass, as what is kept on `ctx` is not.
+        ctx.save_for_backward(query, key, value, out, *vars(notes).values(), *moved)
         ctx.sections = sections
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.sections.backward(grad, *ctx.saved_tensors), None)
+        query, key, value, out, *kept = ctx.saved_tensors
+        notes, moved = _Notes(*kept[: len(fields(_Notes))]), kept[len(fields(_Notes)) :]
+        return (*ctx.sections.backward(grad, (query, key, value), out, notes, moved), None)

@@ -133,6 +133,16 @@ def test_short_sequences_and_one_group(options, length):
 
 
 @ways
+def test_the_backward_pass_can_be_repeated_and_then_frees_its_memory(options):
+    tensors = [t.requires_grad_() for t in inputs(65)]
+    loss = attend(*tensors, **options).square().sum()
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, tensors)))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, tensors)
+
+
+@ways
 @pytest.mark.parametrize("norm", [30, 1000])
 def test_large_norms_stay_finite(options, norm):
     tensors = [t.float().requires_grad_() for t in inputs(65, norm=norm / 8**0.5)]
