@@ -183,16 +183,7 @@ def attention_received(
     compute = x.dtype if x.dtype == torch.float64 else torch.float32
     if length == 0 or keys == 0:
         return y.new_zeros(y.shape[:-1], dtype=compute)
-    steps = (torch.arange(num_queries, device=x.device) + 0.5) / num_queries
-    if x_mask is None:
-        places = (steps * length).long()
-        rows = x[..., places, :]
-    else:
-        # Evenly spaced among the rows that count, wherever the padding is.
-        wanted = (steps * x_mask.sum(-1, keepdim=True)).long() + 1
-        places = places_of(x_mask, wanted)
-        index = places.expand(*x.shape[:-2], num_queries).unsqueeze(-1).expand(*x.shape[:-2], num_queries, x.shape[-1])
-        rows = x.gather(-2, index).masked_fill(~x_mask.any(-1)[..., None, None], 0.0)  # not what padding holds
+    rows, places = evenly_spaced(x, x_mask, num_queries)
     rows = scale * rows.to(compute)
     if y.is_cuda and y.dtype != compute and y.ndim > 2:
         product = torch.bmm(rows.to(y.dtype).flatten(0, -3), y.flatten(0, -3).transpose(-1, -2), out_dtype=compute)
@@ -208,6 +199,27 @@ def attention_received(
         later = torch.arange(keys, device=x.device) > (places.unsqueeze(-1) + keys - length)
         logits = logits.masked_fill(later, -torch.inf)
     return torch.softmax(logits, -1).nan_to_num(0.0).mean(-2)
+
+
+def evenly_spaced(x: Tensor, mask: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+    """Takes some rows, evenly spaced over those that count, wherever the padding is.
+
+    Args:
+        x: `[..., L, d]`.
+        mask: boolean `[..., L]`, True for the rows that count.
+        number: n.
+
+    Returns:
+        `[..., n, d]`, zeros if no row counts, and their places, `[n]` or `[..., n]`.
+    """
+    steps = (torch.arange(number, device=x.device) + 0.5) / number
+    if mask is None:
+        places = (steps * x.shape[-2]).long()
+        return x[..., places, :], places
+    wanted = (steps * mask.sum(-1, keepdim=True)).long() + 1
+    places = places_of(mask, wanted)
+    index = places.expand(*x.shape[:-2], number).unsqueeze(-1).expand(*x.shape[:-2], number, x.shape[-1])
+    return x.gather(-2, index).masked_fill(~mask.any(-1)[..., None, None], 0.0), places  # not what padding holds
 
 
 def places_of(mask: Tensor, wanted: Tensor) -> Tensor:

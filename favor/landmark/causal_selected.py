@@ -22,8 +22,8 @@ from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_backward, selected_forward
 from favor.landmark.causal import Pieces, checkpointed, cut
 from favor.landmark.growth import choose_growing
-from favor.landmark.joining import Joined, Joins
-from favor.landmark.kept import Kept, Setting, attend_next, before, indexed, numbered
+from favor.landmark.joining import Joined, JoinedAtOnce, Joins, JoinsAtOnce, at_once
+from favor.landmark.kept import Kept, Setting, attend_next, before, indexed
 from favor.landmark.pages import Pages, filled
 
 # On a CPU: parts of the sections forward, and of the heads backward, one at a time. A GPU wants few launches.
@@ -113,6 +113,7 @@ class _Sections:
         self.setting, self.counts, self.past, self.state = setting, counts, past, state
         self.first, self.takes_notes = int(past > 0), takes_notes
         self.start = past + self.first * setting.block  # of the first section that is not left out
+        self.at_once = False  # whether kernels for a GPU join all sections
         self.moved: list[Tensor | None] = []  # the new group of each group and token, for each section that joined them
         self.notes: list[_Notes] = []
 
@@ -123,10 +124,12 @@ class _Sections:
         tokens = counts.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         pages = Pages.of(tokens[1], tokens[0] > 0, setting.selection.size)
         outs = Pieces(query.shape[3] - self.first * block)
-        cells = numbered(counts[:, :, : self.past], 0)
-        joined = Joined(setting, groups, cells, parts, joining, self.takes_notes, self.state is not None)
+        self.at_once = at_once(setting, tokens, self.past)
+        kind = JoinedAtOnce if self.at_once else Joined
+        every = (query, counts, key, value)
+        joined = kind(setting, groups, every, parts, joining, self.takes_notes, self.state is not None)
         self.moved = joined.moved
-        together = -(-len(parts) // SHARES) if key.device.type == "cpu" else len(parts)
+        together = -(-len(parts) // SHARES) if key.device.type == "cpu" and not self.at_once else len(parts)
         for begin in range(self.first, len(parts), together):
             share = range(begin, min(begin + together, len(parts)))
             joined.up_to(begin)  # while there is little else in memory
@@ -145,15 +148,10 @@ class _Sections:
         setting, begin = self.setting, self.past + share.start * self.setting.block
         before = torch.arange(begin, begin + len(share) * setting.block, setting.block, device=query.device)
         rows = self._blocks(query)
-        chosen, since = choose_growing(pages, rows, before // setting.selection.size, setting.selection.growth)
-        far, cell = self._far(tokens, share), []
-        for place, number in enumerate(share):
-            joined.up_to(number)
-            groups = joined.groups
-            self._see(far, place, *(own.flatten(0, 1) for own in (groups.counts, groups.key, groups.value)))
-            cells = pad(joined.cells, (0, self.counts.shape[2] - joined.cells.shape[2]), value=-1)
-            cell.append(setting.selection.cells(cells.flatten(0, 1), chosen[:, place]))
-        choice = (chosen, torch.stack(cell, 1), since)
+        until, growth = before // setting.selection.size, setting.selection.growth
+        chosen, since = choose_growing(pages, rows, until, growth, self.at_once)
+        far, cell = joined.seen(share, chosen)
+        choice = (chosen, cell, since)
         out, lse = selected_forward(*self._operands(rows, tokens, far, choice, begin), setting.selection.kernel)
         if self.takes_notes:
             narrow = torch.int16 if max(setting.number, pages.mean.shape[1]) < 2**15 else torch.int32
@@ -175,22 +173,16 @@ class _Sections:
         rows, (grad, out) = query[:, :, :, skipped:].flatten(0, 1), (tensor.flatten(0, 1) for tensor in (grad, out))
         key, value, lead = key.flatten(0, 1), value.flatten(0, 1), query.shape[:2]
         found = [torch.zeros_like(tensor) for tensor in (query.flatten(0, 1), key, value)]
-        widths = (key.shape[2], value.shape[2])
+        kind = JoinsAtOnce if self.at_once else Joins
         together = -(-len(rows) // _SHARES_OF_HEADS) if rows.device.type == "cpu" else len(rows)
         for begin in range(0, len(rows), together):
             heads = slice(begin, begin + together)
             tokens, own = (counts[heads], key[heads], value[heads]), notes.of_heads(heads)
-            far = self._far(tokens, range(self.first, self.first + own.counts.shape[1]))
             of_heads = [None if each is None else each.flatten(0, 1)[heads] for each in moved]
-            joins = Joins(of_heads, self.setting.number, self.past, self.setting.block)
-            both, sizes = torch.cat(tokens[1:], -1).to(own.counts.dtype), []
-            for number, seen in enumerate(joins.replay(both, self.first + own.counts.shape[1])):
-                sizes.append(seen.shape[1])
-                if number >= self.first:
-                    place = number - self.first
-                    self._see(far, place, own.counts[:, place, : sizes[-1]], *seen.split(widths, -1))
+            joins = kind(of_heads, self.setting.number, self.past, self.setting.block)
+            far = joins.means(tokens, own.counts, self.first)
             given = self._operands(self._blocks(rows[heads]), tokens, far, own.choice, self.start)
-            of_rows, *of_far, near_key, near_value, of_key, of_value = selected_backward(
+            of_rows, far_key, far_value, near_key, near_value, of_key, of_value = selected_backward(
                 self._blocks(grad[heads]),
                 self._blocks(out[heads]),
                 own.lse,
@@ -201,10 +193,8 @@ class _Sections:
             for whole, near in ((of_key, near_key), (of_value, near_value)):
                 part = whole[:, self.start :]
                 part += near.flatten(1, 2)[:, : part.shape[1]]
-            of_sums = torch.cat(of_far, -1).to(own.counts.dtype).div_(own.counts.clamp(min=1).unsqueeze(-1))
-            of_seen = [of_sums.new_zeros(len(of_sums), self.past, sum(widths))] * self.first
-            of_seen += [of_sums[:, place, :size] for place, size in enumerate(sizes[self.first :])]
-            of_tokens = joins.replay_backward(of_seen, key.shape[1]).split(widths, -1)
+            of_both = joins.of_tokens((far_key, far_value), own.counts, self.first, key.shape[1])
+            of_tokens = of_both.split((key.shape[2], value.shape[2]), -1)
             found[1][heads] = of_key + of_tokens[0].to(of_key.dtype)
             found[2][heads] = of_value + of_tokens[1].to(of_value.dtype)
         of_query, of_key, of_value = (tensor.unflatten(0, lead) for tensor in found)
@@ -219,19 +209,6 @@ class _Sections:
         """Puts rows `[N, F, Z, R, w]` together to `[N, G, l, w]`."""
         own = rows.unflatten(2, (groups, -1)).flatten(3, 4)[:, :, :, : self.setting.block]
         return own.transpose(1, 2).flatten(2, 3)[:, :, :length]
-
-    def _far(self, tokens: tuple[Tensor, Tensor, Tensor], sections: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Makes room for the groups that sections see: counts `[N, F, M]`, and means of keys and values."""
-        counts, key, value = tokens
-        most = max(min(self.setting.number, self.past + (sections.stop - 1) * self.setting.block), 1)
-        lead = (len(counts), len(sections), most)
-        return counts.new_zeros(lead), key.new_zeros(*lead, key.shape[2]), value.new_zeros(*lead, value.shape[2])
-
-    def _see(self, far: tuple[Tensor, Tensor, Tensor], place: int, counts: Tensor, *sums: Tensor) -> None:
-        """Writes what one section sees, given the counts `[N, m]` and sums `[N, m, w]` of the groups."""
-        far[0][:, place, : counts.shape[1]] = counts
-        for means, own in zip(far[1:], sums, strict=True):
-            means[:, place, : counts.shape[1]] = own / counts.clamp(min=1).unsqueeze(-1)
 
     def _operands(
         self,

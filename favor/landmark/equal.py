@@ -22,7 +22,7 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
         counts: how many keys each is the mean of, `[..., S]`; None means one.
     """
     rows = key.to(torch.promote_types(key.dtype, torch.float32))
-    along = rows @ _lines(key.shape[-1], rows)
+    along = rows @ lines(key.shape[-1], rows)
     reach = torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(along, dim=-1)
     reach = 16 * reach if counts is None else (16 + counts) * reach
     line = along[..., 0] if mask is None else along[..., 0].masked_fill(~mask, torch.inf)  # others come last
@@ -43,7 +43,7 @@ def first_equal(key: Tensor, mask: Tensor | None = None, counts: Tensor | None =
     return torch.zeros_like(order).scatter(-1, order, first.gather(-1, run))
 
 
-def _lines(width: int, like: Tensor) -> Tensor:
+def lines(width: int, like: Tensor) -> Tensor:
     """Gives eight directions without a pattern, `[d, 8]`: cubes modulo a prime, the same on every device."""
     number = torch.arange(1, width * _LINES + 1, device=like.device)
     return (number**3 * 7919 % 65521).view(width, _LINES).to(like.dtype) / 65521 - 0.5

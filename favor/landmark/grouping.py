@@ -103,14 +103,7 @@ class Landmarks(Family):
                 query_mask = None if query_mask is None else query_mask.expand(query.shape[:-1])
                 masks = (query_mask, key_mask)
                 received = attention_received(query, key, *masks, self.num_queries, scale=scale, counts=counts)
-                rows = query.to(received.dtype)
-                if query_mask is not None:
-                    rows = rows.masked_fill(~query_mask.unsqueeze(-1), 0.0)
-                metric = rows.transpose(-1, -2) @ rows
-                # Euclidean where no query counts, or one is not finite.
-                trace = torch.diagonal(metric, dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)
-                eye = torch.eye(key.shape[-1], dtype=metric.dtype, device=key.device)
-                metric = torch.where((trace > 0) & trace.isfinite(), metric, eye)
+                metric = metric_of(query.to(received.dtype), query_mask)
             first = first_equal(key, key_mask, counts)
             is_copy = first != torch.arange(key.shape[-2], device=key.device)
             if received is not None:
@@ -128,6 +121,18 @@ class Landmarks(Family):
             # Copies go to the landmark of the first one, whatever rounding says, unless they are landmarks too.
             cells = torch.where(is_copy.scatter(-1, index, False), cells.gather(-1, first), cells)
             return cells if key_mask is None else cells.masked_fill(~key_mask, num_landmarks)
+
+
+def metric_of(query: Tensor, mask: Tensor | None) -> Tensor:
+    """Gives the matrix A of queries `[..., L, d]` for which c'A c is the sum of all (q.c)^2, `[..., d, d]`.
+
+    It is Euclidean where no query counts (`mask` is boolean, `[..., L]`), or one is not finite.
+    """
+    rows = query if mask is None else query.masked_fill(~mask.unsqueeze(-1), 0.0)
+    metric = rows.transpose(-1, -2) @ rows
+    trace = torch.diagonal(metric, dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)
+    eye = torch.eye(rows.shape[-1], dtype=metric.dtype, device=metric.device)
+    return torch.where((trace > 0) & trace.isfinite(), metric, eye)
 
 
 def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor | None) -> Tensor:

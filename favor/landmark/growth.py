@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from favor.kernels.dispatch import triton_module
 from favor.kernels.eager.common import Buffer
 from favor.landmark.pages import Pages
 
@@ -71,7 +72,9 @@ class Growth:
 
 
 @torch.no_grad()
-def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> tuple[Tensor, Tensor]:
+def choose_growing(
+    pages: Pages, query: Tensor, until: Tensor, growth: Growth, at_once: bool = False
+) -> tuple[Tensor, Tensor]:
     """Chooses pages query by query.
 
     Args:
@@ -79,16 +82,22 @@ def choose_growing(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -
         query: `[N, F, Z, R, d]`: F sections of Z blocks.
         until: how many pages each section may choose from, those before it, `[F]` or `[N, F]`, not falling.
         growth: how many pages each query adds.
+        at_once: whether a kernel for a GPU searches for all sections; else one section is searched after another.
 
     Returns:
         The pages of each block, `[N, F, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
     """
     heads, sections, blocks, rows, _ = query.shape
-    until, memory = until.expand(heads, sections), Buffer(pages.mean)
-    # The last section first: it needs most memory.
-    looks = [_candidates(pages, query[:, f], until[:, f], growth, memory) for f in reversed(range(sections))]
+    until = until.expand(heads, sections)
+    if at_once:
+        found = _candidates_at_once(pages, query, until, growth)
+    else:
+        memory = Buffer(pages.mean)
+        # The last section first: it needs most memory.
+        looks = [_candidates(pages, query[:, f], until[:, f], growth, memory) for f in reversed(range(sections))]
+        found = [torch.stack(part[::-1], 1) for part in zip(*looks, strict=True)]
     # Blocks last and numbers short, which makes the loop below several times as fast.
-    is_there, first, is_fresh, best = (torch.stack(part[::-1], 1).flatten(0, 2) for part in zip(*looks, strict=True))
+    is_there, first, is_fresh, best = (part.flatten(0, 2) for part in found)
     # The first query of a block; where few pages are there it takes them all.
     all_fit = (until <= growth.number).repeat_interleave(blocks, 1).flatten()
     slot = torch.arange(growth.number, device=query.device).unsqueeze(-1)
@@ -177,6 +186,20 @@ def _candidates(
         found.append((*first, *(tensor[:, :, min(1, rows - 1) :] for tensor in later)))
     is_there, chosen, is_fresh, best = (torch.cat(own, 1) for own in zip(*found, strict=True))
     return is_there, chosen, is_fresh, best
+
+
+def _candidates_at_once(pages: Pages, query: Tensor, until: Tensor, growth: Growth) -> list[Tensor]:
+    """Finds the same for queries `[N, F, Z, R, d]` of all sections, by a kernel for a GPU; `until` is `[N, F]`."""
+    found, blocks = [], query.shape[2]
+    later = query[:, :, :, min(1, query.shape[3] - 1) :].flatten(2, 3)
+    choices = ((query[:, :, :, 0], growth.classes[0], growth.number), (later, growth.classes[1], growth.looks))
+    for rows, classes, number in choices:
+        given = (pages.mean, pages.there, until, classes, max(growth.classes), _PLACE_BITS)
+        values, places = triton_module("search").best_of_classes(rows, *given)
+        values, own = values.topk(number, -1)
+        is_there = values > torch.finfo(values.dtype).min / 2
+        found += [is_there, places.gather(-1, own).long().masked_fill_(~is_there, 0)]
+    return [*found[:2], *(own.unflatten(2, (blocks, -1)) for own in found[2:])]
 
 
 def _best_of_classes(scores: Tensor, classes: int, number: int) -> tuple[Tensor, Tensor]:

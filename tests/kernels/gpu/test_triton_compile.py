@@ -77,7 +77,8 @@ def test_windowed_kernels_compile(capability, compiled):
 @pytest.mark.parametrize("capability", CASES)
 def test_kernels_of_selected_keys_compile(capability, compiled):
     kernels = compiled[capability, "selected"]
-    assert {"_read", "_gradients"} == {name.split(":")[0] for name in kernels}
+    expected = {"_read", "_gradients", "_best", "_decide", "_means", "_of_tokens", "_follow"}
+    assert expected == {name.split(":")[0] for name in kernels}
 
 
 def compile_selected(capability):
@@ -85,6 +86,7 @@ def compile_selected(capability):
     import torch
     from ahead import compiling
 
+    from favor.kernels.gpu import search as triton_search
     from favor.kernels.gpu import selected as triton_selected
     from favor.kernels.operands import SelectedOperands
 
@@ -95,12 +97,28 @@ def compile_selected(capability):
 
         means = (torch.ones(1, 1, 4), tokens(1, 4), tokens(1, 4))
         chosen = (torch.zeros(1, 1, 1, size, dtype=torch.int64) for size in (2, 8, 2))
+        pages = (tokens(8).float(), torch.zeros(1, 8))
         inputs = (tokens(1, 1, 32), *means, *means, tokens(8), tokens(8), *chosen, 4, 1, 0, width**-0.5)
         given = SelectedOperands(*inputs)
         with compiling(capability) as kernels:
             out, lse = triton_selected.forward(given)
             triton_selected.backward(out, given, out, lse)
+            join(tokens(512), 256)
+            triton_search.best_of_classes(tokens(2, 16), *pages, torch.zeros(1, 2), 64, 128, 11)
         yield from kernels
+
+
+def join(key, number):
+    """Joins two sections to groups, whose keys and values are the same."""
+    import torch
+
+    from favor.kernels.gpu import joining
+
+    real, square = torch.ones(key.shape[:2]), torch.zeros(1, 2, key.shape[2], key.shape[2])
+    moved = joining.decide(square[:, :, :32], square, key, real, square[0, 0, :8], number)
+    joining.means(moved, key, real, number, 3)
+    joining.of_tokens(moved, torch.zeros(1, 3, number, key.shape[2]), number)
+    joining.follow(moved, real, torch.zeros(1, 2, 64, dtype=torch.int64), torch.zeros(2), 4, number)
 
 
 def compile_windowed(capability):
