@@ -12,15 +12,16 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import favor
 from favor.train.common import checkpoint, loop, report
-from favor.train.common.arguments import DEFAULT_SEED, Arguments, ModelArguments
+from favor.train.common.arguments import DEFAULT_SEED, ModelArguments
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
 from favor.train.common.program import program
-from favor.train.options.glue import parse_arguments
+from favor.train.common.teacher import Teacher
+from favor.train.options.glue import Arguments, TeacherArguments, parse_arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.text.glue_loaders import make_loaders
@@ -37,6 +38,27 @@ def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers
         config.problem_type = "regression" if task.is_regression else "single_label_classification"
 
     return load_switched(arguments, AutoModelForSequenceClassification, seed, adapt)
+
+
+def load_teacher(arguments: TeacherArguments, student: transformers.PreTrainedModel, task: Task) -> Teacher:
+    """Loads the teacher, with exact attention.
+
+    Raises:
+        ValueError: if it was not fine-tuned on a task with the same labels.
+    """
+    path = str(arguments.teacher)
+    check_model(path)
+    config = AutoConfig.from_pretrained(path)
+    own, labels = (list((each.id2label or {}).values()) for each in (config, student.config))
+    if own != labels or not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        raise ValueError(
+            f"expected a teacher that was fine-tuned on {task.folder}, with the labels {', '.join(labels)}; "
+            f"{path} holds a {(config.architectures or ['model'])[0]} with {', '.join(own[:5])}"
+        )
+    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    weights = {name: getattr(arguments, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
+    options = {"temperature": arguments.temperature, "is_regression": task.is_regression}
+    return Teacher(model.eval(), **weights, **options)
 
 
 def prepare_run(
@@ -60,10 +82,15 @@ def prepare_run(
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
+    teacher = load_teacher(arguments.teacher, model, data.task) if arguments.teacher.teacher else None
     optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
-    return loop.start(accelerator, prepared, train, seed, folder, clipped), eval_loaders
+    run = loop.start(accelerator, prepared, train, seed, folder, clipped)
+    if teacher is not None:
+        teacher.model.to(accelerator.device)
+        run.loss = teacher.loss
+    return run, eval_loaders
 
 
 @torch.no_grad()

@@ -305,15 +305,3 @@ class ArgumentGroups:
         """Gives the options that the result depends on."""
         kept = {name: value for name, value in self.to_dict().items() if name not in self.free}
         return kept | {"num_processes": num_processes}
-
-
-@dataclass
-class Arguments(ArgumentGroups):
-    """All arguments of a fine-tuning; `settings` leaves out the seeds."""
-
-    free: ClassVar[tuple[str, ...]] = (*FREE, "seed", "seeds")
-
-    model: ModelArguments
-    data: DataArguments
-    train: TrainArguments
-    head: HeadArguments

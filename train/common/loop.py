@@ -31,6 +31,7 @@ class Run:
         clipped: the parameters whose gradients are clipped.
         states: all that a checkpoint holds.
         after_step: called after every optimizer step.
+        loss: (model, batch) -> loss; None is the loss that the model gives for the batch.
         seconds: duration of every optimizer step.
     """
 
@@ -47,6 +48,7 @@ class Run:
     clipped: list[torch.nn.Parameter]
     states: checkpoint.States
     after_step: Callable[[], None] | None = None
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
     seconds: list[float] = field(default_factory=list)
 
 
@@ -164,7 +166,7 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
         # Dropout depends on the place in the run alone, so that a resumed run repeats its masks.
         torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
         with accelerator.accumulate(run.model):
-            loss = run.model(**batch).loss
+            loss = run.model(**batch).loss if run.loss is None else run.loss(run.model, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients and arguments.max_grad_norm > 0:
                 accelerator.clip_grad_norm_(run.clipped, arguments.max_grad_norm)

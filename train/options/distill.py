@@ -3,21 +3,27 @@ r"""Gives a pretrained model linear attention that is close to its exact attenti
     accelerate launch -m favor.train.distill --model_name_or_path DIR --train_file book.txt \
         --attn_implementation favor# --num_features 256 --window 128 --output_dir out/linear
 
-There are three stages. First, the parameters of the estimator come from a closed form. Second, `attention_steps` steps
-learn a correction of them: each layer is compared with exact attention on its own queries, keys and values, and the
-weights of the model do not change. Third, `model_steps` steps train all weights, so that the outputs of the whole model
-match those of the exact model. The second and third are optional. `--feature_weights` replaces the second stage: it
-learns weights of the features, and parameters for exactly the directions that the model will use (`favor.calibrate`).
-`from_pretrained` loads the output folder.
+The stages, in one folder:
+
+1. The parameters of the estimator come from a closed form.
+2. `attention_steps` steps learn a correction of them: each layer is compared with exact attention on its own queries,
+   keys and values. The weights of the model do not change. `--feature_weights` replaces this stage: it learns weights
+   of the features, and parameters for exactly the directions that the model will use (`favor.calibrate`).
+3. `model_steps` steps train all weights, so that hidden states and predictions match those of the exact model, with
+   `task_weight` also on the words of the text themselves.
+
+After each stage the program prints the error of the hidden states on samples that are held out. Samples may begin short
+and grow (`--start_length`). A run that was stopped continues with `--resume`, to the same weights. `from_pretrained`
+loads the output folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from favor.train.common.arguments import check_positive, option
+from favor.train.common.arguments import FREE, SCHEDULE, RunArguments, check_positive, check_schedule, option
 from favor.train.common.program import DataclassParser, did_you_mean
 
 NAME = "favor.train.distill"
@@ -44,6 +50,13 @@ class DistillArguments:
         0.5, "Operations of attention, as a fraction of those of exact attention, for --layers auto."
     )
     max_length: int = option(512, "Tokens of a sample.")
+    start_length: int | None = option(
+        None, "Tokens of the first samples; the length doubles, in equal parts of a stage, up to max_length."
+    )
+    train_samples: int | None = option(
+        None, "Samples to learn from, evenly spaced in the text. Default: as many as the steps need, or all there are."
+    )
+    held_out_samples: int = option(8, "Samples that are not learned from, on which the error is measured.")
     statistics: str | None = option(
         None, "corrected: a correction of each sequence's parameters (default of encoders); calibrated: fixed ones."
     )
@@ -55,19 +68,47 @@ class DistillArguments:
     attention_steps: int | None = option(
         None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
     )
-    attention_learning_rate: float = option(5e-4, "Peak learning rate of the attention steps, with a cosine schedule.")
+    attention_learning_rate: float = option(5e-4, "Peak learning rate of the attention steps.")
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
-    model_learning_rate: float = option(
-        2e-5, "Peak learning rate of the model steps, with warm-up and a linear schedule."
+    model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
+    hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states in the model steps.")
+    logits_weight: float = option(1.0, "Weight of the divergence of predictions, if the model makes any.")
+    task_weight: float = option(
+        0.0, "Weight of the model's own loss: next words, or masked ones (15 %), which the teacher sees masked too."
     )
+    ema_decay: float = option(0.0, "Decay of an average of the weights in the model steps, which is saved; 0: none.")
+    lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
+    warmup_ratio: float = option(0.1, "Warm-up of the model steps, as a fraction of them.")
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
     seed: int = option(0, "Seed of the order of samples, dropout and random features.")
+    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
+    resume: bool = option(False, "Continue from the last checkpoint; a finished stage is not run again.")
+    overwrite_output_dir: bool = option(
+        False, "Start again in a folder that holds a run; its checkpoints and results are deleted."
+    )
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
         from favor import registry
 
-        check_positive(self, "max_length", "per_device_train_batch_size", "calibration_samples")
+        check_positive(
+            self,
+            *("max_length", "start_length", "per_device_train_batch_size", "calibration_samples"),
+            *("train_samples", "held_out_samples", "checkpointing_steps"),
+        )
+        check_schedule(self.lr_scheduler_type)
+        if self.start_length is not None and self.start_length > self.max_length:
+            raise ValueError(f"start_length must be at most max_length, got {self.start_length} and {self.max_length}")
+        for name in ("hidden_weight", "logits_weight", "task_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.model_steps and not (self.hidden_weight or self.logits_weight):
+            raise ValueError(
+                "hidden_weight and logits_weight are both 0, so nothing of the exact model is matched: set one above "
+                "0, or train on text with favor.train.mlm or favor.train.clm"
+            )
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be at least 0 and less than 1, got {self.ema_decay}")
         if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):
             raise ValueError(
                 "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps, and "
@@ -109,6 +150,27 @@ class DistillArguments:
         from favor import registry
 
         return registry.family_of(self.attn_implementation, self.features)
+
+    def settings(self, num_processes: int) -> dict[str, Any]:
+        """Gives the options that the result depends on."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE} | {
+            "num_processes": num_processes
+        }
+
+    def of_stage(self, folder: str, steps: int, learning_rate: float, warmup_ratio: float) -> RunArguments:
+        """Gives the arguments of one stage as a training of its own."""
+        return RunArguments(
+            output_dir=folder,
+            learning_rate=learning_rate,
+            weight_decay=0.0,
+            max_train_steps=steps,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_ratio=warmup_ratio,
+            max_grad_norm=self.max_grad_norm,
+            seed=self.seed,
+            checkpointing_steps=self.checkpointing_steps,
+            resume=self.resume,
+        )
 
     def options(self) -> dict[str, Any]:
         """Gives the options of the backend."""

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from favor.models.stored_backend import keeps_backend
 from favor.train.common import report
-from favor.train.common.arguments import Arguments
+from favor.train.options.glue import Arguments
 from favor.train.text.glue_data import HUB_ID, GlueData, Task
 from favor.train.text.metrics import load_glue_metric
 

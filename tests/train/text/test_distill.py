@@ -5,13 +5,16 @@ import json
 import pytest
 import torch
 from launching import fork
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import favor
 import favor.models
 from favor import features
 from favor.train import distill
+from favor.train.common import checkpoint
 from favor.train.text.attention_student import AttentionStudent
+from favor.train.text.distill_data import Texts, growing_lengths
 from favor.train.text.samples import samples
 
 
@@ -56,7 +59,7 @@ def test_fixed_parameters_are_learned(decoder_folder, text, tmp_path):
         model = LlamaForCausalLM.from_pretrained(tmp_path / name, attn_implementation="favor#").eval()
         errors[name] = held_out_error(model, exact, ids)
     assert errors["out"] < 0.98 * errors["start"]
-    assert json.loads((tmp_path / "out" / "distillation.json").read_text())["arguments"]["window"] == 8
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["arguments"]["window"] == 8
 
 
 def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp_path):
@@ -128,6 +131,14 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
     ("more", "message"),
     [
         (["--attention_steps", "-1"], "attention_steps must not be negative"),
+        (["--start_length", "64"], "start_length must be at most max_length, got 64 and 32"),
+        (["--ema_decay", "1"], "ema_decay must be at least 0 and less than 1"),
+        (
+            ["--model_steps", "1", "--hidden_weight", "0", "--logits_weight", "0"],
+            "nothing of the exact model is matched",
+        ),
+        (["--task_weight", "-1"], "task_weight must not be negative"),
+        (["--held_out_samples", "3000"], "are held out: give a longer text"),
         (["--statistics", "batch"], "statistics must be calibrated or corrected"),
         (["--exact_below", "often"], "exact_below must be"),
         (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
@@ -142,11 +153,101 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
         distill.main(arguments(bert_folder, text, tmp_path, *more))
 
 
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [("attention", 3), ("attention", 5), ("model", 3)], ids=str)
+def test_a_stopped_run_ends_with_the_same_weights(stop, bert_folder, text, tmp_path, monkeypatch):
+    more = ["--attention_steps", "4", "--model_steps", "4", "--checkpointing_steps", "2", "--ema_decay", "0.9"]
+    more += ["--start_length", "8", "--model_learning_rate", "1e-3"]
+    whole = distill.main(arguments(bert_folder, text, tmp_path / "whole", *more))
+    with monkeypatch.context() as patch:
+        save, seen = checkpoint.save_checkpoint, []
+
+        def stop_at(states, folder, step):
+            save(states, folder, step)
+            seen.append((folder.name, step))
+            if (folder.name, step + 1) == stop:
+                raise StoppedError
+
+        patch.setattr(checkpoint, "save_checkpoint", stop_at)
+        with pytest.raises(StoppedError):
+            distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
+    assert not (tmp_path / "stopped" / "all_results.json").exists()
+    resumed = distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more, "--resume"))
+    for name in ("attention_loss", "model_loss", "errors"):
+        assert resumed[name] == whole[name]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    again = distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more, "--resume"))
+    assert again["seconds"] == resumed["seconds"]  # a finished run is not run again
+    with pytest.raises(ValueError, match="holds a run already"):
+        distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
+    with pytest.raises(ValueError, match=r"cannot resume .* with other settings: model_learning_rate"):
+        distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more[:-1], "1e-4", "--resume"))
+
+
+def test_each_stage_brings_held_out_text_closer(decoder_folder, text, tmp_path, capsys):
+    more = ["--attention_steps", "60", "--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8"]
+    more += ["--model_steps", "60", "--model_learning_rate", "3e-3", "--held_out_samples", "20", "--window", "0"]
+    results = distill.main(arguments(decoder_folder, text, tmp_path, *more))
+    errors = results["errors"]
+    assert list(errors) == ["closed form", "attention", "model"]
+    assert errors["model"] < 0.9 * errors["attention"] < 0.9 * errors["closed form"]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"after"')]
+    assert [line["relative error of hidden states"] for line in printed] == list(errors.values())
+
+
+def test_samples_grow(bert_folder, text, tmp_path, monkeypatch):
+    assert growing_lengths(None, 32) == [32]
+    assert growing_lengths(8, 32) == [8, 16, 32]
+    assert growing_lengths(5, 32) == [5, 10, 20, 32]
+    seen, tokenizer = [], AutoTokenizer.from_pretrained(bert_folder)
+    shortened = Texts.shortened
+
+    def note(self, batch, done):
+        found = shortened(self, batch, done)
+        seen.append(found["input_ids"])
+        return found
+
+    monkeypatch.setattr(Texts, "shortened", note)
+    more = ["--attention_steps", "0", "--model_steps", "6", "--start_length", "8"]
+    distill.main(arguments(bert_folder, text, tmp_path, *more))
+    assert [ids.shape[1] for ids in seen] == [8, 8, 16, 16, 32, 32]
+    assert all((ids[:, -1] == tokenizer.sep_token_id).all() for ids in seen)
+
+
+@pytest.mark.parametrize("kind", ["next words", "masked words"])
+def test_words_can_be_learned_too(kind, bert_folder, decoder_folder, text, tmp_path):
+    folder = decoder_folder if kind == "next words" else tmp_path / "mlm"
+    if kind == "masked words":
+        BertForMaskedLM.from_pretrained(bert_folder).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
+    more = ["--attention_steps", "0", "--model_steps", "40", "--model_learning_rate", "3e-3"]
+    more += ["--hidden_weight", "0", "--logits_weight", "1e-6", "--task_weight", "1"]
+    losses = distill.main(arguments(folder, text, tmp_path / "out", *more))["model_loss"]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_an_average_of_the_weights_is_saved(bert_folder, text, tmp_path):
+    more = ["--attention_steps", "0", "--model_steps", "6", "--model_learning_rate", "1e-2"]
+    for decay in ("0", "0.99"):
+        distill.main(arguments(bert_folder, text, tmp_path / decay, *more, "--ema_decay", decay))
+    first, start = load_file(tmp_path / "0" / "model.safetensors"), load_file(bert_folder / "model.safetensors")
+    average = load_file(tmp_path / "0.99" / "model.safetensors")
+    name = next(name for name in first if name.endswith("layer.0.output.dense.weight"))
+    own = next(key for key in start if key.endswith(name.removeprefix("bert.")))
+    moved, less = ((weights[name] - start[own]).norm() for weights in (first, average))
+    assert 0 < less < moved
+
+
 @pytest.mark.slow
 def test_two_processes_learn_both_stages(bert_folder, text, tmp_path):
     """The pooler has no part in the loss, which distributed training must be told."""
     words = arguments(bert_folder, text, tmp_path, "--attention_steps", "3", "--model_steps", "3")
     fork("favor.train.distill", *words, processes=2)
-    results = json.loads((tmp_path / "distillation.json").read_text())
+    results = json.loads((tmp_path / "all_results.json").read_text())
     assert (len(results["attention_loss"]), len(results["model_loss"])) == (3, 3)
     assert AutoModel.from_pretrained(tmp_path).config.favor["statistics"] == "corrected"

@@ -25,8 +25,9 @@ from transformers import (
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import glue
 from favor.train.common import checkpoint
-from favor.train.common.arguments import Arguments
 from favor.train.common.optimizers import make_optimizer
+from favor.train.common.teacher import logits_loss
+from favor.train.options.glue import Arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import load_glue
 from favor.train.text.metrics import load_glue_metric
@@ -401,3 +402,53 @@ def test_another_architecture(train, bert_folder, tmp_path):
     assert 'attn_implementation="favor+"' in (tmp_path / "run" / "README.md").read_text()
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run", attn_implementation="favor+")
     assert saved.config.favor["num_features"] == 8
+
+
+def test_a_teacher_is_learned_from(train, tmp_path, glue_folder):
+    """With the weight of the task at 0 the labels do not matter, and the predictions come close to the teacher's."""
+    train(output="teacher", max_train_steps=60, learning_rate=1e-2)
+    options = {"attn_implementation": "favor+", "num_features": 16, "exact_below": 0, "teacher": tmp_path / "teacher"}
+    for steps in (1, 60):
+        results = train(output=f"steps_{steps}", max_train_steps=steps, learning_rate=1e-2, task_weight=0, **options)
+    assert results["arguments"]["task_weight"] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    sentences = load_glue("sst2", glue_folder).train["sentence"][:]
+    logits = []
+    for name in ("teacher", "steps_1", "steps_60"):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            logits.append(model(**tokenizer(sentences, return_tensors="pt", padding=True)).logits)
+    before, after = (logits_loss(own, logits[0], None) for own in logits[1:])
+    assert after < 0.5 * before
+
+
+def test_scores_are_learned_from_a_teacher_with_checkpoints(train, tmp_path):
+    train("stsb", output="teacher")
+    student = {"teacher": tmp_path / "teacher", "max_train_steps": 4, "attn_implementation": "favor+"}
+    whole = train("stsb", output="whole", **student)
+    train("stsb", output="halved", **student, checkpointing_steps=2)
+    shutil.rmtree(tmp_path / "halved" / "checkpoint-4")
+    (tmp_path / "halved" / "all_results.json").unlink()
+    resumed = train("stsb", output="halved", flags=("resume",), **student, checkpointing_steps=2)
+    assert same_weights(tmp_path / "whole", tmp_path / "halved")
+    assert resumed["train_loss"] == whole["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher": "DIR"}, "expected a teacher that was fine-tuned on SST-2, with the labels negative, positive"),
+        ({"teacher": "DIR", "hidden_weight": -1}, "hidden_weight must not be negative, got -1"),
+        ({"teacher": "DIR", "temperature": 0}, "temperature must be greater than 0"),
+        (
+            {"teacher": "DIR", "task_weight": 0, "logits_weight": 0, "hidden_weight": 0},
+            "all 0, so there is nothing to learn",
+        ),
+        ({"hidden_weight": 2}, "hidden_weight needs a teacher: add --teacher DIR"),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_does_not_fit_is_refused(options, message, train, bert_folder):
+    options = {name: bert_folder if value == "DIR" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        train(**options)

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
 from favor.train.common import checkpoint
-from favor.train.common.arguments import Arguments
 from favor.train.common.optimizers import find_head, make_optimizer
+from favor.train.options.glue import Arguments
 
 BOUND = {"head_optimizer": "softmax_bound"}
 
