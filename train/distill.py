@@ -23,7 +23,7 @@ import favor
 from favor import features as families
 from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
-from favor.integrations.layer import attention_modules, decodes, stored_choice
+from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
 from favor.integrations.stored import store_parameters
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.average import weight_average
@@ -31,6 +31,7 @@ from favor.train.common.pretrained import check_model, check_positions, load_exa
 from favor.train.common.program import program
 from favor.train.common.teacher import Teacher, relative_squared_error
 from favor.train.options.distill import NAME, DistillArguments, parse_arguments
+from favor.train.speech.distill_data import Sounds, encoder_of
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
@@ -53,40 +54,62 @@ class Curve:
         self.losses[:] = state["losses"]
 
 
-def layers_of(model: transformers.PreTrainedModel, sample: Tensor) -> tuple[dict[int, tuple[int, int]], bool]:
-    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes."""
+def layers_of(
+    model: transformers.PreTrainedModel, inputs: dict[str, Tensor]
+) -> tuple[dict[int, tuple[int, int]], bool]:
+    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes.
+
+    Args:
+        model: with any attention.
+        inputs: arguments of the model.
+    """
     seen: list[Observation] = []
     with torch.no_grad(), observe(model.eval(), seen.append):
-        model(input_ids=sample)
+        model(**inputs)
     return {o.layer: (o.key.shape[1], o.key.shape[3]) for o in seen}, any(
         o.is_causal or decodes(o.module) for o in seen
     )
 
 
 class Distillation:
-    """One run of the program: the model, its exact self, the text, and the stages.
+    """One run of the program: the model, its exact self, the data, and the stages.
 
     Args:
         accelerator: of the run.
         arguments: of the program.
+
+    Attributes:
+        whole: the model that is saved.
+        model: the part of it that is switched and trained: all of it, or the encoder that hears.
+        teacher: this part with exact attention.
+        errors: of the hidden states after each stage.
     """
 
     def __init__(self, accelerator: Accelerator, arguments: DistillArguments) -> None:
         self.accelerator, self.arguments, self.folder = accelerator, arguments, Path(arguments.output_dir)
-        self.tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
-        self.model = load_exact(arguments.model_name_or_path, performer=True).to(accelerator.device)
-        check_positions(self.model, arguments.max_length)
+        path, hears = arguments.model_name_or_path, arguments.audio_dir is not None
+        self.whole = load_exact(path, performer=True).to(accelerator.device)
+        self.model = encoder_of(self.whole) if hears else self.whole
         self.teacher = copy.deepcopy(self.model).eval()
-        self.texts = Texts(arguments, self.tokenizer, accelerator.num_processes)
-        self.shapes, self.decoder = layers_of(self.model, self.texts.ids[:1].to(accelerator.device))
+        processes = accelerator.num_processes
+        if hears:
+            self.data: Texts | Sounds = Sounds(arguments, processes)
+        else:
+            check_positions(self.whole, arguments.max_length)
+            self.data = Texts(arguments, AutoTokenizer.from_pretrained(path), processes)
+        self.shapes, self.decoder = layers_of(self.model, self.moved(self.data.first(1)[0]))
         self.errors: dict[str, float] = {}
+
+    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gives a batch on the device of the model."""
+        return {name: own.to(self.accelerator.device) for name, own in batch.items()}
 
     def convert(self) -> str:
         """Switches the model, with parameters from their closed form; returns the statistics that it stores."""
         arguments, model = self.arguments, self.model
         kind = arguments.statistics or ("calibrated" if self.decoder or arguments.feature_weights else "corrected")
         kind = kind if arguments.family.takes_parameters else "batch"
-        batches, name = self.texts.ids[: arguments.calibration_samples].split(1), arguments.attn_implementation
+        batches, name = self.data.first(arguments.calibration_samples), arguments.attn_implementation
         fitted_later = arguments.feature_weights and arguments.layers == "all"
         favor.convert(
             model,
@@ -94,7 +117,7 @@ class Distillation:
             dataloader=batches,
             layers=arguments.layers,
             flop_budget=arguments.flop_budget,
-            length=arguments.max_length,
+            length=arguments.max_length if arguments.audio_dir is None else None,
             statistics="calibrated" if kind == "calibrated" and not fitted_later else "batch",
             **arguments.options(),
         )
@@ -110,7 +133,8 @@ class Distillation:
             kind: "calibrated" or "corrected", the statistics to store.
         """
         arguments, model = self.arguments, self.model
-        options, modules = model.config.favor, attention_modules(model)
+        modules = attention_modules(model)
+        _, options = layer_options(modules[min(self.shapes)], arguments.attn_implementation)
         name, own = feature_family(arguments.attn_implementation, favor.FavorConfig.from_dict(options))
         # A layer whose heads are all exact has nothing to learn.
         exact = {n: len(stored_choice(modules[n]).get("exact_heads", ())) for n in self.shapes}
@@ -150,7 +174,8 @@ class Distillation:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0, fused=True
         )
-        losses, self.model = self._stage("model", arguments.model_steps, self.model, optimizer, loss)
+        losses, trained = self._stage("model", arguments.model_steps, self.model, optimizer, loss)
+        self.model.load_state_dict(trained.state_dict())
         self.measure("model")
         return losses
 
@@ -167,7 +192,7 @@ class Distillation:
         is_model = name == "model"
         rate, warmup = optimizer.param_groups[0]["lr"], arguments.warmup_ratio if is_model else 0.0
         run_arguments = arguments.of_stage(str(folder), steps, rate, warmup)
-        loader = self.texts.loader(labels=is_model and arguments.task_weight > 0, decoder=self.decoder)
+        loader = self.data.loader(labels=is_model and arguments.task_weight > 0, decoder=self.decoder)
         prepared = accelerator.prepare(module.to(accelerator.device), optimizer, loader)
         bare, curve = accelerator.unwrap_model(prepared[0]), Curve()
         average = weight_average(bare, arguments.ema_decay) if is_model and arguments.ema_decay else None
@@ -179,7 +204,7 @@ class Distillation:
             run.after_step = lambda: average.update_parameters(bare)
 
         def noted(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            found = loss(trained, self.texts.shortened(batch, run.progress.step / steps), run.progress.step + 1)
+            found = loss(trained, self.data.shortened(batch, run.progress.step / steps), run.progress.step + 1)
             curve.losses.append(found.item())
             return found
 
@@ -194,10 +219,10 @@ class Distillation:
     @torch.no_grad()
     def measure(self, stage: str) -> None:
         """Measures and prints the error of the hidden states on the samples held out, mean over layers."""
-        total, samples = 0.0, self.texts.held_out.to(self.accelerator.device).split(1)
-        model = self.accelerator.unwrap_model(self.model).eval()
-        for ids in samples:
-            found, goal = (own(input_ids=ids, output_hidden_states=True).hidden_states for own in (model, self.teacher))
+        total, samples = 0.0, self.data.held_out
+        for inputs in map(self.moved, samples):
+            models = (self.model.eval(), self.teacher)
+            found, goal = (own(**inputs, output_hidden_states=True).hidden_states for own in models)
             pairs = zip(found[1:], goal[1:], strict=True)
             errors = [relative_squared_error(own, exact, None).sqrt() for own, exact in pairs]
             total += torch.stack(errors).mean().item() / len(samples)
@@ -223,7 +248,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     there = there or (folder / checkpoint.SETTINGS).exists()
     checkpoint.open_run(folder, settings, arguments.resume, arguments.overwrite_output_dir, there)
     check_model(arguments.model_name_or_path)
-    check_text(arguments.train_file)
+    if arguments.train_file is not None:
+        check_text(arguments.train_file)
     if arguments.resume and (folder / RESULTS).exists():
         return checkpoint.read_json(folder / RESULTS)
     accelerator.wait_for_everyone()
@@ -236,21 +262,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     started, run = time.perf_counter(), Distillation(accelerator, arguments)
     losses = run.learn_parameters(run.convert())
     model_losses = run.learn_outputs()
-    model = accelerator.unwrap_model(run.model)
     results = {
         "arguments": asdict(arguments),
         "seconds": round(time.perf_counter() - started, 1),
-        "samples": len(run.texts.ids),
+        "samples": len(run.data),
         "errors": run.errors,
         "attention_loss": losses,
         "model_loss": model_losses,
-        "layers": getattr(model.config, "favor_layers", None),
+        "layers": getattr(run.model.config, "favor_layers", None),
         "command": shlex.join(["python", "-m", NAME, *(sys.argv[1:] if argv is None else argv)]),
         "versions": report.versions(),
     }
     if accelerator.is_main_process:
-        checkpoint.save_pretrained(folder, model, run.tokenizer)
-        accelerator.print(report.load_line(model, folder))
+        checkpoint.save_pretrained(folder, run.whole, run.data.processor)
+        accelerator.print(report.load_line(run.whole, folder))
         checkpoint.write_json(folder / RESULTS, results)
     accelerator.end_training()
     return results

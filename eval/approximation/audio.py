@@ -23,9 +23,8 @@ from favor.eval.approximation.variants import Variant
 from favor.eval.options.whisper_convert import PACKAGE
 from favor.train.common.pretrained import load_exact
 from favor.train.speech.data import read_audio
+from favor.train.speech.distill_data import encoder_of
 from favor.train.speech.sources import load_speech
-
-INPUTS = ("input_features", "input_values")
 
 
 class Recordings:
@@ -95,21 +94,6 @@ class Recordings:
         sounds = recordings(self.arguments.audio_dir, split, seconds, self.arguments.samples, rate)
         read = (self.extractor(sound, sampling_rate=rate, return_tensors="pt")[name] for sound in sounds)
         return [{name: features.to(self.model.device)} for features in read]
-
-
-def encoder_of(model: PreTrainedModel) -> Any:
-    """Gives the part of a model that hears: the encoder of an encoder-decoder, or the model without its head.
-
-    Raises:
-        ValueError: if its input is no audio.
-    """
-    part = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
-    if part.main_input_name not in INPUTS:
-        raise ValueError(
-            f"--audio_dir needs a model whose processor gives {' or '.join(INPUTS)}; the input of "
-            f"{type(model).__name__} is {part.main_input_name}"
-        )
-    return part
 
 
 def recordings(folder: str, split: str | None, seconds: float, number: int, rate: int) -> list[np.ndarray]:

@@ -43,6 +43,7 @@ class Teacher:
         total = found.loss * self.task_weight if self.task_weight else 0.0
         if self.hidden_weight:
             mask = batch.get("attention_mask")
+            mask = getattr(goal, "attention_mask", mask)  # an encoder of speech has fewer frames than its input
             total = total + self.hidden_weight * hidden_loss(found.hidden_states, goal.hidden_states, mask)
         if self.logits_weight and getattr(goal, "logits", None) is not None:
             mask = batch.get("attention_mask") if goal.logits.ndim == 3 else None

@@ -12,6 +12,9 @@ The stages, in one folder:
 3. `model_steps` steps train all weights, so that hidden states and predictions match those of the exact model, with
    `task_weight` also on the words of the text themselves.
 
+With `--audio_dir` the model is one that hears, such as a Whisper or a Conformer: its encoder alone is switched and
+learns from recordings.
+
 After each stage the program prints the error of the hidden states on samples that are held out. Samples may begin short
 and grow (`--start_length`). A run that was stopped continues with `--resume`, to the same weights. `from_pretrained`
 loads the output folder.
@@ -34,8 +37,13 @@ class DistillArguments:
     """Model, text, attention and schedule."""
 
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
-    train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
     output_dir: str = field(metadata={"help": "Folder of the distilled model."})
+    train_file: str | None = option(None, "Text to learn from: UTF-8, plain, .gz or .xz.")
+    audio_dir: str | None = option(
+        None, "Instead of a text: recordings, in LibriSpeech's layout, with manifests, or a folder of audio files."
+    )
+    split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
+    join_seconds: float = option(28.0, "Utterances of audio_dir are joined up to this length.")
     attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
     num_features: int = option(256, "Random features per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
@@ -94,9 +102,15 @@ class DistillArguments:
         check_positive(
             self,
             *("max_length", "start_length", "per_device_train_batch_size", "calibration_samples"),
-            *("train_samples", "held_out_samples", "checkpointing_steps"),
+            *("train_samples", "held_out_samples", "checkpointing_steps", "join_seconds"),
         )
         check_schedule(self.lr_scheduler_type)
+        if (self.train_file is None) == (self.audio_dir is None):
+            raise ValueError("give a text, train_file, or recordings, audio_dir: one of them")
+        if self.audio_dir is not None and (self.start_length or self.task_weight):
+            raise ValueError("start_length and task_weight are for text: leave them out with audio_dir")
+        if self.audio_dir is None and self.split is not None:
+            raise ValueError("split is of recordings: add audio_dir")
         if self.start_length is not None and self.start_length > self.max_length:
             raise ValueError(f"start_length must be at most max_length, got {self.start_length} and {self.max_length}")
         for name in ("hidden_weight", "logits_weight", "task_weight"):

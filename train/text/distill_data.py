@@ -39,34 +39,46 @@ class Texts:
         processes: that learn.
 
     Attributes:
+        processor: the tokenizer, to be saved with the model.
         ids: to learn from, `[n, max_length]`.
-        held_out: on which the error is measured.
 
     Raises:
         ValueError: if the text is too short.
     """
 
     def __init__(self, arguments: DistillArguments, tokenizer: Any, processes: int) -> None:
-        self.arguments, self.tokenizer = arguments, tokenizer
+        self.arguments, self.processor = arguments, tokenizer
         steps = max(arguments.attention_steps or 0, arguments.model_steps)
         needed = steps * arguments.per_device_train_batch_size * processes
         number = arguments.train_samples or max(needed, arguments.calibration_samples)
         held = arguments.held_out_samples
-        ids = samples(arguments.train_file, tokenizer, arguments.max_length, number + held, arguments.seed)
+        ids = samples(str(arguments.train_file), tokenizer, arguments.max_length, number + held, arguments.seed)
         if len(ids) <= held + processes:
             raise ValueError(
                 f"{arguments.train_file} has {len(ids)} samples of {arguments.max_length} tokens, of which {held} are "
                 "held out: give a longer text, or a smaller max_length or held_out_samples"
             )
-        self.held_out, self.ids = ids[:held], ids[held:]
+        self._held, self.ids = ids[:held], ids[held:]
         self.after = len(around(tokenizer)[1])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def held_out(self) -> list[dict[str, Tensor]]:
+        """Batches of one sample, on which the error is measured."""
+        return [{"input_ids": own} for own in self._held.split(1)]
+
+    def first(self, number: int) -> list[dict[str, Tensor]]:
+        """Gives the first samples to learn from, as batches of one."""
+        return [{"input_ids": own} for own in self.ids[:number].split(1)]
 
     def loader(self, labels: bool, decoder: bool) -> DataLoader[dict[str, Tensor]]:
         """Makes a loader of the samples in an order of the seed; with labels for the words themselves, or without."""
         seed, size = self.arguments.seed, min(self.arguments.per_device_train_batch_size, len(self.ids))
         data: Dataset[dict[str, Tensor]] = Plain(self.ids, labels)
         if labels and not decoder:
-            data = MaskedTexts(self.ids, self.tokenizer, MASKED, seed)
+            data = MaskedTexts(self.ids, self.processor, MASKED, seed)
         return DataLoader(data, size, sampler=VisitSampler(len(self.ids), seed), drop_last=True)
 
     def shortened(self, batch: dict[str, Tensor], done: float) -> dict[str, Tensor]:

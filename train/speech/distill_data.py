@@ -1,0 +1,106 @@
+"""The recordings of a distillation, and the part of a model that hears them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel
+
+from favor.train.common.batches import EpochSampler, mix
+from favor.train.options.distill import DistillArguments
+from favor.train.speech.data import Utterance, join, read_audio
+from favor.train.speech.sources import load_speech
+
+INPUTS = ("input_features", "input_values")
+
+
+class Listed(Dataset[Utterance]):
+    """Utterances, which a loader reads when it needs them."""
+
+    def __init__(self, utterances: list[Utterance]) -> None:
+        self.utterances = utterances
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, index: int) -> Utterance:
+        return self.utterances[index]
+
+
+class Sounds:
+    """Recordings of `--audio_dir`; consecutive utterances are joined up to `--join_seconds`.
+
+    Args:
+        arguments: of the program.
+        processes: that learn.
+
+    Attributes:
+        processor: of the model, to be saved with it.
+
+    Raises:
+        ValueError: if there are too few recordings.
+    """
+
+    def __init__(self, arguments: DistillArguments, processes: int) -> None:
+        self.arguments = arguments
+        path, folder = arguments.model_name_or_path, str(arguments.audio_dir)
+        self.processor, self.extractor = AutoProcessor.from_pretrained(path), AutoFeatureExtractor.from_pretrained(path)
+        rate = self.extractor.sampling_rate
+        found = load_speech(folder, arguments.split, sampling_rate=rate, transcripts=arguments.split is not None)[0]
+        found = join(found, arguments.join_seconds)
+        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(mix(arguments.seed))).tolist()
+        held = arguments.held_out_samples
+        if len(found) <= held + processes:
+            raise ValueError(
+                f"{folder} has {len(found)} recordings of up to {arguments.join_seconds:g} seconds, of which {held} "
+                "are held out: give more audio, or a smaller join_seconds or held_out_samples"
+            )
+        chosen = [found[place] for place in order]
+        self.utterances, self._held = chosen[held:][: arguments.train_samples], chosen[:held]
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    @property
+    def held_out(self) -> list[dict[str, Tensor]]:
+        """Batches of one recording, on which the error is measured."""
+        return [self.features([utterance]) for utterance in self._held]
+
+    def first(self, number: int) -> list[dict[str, Tensor]]:
+        """Gives the first recordings to learn from, as batches of one."""
+        return [self.features([utterance]) for utterance in self.utterances[:number]]
+
+    def features(self, utterances: list[Utterance]) -> dict[str, Tensor]:
+        """Makes the model's arguments from recordings."""
+        rate = self.extractor.sampling_rate
+        sounds: list[np.ndarray] = [read_audio(utterance, rate) for utterance in utterances]
+        return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
+
+    def loader(self, labels: bool, decoder: bool) -> DataLoader[Any]:
+        """Makes a loader of recordings in an order of the seed; there are no labels."""
+        size = min(self.arguments.per_device_train_batch_size, len(self))
+        sampler = EpochSampler(len(self), self.arguments.seed)
+        return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
+
+    def shortened(self, batch: dict[str, Tensor], done: float) -> dict[str, Tensor]:
+        """Gives the batch: recordings keep their length."""
+        return batch
+
+
+def encoder_of(model: PreTrainedModel) -> Any:
+    """Gives the part of a model that hears: the encoder of an encoder-decoder, or the model without its head.
+
+    Raises:
+        ValueError: if its input is no audio.
+    """
+    part = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+    if part.main_input_name not in INPUTS:
+        raise ValueError(
+            f"--audio_dir needs a model whose processor gives {' or '.join(INPUTS)}; the input of "
+            f"{type(model).__name__} is {part.main_input_name}"
+        )
+    return part
