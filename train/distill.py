@@ -97,7 +97,14 @@ class Distillation:
         else:
             check_positions(self.whole, arguments.max_length)
             self.data = Texts(arguments, AutoTokenizer.from_pretrained(path), processes)
-        self.shapes, self.decoder = layers_of(self.model, self.moved(self.data.first(1)[0]))
+        inputs = self.moved(self.data.first(1)[0])
+        self.shapes, self.decoder = layers_of(self.model, inputs)
+        with torch.no_grad():
+            predicts = getattr(self.teacher(**inputs), "logits", None) is not None
+        if arguments.model_steps and not predicts and (arguments.task_weight or not arguments.hidden_weight):
+            raise ValueError(
+                f"{type(self.model).__name__} makes no predictions: set task_weight to 0 and hidden_weight above 0"
+            )
         self.errors: dict[str, float] = {}
 
     def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -255,7 +262,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for name in ("attention", "model") if arguments.overwrite_output_dir else ():
-            checkpoint.remove(folder / name)
+            for path in (folder / name).glob("checkpoint*"):
+                checkpoint.remove(path)
         checkpoint.start_run(folder, settings, arguments.overwrite_output_dir)
     accelerator.wait_for_everyone()
     set_seed(arguments.seed)

@@ -12,6 +12,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import favor
@@ -40,22 +41,32 @@ def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers
     return load_switched(arguments, AutoModelForSequenceClassification, seed, adapt)
 
 
-def load_teacher(arguments: TeacherArguments, student: transformers.PreTrainedModel, task: Task) -> Teacher:
-    """Loads the teacher, with exact attention.
+def load_teacher(
+    arguments: TeacherArguments, given: ModelArguments, student: transformers.PreTrainedModel, task: Task
+) -> Teacher:
+    """Loads the teacher, with exact attention, as carefully as the student.
 
     Raises:
-        ValueError: if it was not fine-tuned on a task with the same labels.
+        ValueError: if it was not fine-tuned on a task with the same labels, or has another vocabulary.
     """
     path = str(arguments.teacher)
     check_model(path)
-    config = AutoConfig.from_pretrained(path)
+    remote = {"trust_remote_code": given.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **remote)
     own, labels = (list((each.id2label or {}).values()) for each in (config, student.config))
     if own != labels or not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         raise ValueError(
             f"expected a teacher that was fine-tuned on {task.folder}, with the labels {', '.join(labels)}; "
             f"{path} holds a {(config.architectures or ['model'])[0]} with {', '.join(own[:5])}"
         )
-    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    if config.vocab_size != student.config.vocab_size:
+        raise ValueError(
+            f"teacher and student read the same tokens: the vocabulary of {path} has {config.vocab_size} and that of "
+            f"{given.model_name_or_path} has {student.config.vocab_size}"
+        )
+    safe = None if given.allow_pickle_weights else True
+    exact = {"attn_implementation": "sdpa", "dtype": torch.float32, "use_safetensors": safe}
+    model = AutoModelForSequenceClassification.from_pretrained(path, **exact, **remote)
     weights = {name: getattr(arguments, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
     options = {"temperature": arguments.temperature, "is_regression": task.is_regression}
     return Teacher(model.eval(), **weights, **options)
@@ -74,7 +85,10 @@ def prepare_run(
         folder: of its checkpoints.
     """
     train = arguments.train
-    accelerator = loop.make_accelerator(train, folder)
+    own = arguments.teacher
+    # Hidden states alone give pooler and classifier no gradient.
+    parts = [] if own.task_weight or own.logits_weight else [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = loop.make_accelerator(train, folder, parts)
     model = load_model(arguments.model, data.task, seed)
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
@@ -82,7 +96,7 @@ def prepare_run(
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
-    teacher = load_teacher(arguments.teacher, model, data.task) if arguments.teacher.teacher else None
+    teacher = load_teacher(arguments.teacher, arguments.model, model, data.task) if arguments.teacher.teacher else None
     optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}

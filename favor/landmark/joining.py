@@ -24,6 +24,8 @@ from favor.landmark.equal import lines
 from favor.landmark.grouping import Landmarks, metric_of, sums_of
 from favor.landmark.kept import Setting, grown, numbered
 
+_MOST_NUMBERS = 2**14
+
 # Counts `[N, F, M]` and means of keys and values `[N, F, M, w]` of the groups that F sections see.
 Far = tuple[Tensor, Tensor, Tensor]
 
@@ -95,6 +97,7 @@ class JoinedAtOnce(Joined):
 
     def seen(self, sections: range, pages: Tensor) -> tuple[Far, Tensor]:
         """Gives what all sections see, and the groups of the keys of their pages; see `Joined.seen`."""
+        assert sections.start == self.past == 0, "all sections come at once, and no token before them"
         kernels, setting, lead = triton_module("joining"), self.setting, self.cells.shape[:2]
         number, length = len(sections) - 1, (len(sections) - 1) * setting.block
         query = self.tokens[0].flatten(0, 1)[:, :, :length]
@@ -113,7 +116,7 @@ class JoinedAtOnce(Joined):
             own = (counts[:, section], *(both[:, section % 2] for both in (sums_key, sums_value)))
             there = min(section * setting.block, setting.number)
             cells = found(tokens, tokens.new_full((1,), section), 1).squeeze(1).long()
-            groups = Groups(*(tensor[:, :there].unflatten(0, lead) for tensor in own))
+            groups = Groups(*(tensor[:, :there].unflatten(0, lead).clone() for tensor in own))  # no view of them all
             return groups, cells.unflatten(0, lead)
 
         if self.keeps_before:
@@ -230,7 +233,14 @@ def at_once(setting: Setting, tokens: tuple[Tensor, Tensor, Tensor], past: int) 
     """Tells whether kernels for a GPU take all sections at once: if none comes before them, and no compiler runs."""
     _, key, value = tokens
     fits = past == 0 and type(setting.features).cells is Landmarks.cells and plain(*tokens)
+    # One program holds all queries whose attention is looked at.
+    fits = fits and padded(setting.features.num_queries) * padded(key.shape[-1]) <= _MOST_NUMBERS
     return fits and pick(setting.selection.kernel, key, value) == "triton"
+
+
+def padded(number: int) -> int:
+    """Gives the smallest power of two that is not less, at least 16."""
+    return max(16, 1 << (number - 1).bit_length())
 
 
 def _room(tokens: Sequence[Tensor], sections: int, most: int) -> Far:

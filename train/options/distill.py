@@ -43,7 +43,7 @@ class DistillArguments:
         None, "Instead of a text: recordings, in LibriSpeech's layout, with manifests, or a folder of audio files."
     )
     split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
-    join_seconds: float = option(28.0, "Utterances of audio_dir are joined up to this length.")
+    join_seconds: float = option(28.0, "Consecutive utterances of a chapter are joined up to this length.")
     attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
     num_features: int = option(256, "Random features per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
@@ -90,7 +90,7 @@ class DistillArguments:
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
     seed: int = option(0, "Seed of the order of samples, dropout and random features.")
     checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
-    resume: bool = option(False, "Continue from the last checkpoint; a finished stage is not run again.")
+    resume: bool = option(False, "Continue from the last checkpoint; steps that are done are not run again.")
     overwrite_output_dir: bool = option(
         False, "Start again in a folder that holds a run; its checkpoints and results are deleted."
     )
@@ -121,6 +121,8 @@ class DistillArguments:
                 "hidden_weight and logits_weight are both 0, so nothing of the exact model is matched: set one above "
                 "0, or train on text with favor.train.mlm or favor.train.clm"
             )
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio must be between 0 and 1, got {self.warmup_ratio}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be at least 0 and less than 1, got {self.ema_decay}")
         if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):

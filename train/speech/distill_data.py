@@ -14,6 +14,7 @@ from favor.train.common.batches import EpochSampler, mix
 from favor.train.options.distill import DistillArguments
 from favor.train.speech.data import Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
+from favor.train.text.distill_data import check_number
 
 INPUTS = ("input_features", "input_values")
 
@@ -46,21 +47,23 @@ class Sounds:
     """
 
     def __init__(self, arguments: DistillArguments, processes: int) -> None:
-        self.arguments = arguments
+        self.arguments, self.processes = arguments, processes
         path, folder = arguments.model_name_or_path, str(arguments.audio_dir)
         self.processor, self.extractor = AutoProcessor.from_pretrained(path), AutoFeatureExtractor.from_pretrained(path)
+        if "input_features" not in self.extractor.model_input_names:
+            raise ValueError(
+                "audio_dir needs a model that hears input_features, such as a Whisper or a Conformer; the extractor of "
+                f"{path} gives {', '.join(self.extractor.model_input_names)}"
+            )
         rate = self.extractor.sampling_rate
         found = load_speech(folder, arguments.split, sampling_rate=rate, transcripts=arguments.split is not None)[0]
         found = join(found, arguments.join_seconds)
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(mix(arguments.seed))).tolist()
         held = arguments.held_out_samples
-        if len(found) <= held + processes:
-            raise ValueError(
-                f"{folder} has {len(found)} recordings of up to {arguments.join_seconds:g} seconds, of which {held} "
-                "are held out: give more audio, or a smaller join_seconds or held_out_samples"
-            )
+        check_number(len(found), arguments, processes, f"{folder} (joined up to {arguments.join_seconds:g} seconds)")
         chosen = [found[place] for place in order]
-        self.utterances, self._held = chosen[held:][: arguments.train_samples], chosen[:held]
+        number = None if arguments.train_samples is None else max(arguments.train_samples, processes)
+        self.utterances, self._held = chosen[held:][:number], chosen[:held]
 
     def __len__(self) -> int:
         return len(self.utterances)
@@ -82,7 +85,7 @@ class Sounds:
 
     def loader(self, labels: bool, decoder: bool) -> DataLoader[Any]:
         """Makes a loader of recordings in an order of the seed; there are no labels."""
-        size = min(self.arguments.per_device_train_batch_size, len(self))
+        size = min(self.arguments.per_device_train_batch_size, len(self) // self.processes)
         sampler = EpochSampler(len(self), self.arguments.seed)
         return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
 

@@ -47,19 +47,23 @@ class Texts:
     """
 
     def __init__(self, arguments: DistillArguments, tokenizer: Any, processes: int) -> None:
-        self.arguments, self.processor = arguments, tokenizer
+        self.arguments, self.processor, self.processes = arguments, tokenizer, processes
         steps = max(arguments.attention_steps or 0, arguments.model_steps)
         needed = steps * arguments.per_device_train_batch_size * processes
-        number = arguments.train_samples or max(needed, arguments.calibration_samples)
+        number = max(arguments.train_samples or max(needed, arguments.calibration_samples), processes)
         held = arguments.held_out_samples
         ids = samples(str(arguments.train_file), tokenizer, arguments.max_length, number + held, arguments.seed)
-        if len(ids) <= held + processes:
+        check_number(
+            len(ids), arguments, processes, f"{arguments.train_file} (samples of {arguments.max_length} tokens)"
+        )
+        before, after = around(tokenizer)
+        least = len(before) + len(after) + 2
+        if arguments.start_length is not None and arguments.start_length < least:
             raise ValueError(
-                f"{arguments.train_file} has {len(ids)} samples of {arguments.max_length} tokens, of which {held} are "
-                "held out: give a longer text, or a smaller max_length or held_out_samples"
+                f"start_length must be at least {least}, with the tokens around a text; got {arguments.start_length}"
             )
         self._held, self.ids = ids[:held], ids[held:]
-        self.after = len(around(tokenizer)[1])
+        self.before, self.after = len(before), len(after)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,7 +79,10 @@ class Texts:
 
     def loader(self, labels: bool, decoder: bool) -> DataLoader[dict[str, Tensor]]:
         """Makes a loader of the samples in an order of the seed; with labels for the words themselves, or without."""
-        seed, size = self.arguments.seed, min(self.arguments.per_device_train_batch_size, len(self.ids))
+        seed, size = (
+            self.arguments.seed,
+            min(self.arguments.per_device_train_batch_size, len(self.ids) // self.processes),
+        )
         data: Dataset[dict[str, Tensor]] = Plain(self.ids, labels)
         if labels and not decoder:
             data = MaskedTexts(self.ids, self.processor, MASKED, seed)
@@ -93,7 +100,20 @@ class Texts:
         if length == self.arguments.max_length:
             return batch
         kept = max(length - self.after, 0)
-        return {name: torch.cat([own[:, :kept], own[:, own.shape[1] - self.after :]], 1) for name, own in batch.items()}
+        short = {n: torch.cat([own[:, :kept], own[:, own.shape[1] - self.after :]], 1) for n, own in batch.items()}
+        if "labels" in short:  # a sample that has lost all its masked words says its first word
+            lost = (short["labels"] == -100).all(1)
+            short["labels"][lost, self.before] = short["input_ids"][lost, self.before]
+        return short
+
+
+def check_number(number: int, arguments: DistillArguments, processes: int, source: str) -> None:
+    """Raises ValueError if some samples are held out and a process has none left to learn from."""
+    if number < arguments.held_out_samples + processes:
+        raise ValueError(
+            f"{source}: {number} samples, of which {arguments.held_out_samples} are held out, are too few for "
+            f"{processes} processes. Give more data, a smaller held_out_samples, or shorter samples"
+        )
 
 
 def growing_lengths(start: int | None, longest: int) -> list[int]:

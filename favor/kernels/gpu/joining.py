@@ -4,7 +4,7 @@
 section does depends on the one before. It is `favor.landmark.grouping.Landmarks.cells` of the groups so far and the
 tokens of the section. Given its decisions, which are integers, the means of the groups before each section follow
 column by column (`means`), so do gradients of tokens from those of means (`of_tokens`), and the group of any token
-before any section (`follow`). No sum is atomic: the same tokens give the same bits, whatever comes after them.
+before any section (`follow`). No sum is atomic: the same inputs give the same bits, and no section sees a later one.
 
 Decisions are `[N, J, M + T]`, for J sections of T tokens. Entry i of a section is the new group of group i; after the
 groups, of which there are at most M, come the tokens. It is M for what does not count.
@@ -114,7 +114,11 @@ def _received(
 def _find_equal(
     along, reach, sizes, joins, first, groups, tokens, LINES: tl.constexpr, TILE: tl.constexpr, room
 ):  # fmt: skip
-    """Writes the place of the first row equal to each. Returns how many rows equal an earlier one."""
+    """Writes the place of the first row equal to each. Returns how many rows equal an earlier one.
+
+    All pairs are compared. `favor.landmark.equal.first_equal` compares neighbours on a sorted line: a row between two
+    that are hardly equal may join these there, and only itself to the first of them here.
+    """
     copies = 0
     for begin in range(0, groups + tokens, TILE):
         place, is_group, is_token = _place(begin, groups, tokens, TILE)
@@ -138,6 +142,19 @@ def _find_equal(
         tl.store(first + place, found, mask=inside)
         copies += tl.sum((inside & (found < place)).to(tl.int32))
     return copies
+
+
+@triton.jit
+def _find_roots(first, every, TILE: tl.constexpr):
+    """Follows each row to the first one in a chain of equal rows; stores on the way change no end of a chain."""
+    for begin in range(0, every, TILE):
+        place = begin + tl.arange(0, TILE)
+        found = tl.load(first + place, mask=place < every, other=0)
+        earlier = tl.load(first + found)
+        while tl.max(found - earlier, 0) > 0:
+            found = earlier
+            earlier = tl.load(first + found)
+        tl.store(first + place, found, mask=place < every)
 
 
 @triton.jit
@@ -297,6 +314,9 @@ def _decide(
             tl.debug_barrier()
             copies = _find_equal(along, reach, old_sizes, joins, first, groups, tokens, LINES, TILE, ROOM)
             tl.debug_barrier()
+            if copies > 0:
+                _find_roots(first, groups + tokens, TILE)
+                tl.debug_barrier()
             _score(share, first, old_sizes, joins, score, groups, tokens, copies, TILE)
             tl.debug_barrier()
             every, as_landmark, landmarks = _choose(score, rank, number, groups, tokens, TILE, ROOM)
@@ -569,6 +589,8 @@ def follow(moved: Tensor, joins: Tensor, pages: Tensor, section: Tensor, page_si
     """
     (heads, blocks, chosen), tokens = pages.shape, moved.shape[2] - number
     found = torch.empty(heads, blocks, chosen * page_size, dtype=torch.int32, device=pages.device)
+    if not moved.shape[1]:
+        return found.fill_(-1)
     if found.numel():
         tile = min(256, padded_width(chosen * page_size))
         with torch.cuda.device_of(pages):

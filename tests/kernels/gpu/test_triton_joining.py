@@ -100,7 +100,14 @@ def partition(groups: list[list[int]]) -> list[list[int]]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"number": 24}, {"number": 7, "sections": 3}, {"copies": 13}, {"hidden": True}, {"width": 40, "sections": 2}],
+    [
+        {},
+        {"number": 24},
+        {"number": 7, "sections": 3},
+        {"copies": 13},
+        {"hidden": True},
+        {"width": 40, "sections": 2},
+    ],
     ids=str,
 )
 def test_decisions_are_those_of_landmarks(options: dict[str, Any]) -> None:
@@ -168,6 +175,36 @@ def test_keys_are_followed_to_their_groups() -> None:
             of_token = {token: m for m, group in enumerate(groups[head][section[block]]) for token in group}
             tokens = [int(page) * size + i for page in pages[head, block] for i in range(size)]
             assert found[head, block].tolist() == [of_token.get(token, -1) for token in tokens]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_chain_of_nearly_equal_rows_is_followed_to_its_first() -> None:
+    """The first and the last row are too far apart to be equal, and both equal what lies between them."""
+    given = drawn(sections=3)
+    key, near = given["key"], given["key"][:, 3] / given["key"][:, 3].norm(dim=-1, keepdim=True)
+    for place, step in ((0, -25), (32, 25), *((place, 0) for place in range(1, 25))):
+        key[:, place] = near * (1 + step * 2.0**-23)
+    for own in followed(decide(**given), given["real"]):
+        (group,) = (group for group in own[-1] if 1 in group)
+        assert {*range(25), 32} <= set(group)
+
+
+@pytest.mark.parametrize("length", [5, TOKENS, 3 * TOKENS], ids=str)
+def test_a_state_of_few_sections(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the last section is complete, with another width of values and two query heads."""
+    given = drawn(sections=4, width=16)
+    query, key = (own[:, :length].unsqueeze(0) for own in there(given["query"], given["key"]))
+    options = {"num_features": 11, "window": TOKENS, "selected_keys": 8, "page_size": 2, "query_block": 4}
+    options |= {"features": "landmark", "is_causal": True, "kernel": "triton"}
+    found = []
+    for at_once in (causal_selected.at_once, lambda *_: False):
+        monkeypatch.setattr(causal_selected, "at_once", at_once)
+        state = StreamState()
+        out = favor.favor_attention(query, key[:, :1], key[:, 1:, :, :10], **options, state=state)
+        memory = state.memory
+        found.append([out, memory.counts, memory.key, memory.value, memory.cells.float(), memory.before_key])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])

@@ -83,7 +83,7 @@ def test_a_conformer_learns_in_batches_with_padding(corpus, tmp_path):
     [
         (["--train_file", "book.txt"], "one of them"),
         (["--start_length", "8"], "start_length and task_weight are for text"),
-        (["--held_out_samples", "50"], "are held out: give more audio"),
+        (["--held_out_samples", "50"], "50 are held out, are too few"),
     ],
 )
 def test_bad_arguments(more, message, whisper, corpus, tmp_path):

@@ -1,6 +1,7 @@
 """Distillation: what is learned helps on other text, and the folder is all that is needed afterwards."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import favor.models
 from favor import features
 from favor.train import distill
 from favor.train.common import checkpoint
+from favor.train.options.distill import parse_arguments
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts, growing_lengths
 from favor.train.text.samples import samples
@@ -138,7 +140,11 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
             "nothing of the exact model is matched",
         ),
         (["--task_weight", "-1"], "task_weight must not be negative"),
-        (["--held_out_samples", "3000"], "are held out: give a longer text"),
+        (["--held_out_samples", "3000"], "3000 are held out, are too few"),
+        (["--warmup_ratio", "-1"], "warmup_ratio must be between 0 and 1"),
+        (["--start_length", "3"], "start_length must be at least 4"),
+        (["--model_steps", "1", "--task_weight", "1"], "makes no predictions: set task_weight to 0"),
+        (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
         (["--statistics", "batch"], "statistics must be calibrated or corrected"),
         (["--exact_below", "often"], "exact_below must be"),
         (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
@@ -217,6 +223,30 @@ def test_samples_grow(bert_folder, text, tmp_path, monkeypatch):
     distill.main(arguments(bert_folder, text, tmp_path, *more))
     assert [ids.shape[1] for ids in seen] == [8, 8, 16, 16, 32, 32]
     assert all((ids[:, -1] == tokenizer.sep_token_id).all() for ids in seen)
+
+
+def test_a_short_sample_without_masked_words_says_its_first(bert_folder, text, tmp_path):
+    words = arguments(bert_folder, text, tmp_path, "--start_length", "4", "--task_weight", "1")
+    texts = Texts(parse_arguments(words), AutoTokenizer.from_pretrained(bert_folder), 1)
+    batch = next(iter(texts.loader(labels=True, decoder=False)))
+    short = texts.shortened({name: own.clone() for name, own in batch.items()}, 0.0)
+    assert short["labels"].shape == (2, 4)
+    counts = (short["labels"] != -100).sum(1)
+    assert counts.min() == 1
+    kept = torch.cat([batch["labels"][:, :3], batch["labels"][:, -1:]], 1)
+    masked = kept != -100
+    assert torch.equal(short["labels"][masked], kept[masked])
+    lost = ~masked.any(1)
+    assert torch.equal(short["labels"][lost, 1], batch["input_ids"][lost, 1])
+
+
+def test_one_sample_is_enough_and_starting_again_takes_nothing_else_away(bert_folder, text, tmp_path):
+    shutil.copytree(bert_folder, tmp_path / "model")
+    more = ["--attention_steps", "0", "--model_steps", "1", "--train_samples", "1", "--calibration_samples", "1"]
+    more += ["--overwrite_output_dir", "True"]
+    for _ in range(2):
+        assert distill.main(arguments(tmp_path / "model", text, tmp_path, *more))["samples"] == 1
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", ["next words", "masked words"])
