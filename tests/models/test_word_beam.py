@@ -211,7 +211,7 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     )
     assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
     monkeypatch.setattr(word_beam, "PIECE", 10)
-    pieces = ctc_word_beam(logits[None], [len(logits)], scorer)[0]
+    pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
     assert word_beam.word_emissions(logits[None], [len(logits)], scorer)[0] == times

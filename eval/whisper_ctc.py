@@ -1,0 +1,170 @@
+"""Word error rates of CTC on Whisper's encoder: greedy, with a language model, rescored by Whisper's decoder."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor.eval import asr
+from favor.eval.common import report
+from favor.eval.options.whisper_ctc import parse_arguments
+from favor.eval.speech.rescoring import best_texts, text_scores
+from favor.eval.speech.whisper_report import edits_of, interval
+from favor.eval.whisper import load as load_whisper
+from favor.models.conformer import NgramModel, WordScorer, ctc_greedy, ctc_word_beam
+from favor.train.common.arguments import BackendArguments
+from favor.train.common.program import program
+from favor.train.speech.data import Utterance
+from favor.train.speech.loaders import evaluation_loader
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
+
+PIECE = 1600  # frames that the beam search takes at once: a whole utterance
+Texts = list[list[tuple[str, float]]]
+
+
+@torch.no_grad()
+def logits_of(model: Any, processor: Any, utterances: Sequence[Utterance]) -> list[Tensor]:
+    """Computes the logits `[L, V]` of each utterance."""
+    found: dict[int, Tensor] = {}
+    for batch in evaluation_loader(utterances, processor, 100.0):
+        rows = model(batch["input_features"], batch["attention_mask"]).logits
+        lengths = model.subsampled_lengths(batch["attention_mask"].sum(1))
+        for index, row, length in zip(batch["index"].tolist(), rows, lengths.tolist(), strict=True):
+            found[index] = row[:length].clone()
+    return [found[index] for index in range(len(utterances))]
+
+
+def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int) -> list[str]:
+    """Gives the text of each utterance by greedy search."""
+    rows = [ctc_greedy(row[None], [len(row)], blank=blank)[0] for row in logits]
+    return [tokenizer.decode(ids, group_tokens=False) for ids in rows]
+
+
+def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, scorer: WordScorer, size: int) -> Texts:
+    """Gives the texts of each utterance by beam search, the best first, with their scores."""
+    found: Texts = []
+    for row in logits:
+        texts: dict[str, float] = {}
+        for one in ctc_word_beam(row[None], [len(row)], scorer, size, blank, piece=PIECE)[0]:
+            texts.setdefault(tokenizer.decode(one.tokens, group_tokens=False), one.log_prob)
+        found.append(list(texts.items()))
+    return found
+
+
+def errors(utterances: Sequence[Utterance], texts: Sequence[str]) -> dict[str, Any]:
+    """Counts word errors; gives rate, interval over speakers, edits, and the errors of each utterance."""
+    counts = [word_errors([one.text], [text]) for one, text in zip(utterances, texts, strict=True)]
+    edits, words = edits_of(counts), [len(one.text.split()) for one in utterances]
+    errors = edits["errors_of_pieces"]
+    speakers = [one.speaker or "" for one in utterances]
+    return {"wer": sum(errors) / sum(words), "interval": interval(errors, words, speakers), **edits}
+
+
+def choose_words(
+    logits: Sequence[Tensor], utterances: Sequence[Utterance], parts: tuple[Any, int, NgramModel], arguments: Any
+) -> tuple[float, float]:
+    """Finds the weight of the language model and the score of a word with the fewest errors.
+
+    Args:
+        logits: of each utterance.
+        utterances: to choose on.
+        parts: tokenizer, blank and language model.
+        arguments: of the program.
+    """
+    tokenizer, blank, language_model = parts
+    found: dict[tuple[float, float], float] = {}
+    for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
+        scorer = WordScorer(tokenizer, language_model, weight, score)
+        texts = [own[0][0] for own in beam(logits, tokenizer, blank, scorer, arguments.tune_beam_size)]
+        found[weight, score] = errors(utterances, texts)["wer"]
+        print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
+    return min(found, key=lambda pair: found[pair])
+
+
+def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Makes the Markdown table."""
+    header = ["split", "search", "WER %", "95 %", "S / D / I"]
+    cells = []
+    for row in rows:
+        edits = " / ".join(str(row[kind]) for kind in ("substitutions", "deletions", "insertions"))
+        low, high = (f"{100 * value:.1f}" for value in row["interval"])
+        cells.append([row["split"], row["search"], f"{100 * row['wer']:.2f}", f"{low} to {high}", edits])
+    return report.table(header, cells)
+
+
+def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measures all searches; gives the rows of the table and what was chosen."""
+    names = {"tune": arguments.tune, "split": arguments.split}
+    parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
+    parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
+    blank, tokenizer = model.config.pad_token_id, processor.tokenizer
+    logits = {name: logits_of(model, processor, part) for name, part in parts.items()}
+    searches: dict[str, dict[str, list[str]]] = {
+        "greedy": {name: greedy(own, tokenizer, blank) for name, own in logits.items()}
+    }
+    chosen: dict[str, Any] = {}
+    if arguments.language_model is not None:
+        language_model = NgramModel(arguments.language_model)
+        pairs = list(zip(logits["tune"], parts["tune"], strict=True))
+        few: Any = asr.evenly_spaced(pairs, arguments.tune_utterances)  # type: ignore[arg-type]
+        few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
+        weights = choose_words(few_logits, few_utterances, (tokenizer, blank, language_model), arguments)
+        chosen |= dict(zip(("lm_weight", "word_score"), weights, strict=True))
+        scorer = WordScorer(tokenizer, language_model, *weights)
+        beams = {name: beam(own, tokenizer, blank, scorer, arguments.beam_size) for name, own in logits.items()}
+        searches["language model"] = {name: [own[0][0] for own in found] for name, found in beams.items()}
+    if arguments.whisper is not None:
+        whisper = load_whisper(arguments.whisper)
+        beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
+        scores = {name: text_scores(*whisper, parts[name], beams[name]) for name in parts}
+        rates = {}
+        for weight in arguments.whisper_weights:
+            rates[weight] = errors(parts["tune"], best_texts(beams["tune"], scores["tune"], weight))["wer"]
+            print(f"whisper_weight {weight:g}: {100 * rates[weight]:.2f} %", flush=True)
+        best = chosen["whisper_weight"] = min(rates, key=lambda weight: rates[weight])
+        searches["rescored by Whisper"] = {name: best_texts(beams[name], scores[name], best) for name in parts}
+    rows = [
+        {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}
+        for name in ("tune", "split")
+        for search, texts in searches.items()
+    ]
+    facts = {name: (len(part), sum(one.seconds or 0 for one in part) / 60) for name, part in parts.items()}
+    return rows, {"chosen": chosen, "utterances": facts}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the report."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    model, processor = asr.load(arguments.model, BackendArguments())
+    rows, found = measure(arguments, model.eval(), processor)
+    kind, parameters = type(model).__name__, model.num_parameters()
+    sizes = ", ".join(f"{number} of {minutes:.1f} minutes" for number, minutes in found["utterances"].values())
+    chosen = ", ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
+    facts = (
+        f"{kind}, {parameters:,} parameters, attention {model.config._attn_implementation}; utterances: {sizes}. Less "
+        f"is better. 95 %: bootstrap intervals that draw speakers. Chosen on {arguments.tune}, so its rates are too "
+        f"good: {chosen or 'nothing'}."
+    )
+    command = report.shown_command(
+        "favor.eval.whisper_ctc", report.local_names(words), ["--data_dir"], ["--output_dir"]
+    )
+    content = report.context(command, ("transformers", "jiwer")) | found | {"rows": rows, "facts": facts}
+    lines = [f"# {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(rows)]
+    report.write(arguments.output_dir, arguments.name, lines, content, [])
+    print("\n".join(["", *lines]))
+    return 0
+
+
+cli = program("favor.eval.whisper_ctc", main)
+
+
+if __name__ == "__main__":
+    cli()
