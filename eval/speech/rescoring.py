@@ -35,9 +35,16 @@ def text_scores(model: Any, processor: Any, utterances: Sequence[Utterance], tex
         states = model.model.encoder(features).last_hidden_state
         rows = [torch.tensor(ids) for ids in label_ids(processor.tokenizer, [text for text, _ in own])]
         labels = pad_sequence(rows, True, -100)
-        inputs = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1].clamp_min(0)], 1)
-        hidden = model.model.decoder(input_ids=inputs, encoder_hidden_states=states.expand(len(rows), -1, -1))
-        log_probs = model.proj_out(hidden.last_hidden_state).log_softmax(-1)
+        # All texts begin with one token, so keys and values of the audio are computed once and repeated.
+        first = model.model.decoder(torch.tensor([[start]]), encoder_hidden_states=states, use_cache=True)
+        cache = first.past_key_values
+        cache.batch_repeat_interleave(len(rows))
+        states = states.expand(len(rows), -1, -1)
+        rest = model.model.decoder(
+            labels[:, :-1].clamp_min(0), encoder_hidden_states=states, past_key_values=cache, use_cache=True
+        )
+        begun = first.last_hidden_state.expand(len(rows), -1, -1)
+        log_probs = model.proj_out(torch.cat([begun, rest.last_hidden_state], 1)).log_softmax(-1)
         said = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
         found.append(said.masked_fill(labels < 0, 0.0).sum(1).tolist())
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCTC, WhisperForConditionalGeneration, WhisperModel
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
@@ -18,12 +19,14 @@ from transformers.utils.output_capturing import capture_outputs
 from favor.models.conformer.configuration_conformer import Count
 from favor.models.conformer.ctc_alignment import ctc_emissions
 from favor.models.conformer.modeling_conformer import ConformerModelOutput, ctc_loss, frame_counts, right_padded
+from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.transcription import Transcribes
 from favor.models.conformer.word_beam import BEAM_SIZE, word_emissions
 from favor.models.conformer.word_scores import WordScorer
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
+from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
 
 # Fields of a Whisper's configuration that describe its encoder.
 OF_ENCODER = (
@@ -195,20 +198,80 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
         )
 
     @torch.no_grad()
+    def window_logits(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: int | None = None,
+        left: int | None = None,
+        right: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes logits of long recordings window by window, so that time and memory grow with the length alone.
+
+        Each window has `left + keep + right` frames, of which the `keep` ones in the middle are kept. A recording that
+        is not longer than the positions of the model is one pass.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`, of the whole recordings.
+            attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
+            keep: frames of 20 ms. Default None: two thirds of the positions, 20 seconds for a Whisper.
+            left: frames before them. Default None: a sixth of the positions, 5 seconds.
+            right: frames after them. Default None: a sixth.
+
+        Returns:
+            Logits `[B, L, vocab_size]` with L = ceil(T / 2), and the real frames of each row, `[B]`.
+
+        Raises:
+            ValueError: for numbers out of range, or more frames in a window than the model has positions.
+        """
+        most = self.config.max_source_positions
+        keep = most - 2 * (most // 6) if keep is None else keep
+        left, right = (most // 6 if frames is None else frames for frames in (left, right))
+        if keep < 1 or min(left, right) < 0 or left + keep + right > most:
+            raise ValueError(
+                f"keep must be at least 1, left and right at least 0, and their sum at most {most}; got {keep}, {left} "
+                f"and {right}."
+            )
+        if attention_mask is None:
+            attention_mask = input_features.new_ones(input_features.shape[:2])
+        mask = right_padded(attention_mask, input_features)
+        lengths = self.subsampled_lengths(mask.sum(1))
+        if input_features.shape[1] <= 2 * most:
+            return self(input_features, mask).logits, lengths
+        rows = []
+        for features, length in zip(input_features, mask.sum(1).tolist(), strict=True):
+            parts, total = [], self.subsampled_lengths(length)
+            for first in range(0, total, keep):
+                start, stop = max(0, first - left), min(length, 2 * (first + keep + right))
+                logits = self(features[None, 2 * start : stop]).logits[0]
+                parts.append(logits[first - start : first - start + keep])
+            rows.append(torch.cat(parts))
+        return pad_sequence(rows, True), lengths
+
+    def stream(self, processor: ConformerProcessor, **settings: Any) -> WhisperCTCStream:
+        """Starts a recording that comes in pieces; see `favor.models.whisper_ctc.WhisperCTCStream`."""
+        return WhisperCTCStream(self, processor, **settings)
+
+    def transcribe_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: this model is not causal, and `stream` works without that.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("transcribe_stream needs a causal model; this one streams with a look-ahead: call stream.")
+
+    @torch.no_grad()
     def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
-        """Tokens of each row by greedy search, with frames and confidences; see `ctc_emissions`."""
-        encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state, encoded.attention_mask)
-        return ctc_emissions(logits, frame_counts(encoded), self.config.pad_token_id)
+        """Tokens of each row by greedy search, with frames and confidences, of the logits of `window_logits`."""
+        return ctc_emissions(*self.window_logits(input_features, attention_mask), self.config.pad_token_id)
 
     @torch.no_grad()
     def beam_emissions(
         self, input_features: Tensor, attention_mask: Tensor | None, scorer: WordScorer, beam_size: int = BEAM_SIZE
     ) -> list[list[Emission]]:
-        """Tokens of each row by `ctc_word_beam`, with frames and confidences."""
-        encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state, encoded.attention_mask)
-        return word_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
+        """Tokens of each row by `ctc_word_beam`, with frames and confidences, of the logits of `window_logits`."""
+        found = self.window_logits(input_features, attention_mask)
+        return word_emissions(*found, scorer, beam_size, self.config.pad_token_id)
 
 
 AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)

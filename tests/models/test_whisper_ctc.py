@@ -200,6 +200,81 @@ def test_pipeline(saved):
     assert [chunk["text"] for chunk in found["chunks"]] == text.split()
 
 
-def test_a_stream_needs_a_causal_model(saved):
-    with pytest.raises(ValueError, match="a stream needs a causal model"):
+def test_a_stream_of_pieces_needs_a_causal_model(saved):
+    with pytest.raises(ValueError, match="transcribe_stream needs a causal model"):
         WhisperForCTC.from_pretrained(saved).eval().transcribe_stream()
+
+
+@torch.no_grad()
+def test_windows_of_long_recordings():
+    """By hand: window by window; short recordings are one pass; padding has no effect."""
+    model, (given, mask) = make(), features(531, 250)
+    found, lengths = model.window_logits(given, mask, keep=50, left=20, right=30)
+    assert lengths.tolist() == [266, 125]
+    for row, (length, frames) in enumerate(((531, 266), (250, 125))):
+        for first in range(0, frames, 50):
+            start, end = max(0, first - 20), min(first + 50, frames)
+            window = given[row : row + 1, 2 * start : min(2 * (first + 80), length)]
+            expected = model(window).logits[0, first - start : end - start]
+            torch.testing.assert_close(found[row, first:end], expected, rtol=1e-4, atol=1e-5)
+    short, _ = model.window_logits(given[:, : 2 * POSITIONS], keep=50, left=20, right=30)
+    torch.testing.assert_close(short, model(given[:, : 2 * POSITIONS]).logits)
+    with pytest.raises(ValueError, match="their sum at most 100; got 90, 5 and 6"):
+        model.window_logits(given, mask, keep=90, left=5, right=6)
+
+
+def test_long_audio_is_transcribed_by_windows():
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["ABC DEF"], "char"))
+    model = make(vocab_size=len(processor.tokenizer), max_source_positions=1500)
+    torch.nn.init.normal_(model.ctc_head.out.weight)
+    sound = waveform(41)
+    inputs = processor(sound, sampling_rate=16000)
+    logits, lengths = model.window_logits(**inputs)
+    (tokens,) = ctc_greedy(logits, lengths)
+    (found,) = model.transcribe(sound, processor=processor, return_timestamps="word")
+    assert found.text == processor.tokenizer.decode(tokens, group_tokens=False)
+    assert found.spans[-1].end > 35
+
+
+@torch.no_grad()
+def test_a_stream_is_its_windows(saved):
+    """However the audio is cut into pieces, each step has the logits of its window."""
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    sound = waveform(2.37)
+    settings = {"step": 0.2, "look_ahead": 0.1, "context": 0.4}
+    streams = []
+    for size in (1000, 16000, len(sound)):
+        streams.append(model.stream(processor, **settings))
+        for start in range(0, len(sound), size):
+            streams[-1].feed(sound[start : start + size])
+        assert streams[-1].seconds == pytest.approx(2.2)
+        streams[-1].finish()
+        assert streams[-1].seconds == pytest.approx(2.38)
+    expected = []
+    for first in range(0, 119, 10):
+        start, last = max(0, first - 20), min(first + 15, 119)
+        inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
+        expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
+    (tokens,) = ctc_greedy(torch.cat(expected)[None], [119])
+    for stream in streams:
+        assert [one.token for one in stream.emissions] == list(tokens)
+        assert stream.text == processor.tokenizer.decode(list(tokens), group_tokens=False)
+        assert [word.text for word in stream.words] == stream.text.split()
+    streams[0].reset()
+    assert (streams[0].text, streams[0].seconds) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": 0}, "step must be above 0"),
+        ({"look_ahead": 0.33}, "in frames of 0.02 s; got 1, 0.33 and 10"),
+        ({}, "must last at most 2 s together, got 12 s"),
+    ],
+)
+def test_what_a_stream_refuses(saved, settings, message):
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    with pytest.raises(ValueError, match=message):
+        model.stream(processor, **settings)
+    with pytest.raises(ValueError, match="needs a model in evaluation mode"):
+        model.train().stream(processor, step=0.2, look_ahead=0.1, context=0.4)

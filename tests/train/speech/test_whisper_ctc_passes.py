@@ -8,12 +8,15 @@ import torch
 from speech import WORDS, write_corpus
 from tiny_whisper import SPECIAL, make_processor, save
 
-from favor.eval import whisper_ctc
+from favor.eval import asr as evaluation
+from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval.options.whisper_ctc_long import WAYS
 from favor.eval.speech.rescoring import best_texts, text_scores
 from favor.eval.whisper import load
 from favor.models.conformer import write_arpa
 from favor.train import asr
-from favor.train.speech.data import read_audio
+from favor.train.common.arguments import BackendArguments
+from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
@@ -104,3 +107,41 @@ def test_what_the_command_refuses(words, message, capsys):
     with pytest.raises(SystemExit):
         whisper_ctc.main(["model", "--data_dir", "data", *words])
     assert message in capsys.readouterr().err
+
+
+def test_runs_of_sure_blanks_become_one_frame():
+    labels = torch.tensor([0, 0, 0, 1, 0, 0, 2, 2, 0, 3])
+    row = 20.0 * torch.nn.functional.one_hot(labels, 4)
+    row[5] = 0.0
+    found = whisper_ctc.without_sure_blanks(row, 0)
+    assert torch.equal(found, row[[0, 3, 4, 5, 6, 7, 8, 9]])
+
+
+def test_long_recordings(place):
+    """Every way has its row; windows and one pass of a short recording find the text of its only window."""
+    times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
+    words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
+    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--window", "8", "--output_dir", str(place)]
+    assert whisper_ctc_long.main(words) == 0
+    cells = json.loads((place / "whisper_ctc_long.json").read_text())["cells"]
+    assert [(cell["minutes"], cell["way"]) for cell in cells] == [(m, way) for m in (0.03, 0.05) for way in WAYS]
+    status = {(cell["minutes"], cell["way"]): cell["status"] for cell in cells}
+    assert {key for key, value in status.items() if value != "ok"} == {(0.05, "one pass, exact")}
+    assert status[0.05, "one pass, exact"] == "skipped"
+    short = {cell["way"]: cell for cell in cells if cell["minutes"] == 0.03}
+    assert short["windows"]["text"] == short["one pass, exact"]["text"]
+    assert all(cell["wer"] >= 0 and cell["peak_bytes"] > 1e7 for cell in cells if cell["status"] == "ok")
+
+
+def test_times_are_compared_with_the_alignment(place):
+    """Logits that say the transcript have its times; one word that is said later does not."""
+    model, processor = evaluation.load(str(place / "model"), BackendArguments())
+    utterance = Utterance("a", "BAD CAB", b"", 1.0)
+    tokens = processor.tokenizer(utterance.text).input_ids
+    row = torch.zeros(40, len(processor.tokenizer))
+    row[:, 0] = 8.0
+    row[range(0, 3 * len(tokens), 3), tokens] = 16.0
+    found = whisper_ctc.time_errors([row, row], [utterance] * 2, processor, model.config)
+    assert found == {"words": 4, "within": 1.0}
+    wrong = whisper_ctc.time_errors([row], [Utterance("a", "BAD FACE", b"", 1.0)], processor, model.config)
+    assert wrong["words"] == 1
