@@ -20,11 +20,11 @@ from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
     NgramModel,
-    WordScorer,
+    WordLexicon,
     ctc_align,
     ctc_emissions,
     ctc_greedy,
-    ctc_word_beam,
+    ctc_lexicon_beam,
     join_words,
 )
 from favor.train.common.arguments import BackendArguments
@@ -34,7 +34,6 @@ from favor.train.speech.loaders import evaluation_loader
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
-PIECE = 1600  # frames that the beam search takes at once: a whole utterance
 SURE = 0.999
 NEAR = 0.08  # seconds
 Texts = list[list[tuple[str, float]]]
@@ -71,13 +70,13 @@ def without_sure_blanks(row: Tensor, blank: int, sure: float = SURE) -> Tensor:
     return row[~goes_on]
 
 
-def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, scorer: WordScorer, size: int) -> Texts:
+def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, lexicon: WordLexicon, size: int) -> Texts:
     """Gives the texts of each utterance by beam search, the best first, with their scores."""
     found: Texts = []
     for whole in logits:
         row = without_sure_blanks(whole, blank)
         texts: dict[str, float] = {}
-        for one in ctc_word_beam(row[None], [len(row)], scorer, size, blank, piece=PIECE)[0]:
+        for one in ctc_lexicon_beam(row[None], [len(row)], lexicon, size, blank)[0]:
             texts.setdefault(tokenizer.decode(one.tokens, group_tokens=False), one.log_prob)
         found.append(list(texts.items()))
     return found
@@ -135,8 +134,8 @@ def choose_words(
     tokenizer, blank, language_model = parts
     found: dict[tuple[float, float], float] = {}
     for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
-        scorer = WordScorer(tokenizer, language_model, weight, score)
-        texts = [own[0][0] for own in beam(logits, tokenizer, blank, scorer, arguments.tune_beam_size)]
+        lexicon = WordLexicon(tokenizer, language_model, weight, score)
+        texts = [own[0][0] for own in beam(logits, tokenizer, blank, lexicon, arguments.tune_beam_size)]
         found[weight, score] = errors(utterances, texts)["wer"]
         print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
     return min(found, key=lambda pair: found[pair])
@@ -171,8 +170,8 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
         weights = choose_words(few_logits, few_utterances, (tokenizer, blank, language_model), arguments)
         chosen |= dict(zip(("lm_weight", "word_score"), weights, strict=True))
-        scorer = WordScorer(tokenizer, language_model, *weights)
-        beams = {name: beam(own, tokenizer, blank, scorer, arguments.beam_size) for name, own in logits.items()}
+        lexicon = WordLexicon(tokenizer, language_model, *weights)
+        beams = {name: beam(own, tokenizer, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
         searches["language model"] = {name: [own[0][0] for own in found] for name, found in beams.items()}
     if arguments.whisper is not None:
         whisper = load_whisper(arguments.whisper)

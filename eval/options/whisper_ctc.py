@@ -2,11 +2,11 @@
 
     python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
 
-The first pass is greedy search. The second is the beam search with a language model. The third takes the best texts of
-the second, and adds to their scores the log probability that a Whisper gives them (its own encoder and decoder, once
-for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not trained with the
-first one. All weights are chosen on the split `--tune`, so error rates of that split are too good; those of `--split`
-are not. Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
+The first pass is greedy search. The second is the beam search among the words of a language model. The third takes the
+best texts of the second, and adds to their scores the log probability that a Whisper gives them (its own encoder and
+decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
+trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
+those of `--split` are not. Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search alone")
     add("--lm_weights", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="weights to choose from")
     add("--word_scores", type=float, nargs="+", default=[0.5, 1.5, 2.5], help="scores of a word to choose from")
-    add("--beam_size", type=int, default=50, help="hypotheses of the beam search")
-    add("--tune_beam_size", type=int, default=20, help="the same while weights are chosen")
+    add("--beam_size", type=int, default=500, help="hypotheses of the beam search")
+    add("--tune_beam_size", type=int, default=100, help="the same while weights are chosen")
     add("--tune_utterances", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
-    add("--texts", type=int, default=20, help="texts of each utterance that are rescored")
+    add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
     add(
         "--whisper_weights",
         type=float,
