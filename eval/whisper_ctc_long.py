@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(table_lines(cells[-1:])[-1], flush=True)
     times = f"step {arguments.step:g} s, look-ahead {arguments.look_ahead:g} s, context {arguments.context:g} s"
     facts = (
-        f"Greedy search. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 30 s, "
-        f"20 s of which are kept. Stream: {times}. Landmarks: {arguments.num_features} per head and a window of "
+        f"Greedy search. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
+        f"10 s of which are kept. Stream: {times}. Landmarks: {arguments.num_features} per head and a window of "
         f"{arguments.window}; positions go on, or are repeated every 30 s."
     )
     command = report.shown_command(

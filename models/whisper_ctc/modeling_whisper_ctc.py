@@ -214,9 +214,9 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
         Args:
             input_features: `[B, T, num_mel_bins]`, of the whole recordings.
             attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
-            keep: frames of 20 ms. Default None: two thirds of the positions, 20 seconds for a Whisper.
-            left: frames before them. Default None: a sixth of the positions, 5 seconds.
-            right: frames after them. Default None: a sixth.
+            keep: frames of 20 ms. Default None: a third of the positions, 10 seconds for a Whisper.
+            left: frames before them. Default None: a twelfth of the positions, 2.5 seconds.
+            right: frames after them. Default None: a twelfth.
 
         Returns:
             Logits `[B, L, vocab_size]` with L = ceil(T / 2), and the real frames of each row, `[B]`.
@@ -225,8 +225,8 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
             ValueError: for numbers out of range, or more frames in a window than the model has positions.
         """
         most = self.config.max_source_positions
-        keep = most - 2 * (most // 6) if keep is None else keep
-        left, right = (most // 6 if frames is None else frames for frames in (left, right))
+        keep = max(1, most // 3) if keep is None else keep
+        left, right = (most // 12 if frames is None else frames for frames in (left, right))
         if keep < 1 or min(left, right) < 0 or left + keep + right > most:
             raise ValueError(
                 f"keep must be at least 1, left and right at least 0, and their sum at most {most}; got {keep}, {left} "
