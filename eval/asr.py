@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig
 
 import favor
 from favor.eval.common import report
 from favor.eval.options.asr import EvaluationArguments, parse_arguments
-from favor.models.conformer import ConformerConfig, ConformerProcessor, WordScorer
+from favor.models.conformer import ConformerProcessor, WordScorer
 from favor.models.conformer.word_beam import BEAM_SIZE
 from favor.models.conformer.word_scores import word_scorer
 from favor.train.common.arguments import BackendArguments
@@ -23,24 +24,24 @@ from favor.train.common.program import program
 from favor.train.speech.arguments import HUB, Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
 from favor.train.speech.data import Utterance, long_enough
 from favor.train.speech.loaders import evaluation_loader
-from favor.train.speech.model import MODELS, make_model, make_processor, saved_architecture
+from favor.train.speech.model import CLASSES, make_model, make_processor, saved_architecture
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
 from favor.train.speech.word_errors import ErrorCounts, character_errors, word_errors
 
 
-def speech_config(path: str) -> ConformerConfig:
+def speech_config(path: str) -> PreTrainedConfig:
     """Reads the configuration of a saved speech model, a folder or a hub name.
 
     Raises:
-        ValueError: if there is no saved ConformerForCTC or ConformerForTransducer.
+        ValueError: if there is no saved ConformerForCTC, ConformerForTransducer or WhisperForCTC.
     """
     try:
-        config = ConformerConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"model_name_or_path must be a saved speech model, got {path!r}: {error}") from error
     if saved_architecture(config) is None:
-        kinds = " or a ".join(kind.__name__ for kind in MODELS.values())
+        kinds = " or a ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
         raise ValueError(f"{path} must hold a {kinds}, got {config.architectures or 'no architecture'}")
     return config
 
@@ -221,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options["sampling_rate"] = processor.feature_extractor.sampling_rate
     for split in arguments.splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
-        utterances = long_enough(evenly_spaced(utterances, arguments.max_samples), processor, skipped)
+        utterances = evenly_spaced(utterances, arguments.max_samples)
+        utterances = long_enough(utterances, processor, skipped, model.subsampled_lengths)
         result, rows = evaluate_split(model, processor, utterances, arguments, scorer)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

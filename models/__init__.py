@@ -4,6 +4,6 @@ from favor._parts import check_root
 
 check_root(__name__, __file__)
 
-from favor.models import bert, conformer  # noqa: E402  after the check
+from favor.models import bert, conformer, whisper_ctc  # noqa: E402  after the check
 
-__all__ = ["bert", "conformer"]
+__all__ = ["bert", "conformer", "whisper_ctc"]

@@ -18,9 +18,10 @@ MODULES = (
     "favor.decomposition",
     "favor.models.bert",
     "favor.models.conformer",
+    "favor.models.whisper_ctc",
 )
 # Their parameters are those of a class of another package, which their docstrings name.
-ELSEWHERE = ("PerformerBert", "Conformer")
+ELSEWHERE = ("PerformerBert", "Conformer", "Whisper")
 
 
 def public():

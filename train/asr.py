@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from transformers import WhisperForConditionalGeneration
 
+from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED
 from favor.train.common.average import weight_average
@@ -29,7 +30,7 @@ from favor.train.speech.loaders import make_acoustics, make_loaders
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
-from favor.train.speech.whisper import fitting, normalizer
+from favor.train.speech.whisper import LARGEST_RATE, fitting, normalizer
 from favor.train.speech.word_errors import character_errors, word_errors
 
 
@@ -112,9 +113,36 @@ def usable(
         kept = fitting(utterances, processor, skipped, slowest=min(speeds), most=most)
         others = {s: fitting(part, processor, reports[s], slowest=1.0, most=None) for s, part in evaluation.items()}
         return kept, others
-    ctc = getattr(model, "ctc_head", None) is not None
-    kept = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=max(speeds))
-    return kept, {split: long_enough(part, processor, reports[split]) for split, part in evaluation.items()}
+    ctc, outputs = getattr(model, "ctc_head", None) is not None, model.subsampled_lengths
+    kept = check_lengths(utterances, processor, skipped, ctc=ctc, fastest=max(speeds), outputs=outputs)
+    return kept, {split: long_enough(part, processor, reports[split], outputs) for split, part in evaluation.items()}
+
+
+def parameter_groups(model: Any, train: SpeechTrainArguments) -> list[dict[str, Any]]:
+    """Makes the parameter groups of the optimizer; the encoder may have a learning rate of its own.
+
+    Raises:
+        ValueError: for a rate of the encoder of a model that is trained as a whole, or one that destroys the encoder
+            of a Whisper.
+    """
+    rate = train.learning_rate if train.encoder_learning_rate is None else train.encoder_learning_rate
+    if isinstance(model, WhisperForCTC) and rate > LARGEST_RATE:
+        raise ValueError(
+            f"a learning rate of {rate:g} destroys the pretrained encoder: add --encoder_learning_rate 2e-4"
+        )
+    if train.encoder_learning_rate is None:
+        return adamw_groups(model.parameters(), train.weight_decay)
+    if isinstance(model, WhisperForConditionalGeneration):
+        raise ValueError("encoder_learning_rate is for CTC and Transducer: leave it out for a Whisper")
+    parts: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[name.startswith("encoder.")].append(parameter)
+    if train.encoder_learning_rate == 0:
+        model.encoder.requires_grad_(False)
+        return adamw_groups(parts[False], train.weight_decay)
+    groups = [{**own, "lr": train.encoder_learning_rate} for own in adamw_groups(parts[True], train.weight_decay)]
+    return groups + adamw_groups(parts[False], train.weight_decay)
 
 
 def train_model(
@@ -141,9 +169,8 @@ def train_model(
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")
     train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed, acoustics)
-    optimizer = torch.optim.AdamW(
-        adamw_groups(model.parameters(), train.weight_decay), lr=train.learning_rate, betas=(0.9, 0.98), fused=True
-    )
+    groups = parameter_groups(model, train)
+    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
     bare = accelerator.unwrap_model(prepared[0])

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers import AutoConfig
 
-from favor.models.conformer import ConformerConfig, ConformerProcessor
+from favor.models.conformer import ConformerProcessor
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.pretrained import check_model
@@ -21,7 +22,7 @@ from favor.train.common.program import program
 from favor.train.options.nst import NAME, NstArguments, parse_arguments
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import Utterance
-from favor.train.speech.model import MODELS, OF_NEW_PROCESSORS, architecture_of, saved_architecture
+from favor.train.speech.model import CLASSES, OF_NEW_PROCESSORS, architecture_of, saved_architecture
 from favor.train.speech.pseudo_labels import (
     PseudoLabel,
     check_files,
@@ -120,14 +121,15 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
     """Loads a saved model, in evaluation mode on this process's device, and its processor.
 
     Raises:
-        ValueError: if the model is not a Conformer for CTC or Transducer.
+        ValueError: if the model is not one for CTC or Transducer.
     """
-    config = ConformerConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     found = saved_architecture(config)
     if found is None:
-        kinds, name = ", ".join(kind.__name__ for kind in MODELS.values()), (config.architectures or ["none"])[0]
+        kinds = ", ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
+        name = (config.architectures or ["none"])[0]
         raise ValueError(f"teacher must be one of {kinds}, got {name} in {folder}")
-    model: Any = MODELS[found].from_pretrained(folder, use_safetensors=True)
+    model: Any = CLASSES[config.model_type][found].from_pretrained(folder, use_safetensors=True)
     return model.to(accelerator.device).eval(), ConformerProcessor.from_pretrained(folder)
 
 

@@ -8,6 +8,7 @@ from favor.models.conformer.ctc_alignment import ctc_align, ctc_emissions
 from favor.models.conformer.ctc_decoding import Hypothesis, ctc_greedy, ctc_prefix_beam
 from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
+from favor.models.conformer.lexicon_beam import WordLexicon, ctc_lexicon_beam
 from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
 from favor.models.conformer.ngram import NgramModel
@@ -39,10 +40,12 @@ __all__ = [
     "Transcript",
     "TranscriptStream",
     "Utterance",
+    "WordLexicon",
     "WordScorer",
     "ctc_align",
     "ctc_emissions",
     "ctc_greedy",
+    "ctc_lexicon_beam",
     "ctc_prefix_beam",
     "ctc_word_beam",
     "feed_streams",

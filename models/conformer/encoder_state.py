@@ -144,7 +144,7 @@ def one_waveform(audio: Any) -> Tensor:
 
 def check_causal(model: Any, feature_extractor: ConformerFeatureExtractor | None) -> None:
     """Raises ValueError for a model or an extractor that needs the whole recording."""
-    if not model.config.causal:
+    if not getattr(model.config, "causal", False):
         raise ValueError("a stream needs a causal model: train one with ConformerConfig(causal=True).")
     if model.training:
         raise ValueError("a stream needs a model in evaluation mode: call model.eval().")

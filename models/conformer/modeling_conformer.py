@@ -147,15 +147,7 @@ class ConformerModel(ConformerPreTrainedModel):
     def _real_frames(self, input_features: Tensor, attention_mask: Tensor | None, length: int) -> Tensor | None:
         if attention_mask is None:
             return None
-        if attention_mask.shape != input_features.shape[:2]:
-            raise ValueError(
-                f"attention_mask must be {list(input_features.shape[:2])}, as the features, got "
-                f"{list(attention_mask.shape)}."
-            )
-        given = attention_mask.bool()
-        if not torch.compiler.is_compiling() and bool((~given[:, :-1] & given[:, 1:]).any()):
-            raise ValueError("attention_mask must have its padding on the right: ones, then zeros.")
-        lengths = self.subsampled_lengths(given.sum(-1))
+        lengths = self.subsampled_lengths(right_padded(attention_mask, input_features).sum(-1))
         return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -239,6 +231,19 @@ class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
         encoded = self.encoder(input_features, attention_mask)
         logits = self.ctc_head(encoded.last_hidden_state)
         return word_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
+
+
+def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:
+    """Gives the mask `[B, T]` of features as boolean; raises ValueError for another shape or padding on the left."""
+    if attention_mask.shape != input_features.shape[:2]:
+        raise ValueError(
+            f"attention_mask must be {list(input_features.shape[:2])}, as the features, got "
+            f"{list(attention_mask.shape)}."
+        )
+    given = attention_mask.bool()
+    if not torch.compiler.is_compiling() and bool((~given[:, :-1] & given[:, 1:]).any()):
+        raise ValueError("attention_mask must have its padding on the right: ones, then zeros.")
+    return given
 
 
 def frame_counts(encoded: ConformerModelOutput) -> Tensor:

@@ -61,13 +61,22 @@ class NgramModel:
         self._index = {word: index for index, word in enumerate(found)}
         self.words = frozenset(found) - {*SPECIAL, UNKNOWN.upper()}
 
+    @property
+    def kenlm(self) -> Any:
+        """The model as flashlight-text has it, whose words are numbers and whose logarithms have the base 10."""
+        return self._model
+
+    def index(self, word: str) -> int:
+        """Gives the number of a word in `kenlm`, that of `<unk>` for a word that is not known."""
+        return self._index[word if word in self.words else UNKNOWN]
+
     def start(self) -> Any:
         """Gives the state at the beginning of a text."""
         return self._model.start(False)
 
     def score(self, state: Any, word: str) -> tuple[Any, float]:
         """Gives the state after one more word, and the log probability of the word."""
-        after, log10 = self._model.score(state, self._index[word if word in self.words else UNKNOWN])
+        after, log10 = self._model.score(state, self.index(word))
         return after, LN10 * log10
 
     def finish(self, state: Any) -> float:

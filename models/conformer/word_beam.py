@@ -35,13 +35,14 @@ def ctc_word_beam(
     scorer: WordScorer,
     beam_size: int = BEAM_SIZE,
     blank: int = 0,
+    piece: int = PIECE,
 ) -> list[list[Hypothesis]]:
     """Runs a beam search for the text with the best sum of CTC log probability and the score of its words.
 
     The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) without a lexicon: any word can be
     found. The CTC probability is summed over alignments, and each frame tries its 32 most probable tokens. A row of
-    more than 500 frames is searched in pieces, cut where the blank is most probable; the score of words goes on from
-    the best text so far. Needs the extra `lm`.
+    more than `piece` frames is searched in pieces, cut where the blank is most probable; the score of words goes on
+    from the best text so far. Needs the extra `lm`.
 
     Args:
         logits: `[B, L, V]`, before or after log-softmax.
@@ -50,6 +51,7 @@ def ctc_word_beam(
         beam_size: hypotheses kept after each frame; a text takes two places while it can end in a blank and in its
             last token. Default 50.
         blank: label of the blank. Default 0.
+        piece: frames that are searched at once, at least 2. Default 500; the decoder keeps all that it tried in them.
 
     Returns:
         For each row up to `beam_size` hypotheses, the best first; `log_prob` is the sum. Hypotheses of a row that was
@@ -74,11 +76,13 @@ def ctc_word_beam(
         HOLD
         COLD
     """
+    if piece < 2:
+        raise ValueError(f"piece must be at least 2 frames, got {piece}.")
     found = []
     for row in _rows(logits, lengths, scorer, beam_size, blank):
         before: list[int] = []
         score = 0.0
-        *cut, (_, last) = _pieces(row, scorer, beam_size, blank)
+        *cut, (_, last) = _pieces(row, scorer, beam_size, blank, piece)
         for _, (best, *_) in cut:
             before, score = before + best.tokens, score + best.log_prob
         found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in last])
@@ -93,7 +97,7 @@ def word_emissions(
     found = []
     for row in _rows(logits, lengths, scorer, beam_size, blank):
         emissions = []
-        for frames, (best, *_) in _pieces(row, scorer, beam_size, blank):
+        for frames, (best, *_) in _pieces(row, scorer, beam_size, blank, PIECE):
             piece, tokens = row[None, frames.start : frames.stop], torch.tensor([best.tokens], dtype=torch.long)
             for one in ctc_align(piece, [len(frames)], tokens, blank=blank)[0]:
                 emissions.append(Emission(one.token, one.start + frames.start, one.end + frames.start, one.confidence))
@@ -115,14 +119,16 @@ def _rows(
         yield checked_log_probs(row[:length]).float().cpu().contiguous()
 
 
-def _pieces(row: Tensor, scorer: WordScorer, beam_size: int, blank: int) -> Iterator[tuple[range, list[Hypothesis]]]:
+def _pieces(
+    row: Tensor, scorer: WordScorer, beam_size: int, blank: int, most: int
+) -> Iterator[tuple[range, list[Hypothesis]]]:
     """Searches a row piece by piece: frames and hypotheses, of the tokens and scores in these frames alone."""
     context, first, end = scorer.start(), 0, -1
     while end < len(row):
         end = len(row)
-        if end - first > PIECE:
-            half = first + PIECE // 2
-            end = half + 1 + int(row[half : first + PIECE - 1, blank].argmax())
+        if end - first > most:
+            half = first + most // 2
+            end = half + 1 + int(row[half : first + most - 1, blank].argmax())
         found = _decode(row[first:end], scorer, context, end == len(row), beam_size, blank)
         yield range(first, end), found
         for token in found[0].tokens:

@@ -17,8 +17,10 @@ from favor.models.conformer import (
     ConformerForTransducer,
     ConformerProcessor,
     NgramModel,
+    WordLexicon,
     WordScorer,
     ctc_align,
+    ctc_lexicon_beam,
     ctc_prefix_beam,
     ctc_word_beam,
     join_words,
@@ -211,7 +213,7 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     )
     assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
     monkeypatch.setattr(word_beam, "PIECE", 10)
-    pieces = ctc_word_beam(logits[None], [len(logits)], scorer)[0]
+    pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
     assert word_beam.word_emissions(logits[None], [len(logits)], scorer)[0] == times
@@ -374,3 +376,30 @@ def test_transcribe_refuses_what_it_would_ignore(models, monkeypatch):
     for options in ({"beam_size": 4}, {"hotwords": ["A"]}, {"language_model": "lm.arpa"}):
         with pytest.raises(ImportError, match=r'flashlight-text is not installed .*`pip install "favor\[lm\]"`'):
             model.transcribe(torch.zeros(9000), processor=processor, **options)
+
+
+@pytest.mark.parametrize("frames", [0, 1, 5])
+def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
+    """Against the sum over all texts: those of known words, each of which begins with a space."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, frames, len(tokenizer))
+    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4)
+    assert lexicon.words == 3
+    found = found_of(ctc_lexicon_beam(logits, [frames], lexicon, beam_size=5000)[0])
+    expected = {}
+    for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
+        words = words_of(tokenizer, text)
+        if set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids:
+            expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="lm_weight must be a number of at least 0, got -1"):
+        WordLexicon(tokenizer, arpa, lm_weight=-1)
+    with pytest.raises(ValueError, match="tokenizer must be one of characters for a lexicon"):
+        WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), arpa)
+    with pytest.raises(ValueError, match="no word that the tokenizer can write; one of its words is 'good'"):
+        WordLexicon(tokenizer, write_arpa(["good"], tmp_path / "other.arpa", 2))
+    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as lexicon's tokens"):
+        ctc_lexicon_beam(torch.zeros(1, 2, 3), [2], WordLexicon(tokenizer, arpa))

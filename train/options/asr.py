@@ -4,9 +4,10 @@ r"""Train a Conformer to recognise speech, by CTC, Transducer or both, or a Whis
         --preset small --architecture ctc --attn_implementation favor# --num_features 128 --output_dir out/asr
 
 With `--model_name_or_path` and the folder of a Whisper, that model is fine-tuned; a FAVOR backend then replaces the
-attention of its encoder alone. Without `--data_dir` the corpus comes from the hub (`openslr/librispeech_asr`). The
-output folder gets the model (the average of the weights, with `--ema_decay`), its processor and `all_results.json`.
-`accelerate launch` decides whether the program runs on a CPU, one GPU or several.
+attention of its encoder alone. With `--architecture ctc` its encoder gets a new CTC head instead. Without `--data_dir`
+the corpus comes from the hub (`openslr/librispeech_asr`). The output folder gets the model (the average of the weights,
+with `--ema_decay`), its processor and `all_results.json`. `accelerate launch` decides whether the program runs on a
+CPU, one GPU or several.
 """
 
 from __future__ import annotations

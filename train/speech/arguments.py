@@ -36,7 +36,8 @@ class SpeechModelArguments(BackendArguments):
     architecture: str | None = option(
         None,
         f"{', '.join(ARCHITECTURES)}; if it is not the checkpoint's, only the encoder is kept. whisper continues a "
-        "Whisper of transformers, with the attention of its encoder switched. Default: the checkpoint's, else ctc.",
+        "Whisper of transformers, with the attention of its encoder switched; ctc puts a new CTC head on the encoder "
+        "of a Whisper. Default: the checkpoint's, else ctc.",
     )
     ctc_weight: float = option(0.0, "Weight of a CTC loss added to the Transducer's: above 0 trains both jointly.")
     prediction_network: str = option("lstm", "Prediction network of a new Transducer: lstm or stateless.")
@@ -123,6 +124,11 @@ class SpeechTrainArguments(RunArguments):
 
     max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, per process and forward pass.")
     learning_rate: float = option(1e-3, "Peak learning rate. A Whisper needs less, 1e-5 to 1e-4.")
+    encoder_learning_rate: float | None = option(
+        None,
+        "Peak learning rate of the encoder, if it was trained before; 0 trains the rest alone. Default: the learning "
+        "rate.",
+    )
     num_train_epochs: float = option(50.0, "Epochs.")
     lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
     warmup_ratio: float = option(0.1, "Warm-up as a fraction of all steps.")
@@ -137,6 +143,8 @@ class SpeechTrainArguments(RunArguments):
         """Checks what argparse cannot; raises ValueError."""
         super().__post_init__()
         check_positive(self, "max_batch_seconds", "eval_epochs")
+        if self.encoder_learning_rate is not None and self.encoder_learning_rate < 0:
+            raise ValueError(f"encoder_learning_rate must be at least 0, got {self.encoder_learning_rate}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
 

@@ -223,7 +223,12 @@ def check_lengths(
     return kept
 
 
-def long_enough(utterances: Sequence[Utterance], processor: Any, skipped: Skipped) -> list[Utterance]:
+def long_enough(
+    utterances: Sequence[Utterance],
+    processor: Any,
+    skipped: Skipped,
+    outputs: Callable[[int], int] = subsampled_frames,
+) -> list[Utterance]:
     """Selects the utterances that give the encoder at least one frame; the others go to `skipped`, which may raise.
 
     Transcripts do not matter: an evaluation must not leave out hard utterances.
@@ -232,11 +237,12 @@ def long_enough(utterances: Sequence[Utterance], processor: Any, skipped: Skippe
         utterances: with `seconds`.
         processor: a `ConformerProcessor`.
         skipped: takes the others.
+        outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
     """
     extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
     for utterance in utterances:
         frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
-        if subsampled_frames(frames):
+        if outputs(frames):
             kept.append(utterance)
         else:
             skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")

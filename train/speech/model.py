@@ -19,31 +19,45 @@ from favor.models.conformer import (
     ConformerProcessor,
     train_tokenizer,
 )
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train.speech.arguments import Arguments, SpeechModelArguments
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.whisper import make_whisper
+from favor.train.speech.whisper_ctc import make_whisper_ctc
 
-MODELS = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
+MODELS: dict[str, Any] = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
+CLASSES: dict[str, dict[str, Any]] = {
+    ConformerConfig.model_type: MODELS,
+    WhisperCTCConfig.model_type: {"ctc": WhisperForCTC},
+}
+WHISPER = "whisper"
 MEASURED = 200
-_OF_NEW_MODELS = ("preset", "processor_name_or_path", "prediction_network", "causal", "dropout")
-OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", "num_mel_bins", "normalize")
+_OF_CONFORMERS = ("preset", "processor_name_or_path", "prediction_network", "causal")
+_OF_NEW_MODELS = (*_OF_CONFORMERS, "dropout")
+_OF_FEATURES = ("num_mel_bins", "normalize")
+OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", *_OF_FEATURES)
 
 
 def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor | WhisperProcessor:
     """Loads the processor of a folder, or makes a new one with a tokenizer of the transcripts and features as given.
 
-    With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances.
+    With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances. CTC on the
+    encoder of a Whisper gets the features of the Whisper and a new tokenizer.
 
     Raises:
         ValueError: for options of a new model together with a checkpoint, or a vocabulary that the transcripts do not
             allow.
     """
     path, data = _check_new(arguments), arguments.data
-    if path is not None and architecture_of(arguments.model) == "whisper":
+    if path is not None and architecture_of(arguments.model) == WHISPER:
         return WhisperProcessor.from_pretrained(path)
+    if has_new_head(arguments.model):
+        tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
+        return ConformerProcessor(WhisperCTCFeatureExtractor.from_pretrained(path), tokenizer)
     if path is not None:
         processor = ConformerProcessor.from_pretrained(path)
-        _check_causal(arguments.model, processor.feature_extractor.normalize)
+        if isinstance(processor.feature_extractor, ConformerFeatureExtractor):
+            _check_causal(arguments.model, processor.feature_extractor.normalize)
         return processor
     _check_causal(arguments.model, data.normalize)
     if data.normalize == "none":
@@ -55,9 +69,22 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
     return ConformerProcessor(extractor, tokenizer)
 
 
-def saved_architecture(config: ConformerConfig) -> str | None:
+def saved_architecture(config: PreTrainedConfig) -> str | None:
     """Reads from a configuration whether a saved model is "ctc" or "transducer"; None if it is neither."""
-    return next((name for name, kind in MODELS.items() if kind.__name__ in (config.architectures or ())), None)
+    kinds = CLASSES.get(config.model_type, {})
+    return next((name for name, kind in kinds.items() if kind.__name__ in (config.architectures or ())), None)
+
+
+def checkpoint_type(arguments: SpeechModelArguments) -> str | None:
+    """Reads the model type of the checkpoint, such as "conformer" or "whisper"; None without a checkpoint."""
+    path = arguments.model_name_or_path
+    found = None if path is None else PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    return None if found is None else str(found)
+
+
+def has_new_head(arguments: SpeechModelArguments) -> bool:
+    """Tells whether CTC gets the encoder of a Whisper and a new head."""
+    return checkpoint_type(arguments) == WHISPER and architecture_of(arguments) == "ctc"
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
@@ -66,24 +93,28 @@ def architecture_of(arguments: SpeechModelArguments) -> str:
     Raises:
         ValueError: if the checkpoint cannot be one of them, or only another one.
     """
-    path = arguments.model_name_or_path
-    if path is not None:
-        is_whisper = PreTrainedConfig.get_config_dict(path)[0].get("model_type") == "whisper"
-        if is_whisper and arguments.architecture in (None, "whisper"):
-            return "whisper"
-        if is_whisper or arguments.architecture == "whisper":
-            kind = "a Whisper" if is_whisper else "no Whisper"
-            raise ValueError(f"--architecture {arguments.architecture} does not fit: {path} holds {kind}")
-    if arguments.architecture is not None or arguments.model_name_or_path is None:
+    path, found = arguments.model_name_or_path, checkpoint_type(arguments)
+    possible = {WHISPER: (WHISPER, "ctc"), WhisperCTCConfig.model_type: ("ctc",)}.get(found or "")
+    if possible is not None:
+        if arguments.architecture not in (None, *possible):
+            kind = "a Whisper" if found == WHISPER else "CTC on the encoder of a Whisper"
+            raise ValueError(
+                f"--architecture {arguments.architecture} does not fit: {path} holds {kind}, which can be "
+                f"{' or '.join(possible)}"
+            )
+        return arguments.architecture or possible[0]
+    if path is not None and arguments.architecture == WHISPER:
+        raise ValueError(f"--architecture {WHISPER} does not fit: {path} holds no Whisper")
+    if arguments.architecture is not None or path is None:
         return arguments.architecture or "ctc"
-    config = ConformerConfig.from_pretrained(arguments.model_name_or_path)
-    found = saved_architecture(config)
-    if found is None:
+    config = ConformerConfig.from_pretrained(path)
+    saved = saved_architecture(config)
+    if saved is None:
         raise ValueError(
-            f"{arguments.model_name_or_path} has the architecture {' '.join(config.architectures or ['none'])}: say "
-            f"what to train on its encoder, --architecture {' or '.join(MODELS)}"
+            f"{path} has the architecture {' '.join(config.architectures or ['none'])}: say what to train on its "
+            f"encoder, --architecture {' or '.join(MODELS)}"
         )
-    return found
+    return saved
 
 
 def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
@@ -97,10 +128,12 @@ def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
     given, options = arguments.model, arguments.model.favor_options()
     architecture = architecture_of(given)
     set_seed(seed)
-    if architecture == "whisper":
+    if architecture == WHISPER:
         return make_whisper(arguments, seed)
     model_class = MODELS[architecture]
-    if given.model_name_or_path is not None:
+    if checkpoint_type(given) in (WHISPER, WhisperCTCConfig.model_type):
+        model = make_whisper_ctc(arguments, len(processor.tokenizer), has_new_head(given))
+    elif given.model_name_or_path is not None:
         backend = {} if given.attn_implementation is None else {"attn_implementation": given.attn_implementation}
         changes: dict[str, Any] = {
             "architectures": [model_class.__name__]
@@ -135,8 +168,9 @@ def _check_new(arguments: Arguments) -> str | None:
     """Gives the folder of the processor, if any; raises ValueError for options that have no effect with it."""
     model, data = arguments.model, arguments.data
     if model.model_name_or_path is not None:
-        _refuse(model, "--model_name_or_path", _OF_NEW_MODELS)
-        _refuse(data, "--model_name_or_path", OF_NEW_PROCESSORS)
+        new_head = has_new_head(model)
+        _refuse(model, "--model_name_or_path", _OF_CONFORMERS if new_head else _OF_NEW_MODELS)
+        _refuse(data, "--model_name_or_path", _OF_FEATURES if new_head else OF_NEW_PROCESSORS)
         return model.model_name_or_path
     if model.processor_name_or_path is not None:
         _refuse(data, "--processor_name_or_path", OF_NEW_PROCESSORS)

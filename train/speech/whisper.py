@@ -20,7 +20,7 @@ from favor.train.speech.data import Skipped, Utterance
 
 ENCODER = "model.encoder"
 _MOST_TOKENS = 224  # of a transcript, as in OpenAI's program
-_LARGEST_RATE = 5e-4
+LARGEST_RATE = 5e-4
 
 
 def make_whisper(arguments: Arguments, seed: int) -> WhisperForConditionalGeneration:
@@ -35,7 +35,7 @@ def make_whisper(arguments: Arguments, seed: int) -> WhisperForConditionalGenera
     """
     given, options, rate = arguments.model, arguments.model.favor_options(), arguments.train.learning_rate
     path, backend = str(given.model_name_or_path), given.attn_implementation
-    if rate > _LARGEST_RATE:
+    if rate > LARGEST_RATE:
         raise ValueError(f"a learning rate of {rate:g} destroys a pretrained Whisper: add --learning_rate 1e-5")
     exact: dict[str, Any] = {"attn_implementation": backend if backend and backend not in favor.BACKENDS else "sdpa"}
     # Without a backend the saved one stays, with its options and its seed.

@@ -14,11 +14,18 @@ from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
+from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.models.conformer import write_arpa
 from favor.train import asr
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
-PROGRAMS = {"favor.train.asr": asr.main, "favor.eval.asr": evaluation.main}
+PROGRAMS = {
+    "favor.train.asr": asr.main,
+    "favor.eval.asr": evaluation.main,
+    "favor.eval.whisper_ctc": whisper_ctc.main,
+    "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
+}
+RESULTS = {"favor.train.asr": "all_results.json", "favor.eval.asr": "asr.json"}
 SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "dev", "test")
 
 
@@ -36,6 +43,12 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
+    if program == "favor.eval.whisper_ctc":
+        return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
+    if program == "favor.eval.whisper_ctc_long":
+        return [*words, "--minutes", "0.02"]
+    if "--encoder_learning_rate" in words:
+        return [*words, "--max_train_steps", "1"]
     if "whisper" in words:
         return [*words, "--max_train_steps", "1", "--join_seconds", "5"]
     words = ["tiny" if word == "small" else word for word in words]
@@ -70,7 +83,7 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
         PROGRAMS[program](smaller(program, words))
         fresh_accelerator()
         ran.append(words[words.index("--output_dir") + 1])
-        name = "all_results.json" if program == "favor.train.asr" else "asr.json"
+        name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/whisper"} <= set(ran)
 

@@ -160,7 +160,8 @@ def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"learning_rate": 1e-3}, "a learning rate of 0.001 destroys a pretrained Whisper"),
-        ({"architecture": "ctc"}, "--architecture ctc does not fit: .* holds a Whisper"),
+        ({"architecture": "transducer"}, "--architecture transducer does not fit: .* holds a Whisper"),
+        ({"encoder_learning_rate": 1e-5}, "encoder_learning_rate is for CTC and Transducer: leave it out"),
         ({"attn_implementation": "sdpa"}, "num_features, exact_below: options of FAVOR attention, not of sdpa"),
         ({"preset": "tiny"}, "preset has no effect, because --model_name_or_path already decides it"),
         ({"speeds": "0.1"}, "s at the slowest speed, and this Whisper hears 6"),

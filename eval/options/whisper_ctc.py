@@ -1,0 +1,53 @@
+"""Word error rates of CTC on Whisper's encoder, pass by pass: greedy search, a language model, Whisper's decoder.
+
+    python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
+
+The first pass is greedy search. The second is the beam search among the words of a language model. The third takes the
+best texts of the second, and adds to their scores the log probability that a Whisper gives them (its own encoder and
+decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
+trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
+those of `--split` are not. Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from favor.eval.common.program import add_results
+from favor.train.common.program import Parser
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
+    parser = Parser("favor.eval.whisper_ctc", __doc__)
+    add = parser.add_argument
+    add("model", help="folder of a model that favor.train.asr has saved")
+    add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
+    add("--tune", default="dev", help="split on which weights are chosen")
+    add("--split", default="test", help="split to evaluate; several are joined by +")
+    add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search alone")
+    add("--lm_weights", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="weights to choose from")
+    add("--word_scores", type=float, nargs="+", default=[0.5, 1.5, 2.5], help="scores of a word to choose from")
+    add("--beam_size", type=int, default=500, help="hypotheses of the beam search")
+    add("--tune_beam_size", type=int, default=100, help="the same while weights are chosen")
+    add("--tune_utterances", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
+    add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
+    add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
+    add(
+        "--whisper_weights",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.2, 0.5, 1.0, 2.0, 4.0],
+        help="weights of Whisper's log probability to choose from",
+    )
+    add("--max_samples", type=int, help="utterances per split, evenly spaced; default: all")
+    add_results(parser, "whisper_ctc")
+    arguments = parser.parse_args(argv)
+    sizes = (arguments.beam_size, arguments.tune_beam_size, arguments.texts, arguments.max_samples or 1)
+    if min(*sizes, arguments.tune_utterances or 1) < 1:
+        parser.error("--beam_size, --tune_beam_size, --tune_utterances, --texts and --max_samples must be at least 1")
+    if arguments.whisper is not None and arguments.language_model is None:
+        parser.error("--whisper rescores the texts of the beam search, so it needs --language_model")
+    return arguments

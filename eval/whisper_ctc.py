@@ -1,0 +1,226 @@
+"""Word error rates of CTC on Whisper's encoder: greedy, with a language model, rescored by Whisper's decoder."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from favor.eval import asr
+from favor.eval.common import report
+from favor.eval.options.whisper_ctc import parse_arguments
+from favor.eval.speech.rescoring import best_texts, text_scores
+from favor.eval.speech.whisper_report import edits_of, interval
+from favor.eval.whisper import load as load_whisper
+from favor.models.conformer import (
+    NgramModel,
+    WordLexicon,
+    ctc_align,
+    ctc_emissions,
+    ctc_greedy,
+    ctc_lexicon_beam,
+    join_words,
+)
+from favor.train.common.arguments import BackendArguments
+from favor.train.common.program import program
+from favor.train.speech.data import Utterance
+from favor.train.speech.loaders import evaluation_loader
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
+
+SURE = 0.999
+NEAR = 0.08  # seconds
+Texts = list[list[tuple[str, float]]]
+
+
+@torch.no_grad()
+def logits_of(model: Any, processor: Any, utterances: Sequence[Utterance]) -> list[Tensor]:
+    """Computes the logits `[L, V]` of each utterance."""
+    found: dict[int, Tensor] = {}
+    for batch in evaluation_loader(utterances, processor, 100.0):
+        rows = model(batch["input_features"], batch["attention_mask"]).logits
+        lengths = model.subsampled_lengths(batch["attention_mask"].sum(1))
+        for index, row, length in zip(batch["index"].tolist(), rows, lengths.tolist(), strict=True):
+            found[index] = row[:length].clone()
+    return [found[index] for index in range(len(utterances))]
+
+
+def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int) -> list[str]:
+    """Gives the text of each utterance by greedy search."""
+    rows = [ctc_greedy(row[None], [len(row)], blank=blank)[0] for row in logits]
+    return [tokenizer.decode(ids, group_tokens=False) for ids in rows]
+
+
+def without_sure_blanks(row: Tensor, blank: int, sure: float = SURE) -> Tensor:
+    """Keeps one frame of each run of frames in which the blank is almost sure, so that a search is faster.
+
+    Args:
+        row: logits `[L, V]`.
+        blank: label of the blank.
+        sure: a probability. Default 0.999.
+    """
+    silent = row.softmax(-1)[:, blank] > sure
+    goes_on = torch.cat([silent.new_zeros(1), silent[1:] & silent[:-1]])
+    return row[~goes_on]
+
+
+def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, lexicon: WordLexicon, size: int) -> Texts:
+    """Gives the texts of each utterance by beam search, the best first, with their scores."""
+    found: Texts = []
+    for whole in logits:
+        row = without_sure_blanks(whole, blank)
+        texts: dict[str, float] = {}
+        for one in ctc_lexicon_beam(row[None], [len(row)], lexicon, size, blank)[0]:
+            texts.setdefault(tokenizer.decode(one.tokens, group_tokens=False), one.log_prob)
+        found.append(list(texts.items()))
+    return found
+
+
+def errors(utterances: Sequence[Utterance], texts: Sequence[str]) -> dict[str, Any]:
+    """Counts word errors; gives rate, interval over speakers, edits, and the errors of each utterance."""
+    counts = [word_errors([one.text], [text]) for one, text in zip(utterances, texts, strict=True)]
+    edits, words = edits_of(counts), [len(one.text.split()) for one in utterances]
+    errors = edits["errors_of_pieces"]
+    speakers = [one.speaker or "" for one in utterances]
+    return {"wer": sum(errors) / sum(words), "interval": interval(errors, words, speakers), **edits}
+
+
+def time_errors(
+    logits: Sequence[Tensor], utterances: Sequence[Utterance], processor: Any, config: Any
+) -> dict[str, float]:
+    """Compares times of words that greedy search finds with those of the forced alignment of the transcript.
+
+    Args:
+        logits: of each utterance.
+        utterances: with their transcripts.
+        processor: of the model.
+        config: of the model.
+
+    Returns:
+        "words": how many words of the transcripts are found; "within": the part of them whose start and end both
+        differ by at most 80 ms.
+    """
+    spans, blank = processor.tokenizer.spans, config.pad_token_id
+    most = NEAR * processor.feature_extractor.sampling_rate / config.samples_per_frame
+    near: list[bool] = []
+    for row, one in zip(logits, utterances, strict=True):
+        length = [len(row)]
+        heard = join_words(spans(ctc_emissions(row[None], length, blank)[0]))
+        said = join_words(spans(ctc_align(row[None], length, processor.labels(one.text), blank=blank)[0]))
+        matcher = difflib.SequenceMatcher(None, [word.text for word in heard], [word.text for word in said], False)
+        for mine, other, size in matcher.get_matching_blocks():
+            for own, true in zip(heard[mine : mine + size], said[other : other + size], strict=True):
+                near.append(max(abs(own.start - true.start), abs(own.end - true.end)) <= most)
+    return {"words": len(near), "within": sum(near) / max(1, len(near))}
+
+
+def choose_words(
+    logits: Sequence[Tensor], utterances: Sequence[Utterance], parts: tuple[Any, int, NgramModel], arguments: Any
+) -> tuple[float, float]:
+    """Finds the weight of the language model and the score of a word with the fewest errors.
+
+    Args:
+        logits: of each utterance.
+        utterances: to choose on.
+        parts: tokenizer, blank and language model.
+        arguments: of the program.
+    """
+    tokenizer, blank, language_model = parts
+    found: dict[tuple[float, float], float] = {}
+    for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
+        lexicon = WordLexicon(tokenizer, language_model, weight, score)
+        texts = [own[0][0] for own in beam(logits, tokenizer, blank, lexicon, arguments.tune_beam_size)]
+        found[weight, score] = errors(utterances, texts)["wer"]
+        print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
+    return min(found, key=lambda pair: found[pair])
+
+
+def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Makes the Markdown table."""
+    header = ["split", "search", "WER %", "95 %", "S / D / I"]
+    cells = []
+    for row in rows:
+        edits = " / ".join(str(row[kind]) for kind in ("substitutions", "deletions", "insertions"))
+        low, high = (f"{100 * value:.1f}" for value in row["interval"])
+        cells.append([row["split"], row["search"], f"{100 * row['wer']:.2f}", f"{low} to {high}", edits])
+    return report.table(header, cells)
+
+
+def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measures all searches; gives the rows of the table and what was chosen."""
+    names = {"tune": arguments.tune, "split": arguments.split}
+    parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
+    parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
+    blank, tokenizer = model.config.pad_token_id, processor.tokenizer
+    logits = {name: logits_of(model, processor, part) for name, part in parts.items()}
+    searches: dict[str, dict[str, list[str]]] = {
+        "greedy": {name: greedy(own, tokenizer, blank) for name, own in logits.items()}
+    }
+    chosen: dict[str, Any] = {}
+    if arguments.language_model is not None:
+        language_model = NgramModel(arguments.language_model)
+        pairs = list(zip(logits["tune"], parts["tune"], strict=True))
+        few: Any = asr.evenly_spaced(pairs, arguments.tune_utterances)  # type: ignore[arg-type]
+        few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
+        weights = choose_words(few_logits, few_utterances, (tokenizer, blank, language_model), arguments)
+        chosen |= dict(zip(("lm_weight", "word_score"), weights, strict=True))
+        lexicon = WordLexicon(tokenizer, language_model, *weights)
+        beams = {name: beam(own, tokenizer, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
+        searches["language model"] = {name: [own[0][0] for own in found] for name, found in beams.items()}
+    if arguments.whisper is not None:
+        whisper = load_whisper(arguments.whisper)
+        beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
+        scores = {name: text_scores(*whisper, parts[name], beams[name]) for name in parts}
+        rates = {}
+        for weight in arguments.whisper_weights:
+            rates[weight] = errors(parts["tune"], best_texts(beams["tune"], scores["tune"], weight))["wer"]
+            print(f"whisper_weight {weight:g}: {100 * rates[weight]:.2f} %", flush=True)
+        best = chosen["whisper_weight"] = min(rates, key=lambda weight: rates[weight])
+        searches["rescored by Whisper"] = {name: best_texts(beams[name], scores[name], best) for name in parts}
+    rows = [
+        {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}
+        for name in ("tune", "split")
+        for search, texts in searches.items()
+    ]
+    facts = {name: (len(part), sum(one.seconds or 0 for one in part) / 60) for name, part in parts.items()}
+    times = {name: time_errors(logits[name], part, processor, model.config) for name, part in parts.items()}
+    return rows, {"chosen": chosen, "utterances": facts, "times": times}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the report."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    model, processor = asr.load(arguments.model, BackendArguments())
+    rows, found = measure(arguments, model.eval(), processor)
+    kind, parameters = type(model).__name__, model.num_parameters()
+    sizes = ", ".join(f"{number} of {minutes:.1f} minutes" for number, minutes in found["utterances"].values())
+    chosen = ", ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
+    facts = (
+        f"{kind}, {parameters:,} parameters, attention {model.config._attn_implementation}; utterances: {sizes}. Less "
+        f"is better. 95 %: bootstrap intervals that draw speakers. Chosen on {arguments.tune}, so its rates are too "
+        f"good: {chosen or 'nothing'}."
+    )
+    near = " and ".join(f"{100 * own['within']:.1f} % of {own['words']}" for own in found["times"].values())
+    facts += f" Greedy search: {near} words that are right have start and end within 80 ms of the forced alignment."
+    command = report.shown_command(
+        "favor.eval.whisper_ctc", report.local_names(words), ["--data_dir"], ["--output_dir"]
+    )
+    content = report.context(command, ("transformers", "jiwer")) | found | {"rows": rows, "facts": facts}
+    lines = [f"# {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(rows)]
+    report.write(arguments.output_dir, arguments.name, lines, content, [])
+    print("\n".join(["", *lines]))
+    return 0
+
+
+cli = program("favor.eval.whisper_ctc", main)
+
+
+if __name__ == "__main__":
+    cli()

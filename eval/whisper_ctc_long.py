@@ -1,0 +1,139 @@
+"""Long recordings by CTC on Whisper's encoder: time, memory and word error rate of each way to read them."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import favor
+from favor.eval import asr
+from favor.eval.common import report
+from favor.eval.options.whisper_ctc_long import parse_arguments
+from favor.eval.speech.long_form_cell import Failure, Recording, isolated
+from favor.models.conformer import ctc_greedy
+from favor.train.common.arguments import BackendArguments
+from favor.train.common.program import program
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
+
+RATE = 16000
+
+
+@torch.no_grad()
+def text_of(model: Any, processor: Any, recording: Recording, way: str, arguments: argparse.Namespace) -> str:
+    """Finds the text of a recording.
+
+    Args:
+        model: a `WhisperForCTC` in evaluation mode.
+        processor: that of the model.
+        recording: the audio.
+        way: one of the ways of the program.
+        arguments: of the program.
+    """
+    if way == "utterances":
+        return " ".join(asr.recognise(model, processor, recording.utterances, batch_seconds=60)[0])
+    if way == "stream":
+        times = {"step": arguments.step, "look_ahead": arguments.look_ahead, "context": arguments.context}
+        stream, audio = model.stream(processor, **times), recording.samples()
+        for start in range(0, len(audio), RATE):
+            stream.feed(audio[start : start + RATE])
+        stream.finish()
+        return str(stream.text)
+    inputs = processor(recording.samples(), sampling_rate=RATE)
+    if way == "windows":
+        logits = model.window_logits(**inputs)[0]
+    else:
+        logits = one_pass(model, inputs["input_features"], way, arguments)
+    (tokens,) = ctc_greedy(logits, [logits.shape[1]], blank=model.config.pad_token_id)
+    return str(processor.tokenizer.decode(tokens, group_tokens=False))
+
+
+def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespace) -> Tensor:
+    """Computes the logits of a recording in one pass, with positions that go on, or begin again every 30 seconds."""
+    if "landmark" in way:
+        options = {"num_features": arguments.num_features, "window": arguments.window, "exact_below": 0}
+        favor.configure(model, "landmark", **options)
+    if "repeated" in way:
+        table = model.encoder.embed_positions.weight
+        times = -(-features.shape[1] // (2 * len(table)))
+        model.encoder.embed_positions = nn.Embedding.from_pretrained(table.repeat(times, 1))
+    logits: Tensor = model(features).logits
+    return logits
+
+
+def measure(recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one way; gives "seconds", "cpu_seconds", "peak_bytes" and the "text"."""
+    model, processor = asr.load(arguments.model, BackendArguments())
+    start, cpu = time.perf_counter(), time.process_time()
+    text = text_of(model.eval(), processor, recording, way, arguments)
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "text": text,
+    }
+
+
+def run_cell(minutes: float, recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures one way in a process of its own; its "status" is "ok", "failed" or "skipped"."""
+    cell: dict[str, Any] = {"minutes": minutes, "way": way, "audio_seconds": recording.seconds}
+    if "exact" in way and minutes > arguments.max_exact_minutes:
+        return cell | {"status": "skipped", "reason": f"the limit is {arguments.max_exact_minutes:g} minutes"}
+    found = isolated(None, arguments.threads, measure, recording, way, arguments)
+    if isinstance(found, Failure):
+        return cell | {"status": "failed", "reason": found.reason}
+    return cell | {"status": "ok", **found, "wer": word_errors([recording.text], [found["text"]]).rate}
+
+
+def table_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Makes the Markdown table."""
+    rows = []
+    for cell in cells:
+        numbers = [cell.get("reason", ""), "", ""]
+        if cell["status"] == "ok":
+            speed = f"{cell['cpu_seconds']:.1f}"
+            numbers = [f"{100 * cell['wer']:.2f}", speed, f"{cell['peak_bytes'] / 1e6:.0f}"]
+        rows.append([f"{cell['minutes']:g}", cell["way"], *numbers])
+    return report.table(["minutes", "way", "WER %", "CPU seconds", "peak MB"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the report."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
+    utterances = load_speech(arguments.data_dir, arguments.split)[0]
+    cells = []
+    for minutes in arguments.minutes:
+        recording = Recording.of(utterances, 60 * minutes)
+        for way in arguments.ways:
+            cells.append(run_cell(minutes, recording, way, arguments))
+            print(table_lines(cells[-1:])[-1], flush=True)
+    times = f"step {arguments.step:g} s, look-ahead {arguments.look_ahead:g} s, context {arguments.context:g} s"
+    facts = (
+        f"Greedy search. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
+        f"10 s of which are kept. Stream: {times}. Landmarks: {arguments.num_features} per head and a window of "
+        f"{arguments.window}; positions go on, or are repeated every 30 s."
+    )
+    command = report.shown_command(
+        "favor.eval.whisper_ctc_long", report.local_names(words), ["--data_dir"], ["--output_dir"]
+    )
+    content = report.context(command, ("transformers", "jiwer")) | {"cells": cells, "facts": facts}
+    lines = [f"# Long recordings: {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(cells)]
+    report.write(arguments.output_dir, arguments.name, lines, content, [])
+    print("\n".join(["", *lines]))
+    return 0
+
+
+cli = program("favor.eval.whisper_ctc_long", main)
+
+
+if __name__ == "__main__":
+    cli()

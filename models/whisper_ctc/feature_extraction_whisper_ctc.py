@@ -1,0 +1,103 @@
+"""Log-mel features of Whisper for audio of any length, without padding to 30 seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BatchFeature, WhisperFeatureExtractor
+from transformers.utils import logging
+
+from favor.models.conformer.feature_extraction_conformer import waveforms
+
+logger = logging.get_logger(__name__)
+
+
+class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
+    """Turns waveforms into Whisper's features `[B, T, F]`, right padded with 0, and their `attention_mask [B, T]`.
+
+    The features are those of transformers' `WhisperFeatureExtractor`, which takes the same arguments, but of each
+    waveform alone and as long as it is, so that they do not depend on the batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
+        >>> WhisperCTCFeatureExtractor()(np.zeros(16000, np.float32), sampling_rate=16000).input_features.shape
+        torch.Size([1, 100, 80])
+    """
+
+    def num_frames(self, samples: int) -> int:
+        """Counts the feature frames of a waveform of `samples` samples."""
+        # Reflection at the ends needs more samples than half a window.
+        return samples // self.hop_length if samples > self.n_fft // 2 else 0
+
+    def __call__(  # type: ignore[override]
+        self,
+        raw_speech: Any,
+        sampling_rate: int | None = None,
+        return_tensors: str | None = None,
+        return_attention_mask: bool | None = None,
+        device: str | torch.device = "cpu",
+        dither: float = 0.0,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Computes features of one waveform or of several.
+
+        Args:
+            raw_speech: float samples in [-1, 1] of one mono waveform, `[n]`, or several, `[B, n]` or a list of `[n]`.
+            sampling_rate: of the samples; must be that of the extractor. Default None: taken to be that, with a
+                warning.
+            return_tensors: "pt" or "np". Default None: as "pt".
+            return_attention_mask: accepted because the pipeline passes True; the mask is always returned, False is an
+                error.
+            device: where to compute. Default "cpu".
+            dither: standard deviation of Gaussian noise added to the samples, for training only. Default 0.
+            generator: of that noise, on the CPU. Default None: torch's.
+            **kwargs: refused.
+
+        Returns:
+            `input_features [B, T, F]` float32 and `attention_mask [B, T]` bool; T is the number of samples over
+            `hop_length`, rounded down.
+
+        Raises:
+            ValueError: for another sampling rate, an option that has no effect here, a waveform shorter than half a
+                window, samples that are not finite, or another shape.
+            TypeError: for samples that are not floats.
+        """
+        self._check(sampling_rate, return_attention_mask, kwargs)
+        frames = []
+        for waveform in waveforms(raw_speech, self.n_fft // 2 + 1):
+            if dither:
+                waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
+            whole = super().__call__(
+                waveform.numpy(),
+                truncation=False,
+                padding="do_not_pad",
+                return_tensors="np",
+                sampling_rate=self.sampling_rate,
+                device=str(device),
+            )
+            frames.append(torch.from_numpy(np.asarray(whole["input_features"][0])).T.contiguous())
+        lengths = torch.tensor([len(one) for one in frames])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        found = {"input_features": pad_sequence(frames, True), "attention_mask": mask}
+        if return_tensors == "np":
+            return BatchFeature({name: tensor.numpy() for name, tensor in found.items()})
+        return BatchFeature(found)
+
+    def _check(self, sampling_rate: int | None, return_attention_mask: bool | None, others: dict[str, Any]) -> None:
+        """Refuses arguments that would give wrong features or have no effect."""
+        if sampling_rate is None:
+            logger.warning_once(f"no sampling_rate was given: the audio is taken to have {self.sampling_rate} Hz.")
+        elif sampling_rate != self.sampling_rate:
+            raise ValueError(
+                f"sampling_rate must be {self.sampling_rate}, got {sampling_rate}: resample the audio first, with "
+                "favor.models.conformer.audio.resample."
+            )
+        if return_attention_mask is False:
+            raise ValueError("return_attention_mask=False: padding needs the mask; leave it at None.")
+        if others:
+            raise ValueError(f"{', '.join(others)}: features are as long as the audio, leave it out.")

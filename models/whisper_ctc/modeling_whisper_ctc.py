@@ -1,0 +1,278 @@
+"""CTC on the encoder of a Whisper, for audio of any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCTC, WhisperForConditionalGeneration, WhisperModel
+from transformers import initialization as init
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.whisper.modeling_whisper import WhisperEncoder, WhisperPreTrainedModel, sinusoids
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from favor.models.conformer.configuration_conformer import Count
+from favor.models.conformer.ctc_alignment import ctc_emissions
+from favor.models.conformer.modeling_conformer import ConformerModelOutput, ctc_loss, frame_counts, right_padded
+from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.spans import Emission
+from favor.models.conformer.transcription import Transcribes
+from favor.models.conformer.word_beam import BEAM_SIZE, word_emissions
+from favor.models.conformer.word_scores import WordScorer
+from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
+from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
+from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
+
+# Fields of a Whisper's configuration that describe its encoder.
+OF_ENCODER = (
+    "activation_dropout",
+    "activation_function",
+    "attention_dropout",
+    "d_model",
+    "dropout",
+    "encoder_attention_heads",
+    "encoder_ffn_dim",
+    "encoder_layerdrop",
+    "encoder_layers",
+    "init_std",
+    "max_source_positions",
+    "num_mel_bins",
+)
+
+
+class WhisperCTCEncoder(WhisperEncoder):
+    """Whisper's encoder for features of any length, with padding that has no effect.
+
+    For 30 seconds the outputs are those of transformers' `WhisperEncoder`. Positions beyond the table of
+    `max_source_positions` are the sinusoids that go on.
+    """
+
+    config: WhisperCTCConfig
+    config_class = WhisperCTCConfig
+
+    def __init__(self, config: WhisperCTCConfig) -> None:
+        super().__init__(config)
+        # transformers does not do this for subclasses outside of it.
+        init.copy_(self.embed_positions.weight, sinusoids(*self.embed_positions.weight.shape))
+
+    @capture_outputs
+    def forward(  # type: ignore[override]
+        self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> ConformerModelOutput:
+        """Encodes log-mel features.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, 1 for real frames, which come first (padding on the right). Default: all real.
+            **kwargs: for the attention backend.
+
+        Returns:
+            L = ceil(T / 2) frames, 20 ms apart.
+
+        Raises:
+            ValueError: for features or a mask of another shape, or padding on the left.
+        """
+        hidden_states, real = self.subsample(input_features, attention_mask)
+        hidden_states = hidden_states + self.positions(hidden_states)
+        hidden_states = functional.dropout(hidden_states, self.dropout, self.training)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real)
+        for layer in self.layers:
+            if self.training and self.layerdrop > 0 and torch.rand([]) < self.layerdrop:
+                continue
+            hidden_states = layer(hidden_states, mask, **kwargs)
+        return ConformerModelOutput(last_hidden_state=self.layer_norm(hidden_states), attention_mask=real)
+
+    def subsample(self, input_features: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]` and their mask `[B, L]`."""
+        bins = self.config.num_mel_bins
+        if input_features.ndim != 3 or input_features.shape[-1] != bins:
+            raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
+        features = input_features.transpose(1, 2)
+        if attention_mask is None:
+            frames, real = functional.gelu(self.conv1(features)), None
+        else:
+            given = right_padded(attention_mask, input_features)
+            # Beyond the end there is nothing, as without padding.
+            frames = functional.gelu(self.conv1(features * given[:, None])) * given[:, None]
+            real = given[:, ::2]
+        return functional.gelu(self.conv2(frames)).transpose(1, 2), real
+
+    def positions(self, frames: Tensor) -> Tensor:
+        """Gives the embeddings of positions `[L, C]` for frames `[B, L, C]`."""
+        length, table = frames.shape[1], self.embed_positions.weight
+        if length > len(table):
+            more = sinusoids(length, table.shape[1])[len(table) :].to(table)
+            table = torch.cat([table, more])
+        return table[:length].to(frames.dtype)
+
+
+class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
+    """Whisper's encoder with a CTC head (Graves et al. 2006) of convolutions and a linear layer.
+
+    Example:
+        >>> import torch
+        >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperForCTC
+        >>> config = WhisperCTCConfig(d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=128)
+        >>> model = WhisperForCTC(config).eval()
+        >>> model(input_features=torch.randn(1, 100, 80)).logits.shape
+        torch.Size([1, 50, 32])
+    """
+
+    config: WhisperCTCConfig
+    config_class = WhisperCTCConfig
+    base_model_prefix = "encoder"
+
+    def __init__(self, config: WhisperCTCConfig) -> None:
+        super().__init__(config)
+        self.encoder = WhisperCTCEncoder(config)
+        self.ctc_head = WhisperCTCHead(config)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            # As torch does: with Whisper's fixed deviation of 0.02 the convolutions of the head learn nothing for long.
+            init.kaiming_uniform_(module.weight, a=5**0.5)
+
+    @classmethod
+    def from_whisper(cls, model: Any, vocab_size: int, **settings: Any) -> WhisperForCTC:
+        """Makes a model with a copy of the encoder of a Whisper, and a new head.
+
+        Args:
+            model: `WhisperModel` or `WhisperForConditionalGeneration` of transformers.
+            vocab_size: tokens, the blank included.
+            **settings: further fields of `WhisperCTCConfig`.
+
+        Raises:
+            TypeError: for another model.
+
+        Example:
+            >>> from transformers import WhisperConfig, WhisperModel
+            >>> from favor.models.whisper_ctc import WhisperForCTC
+            >>> sizes = dict(d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64)
+            >>> whisper = WhisperModel(WhisperConfig(decoder_layers=1, decoder_attention_heads=2, **sizes))
+            >>> WhisperForCTC.from_whisper(whisper, vocab_size=30, dropout=0.1).config.d_model
+            32
+        """
+        if not isinstance(model, WhisperModel | WhisperForConditionalGeneration):
+            raise TypeError(f"model must be a Whisper of transformers, got {type(model).__name__}.")
+        given = {name: getattr(model.config, name) for name in OF_ENCODER}
+        made = cls(WhisperCTCConfig(**{**given, **settings, "vocab_size": vocab_size}))
+        made.encoder.load_state_dict(model.get_encoder().state_dict())
+        return made
+
+    def subsampled_lengths(self, lengths: Count) -> Count:
+        """Counts encoder frames, given numbers of feature frames: of an utterance, or `[B]`."""
+        return (lengths + 1) // 2
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Computes logits of every frame, and the CTC loss if there are labels.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
+            labels: `[B, U]`, padded with -100. The blank is `config.pad_token_id`.
+            **kwargs: for the attention backend.
+
+        Returns:
+            `logits` `[B, L, vocab_size]` with L = ceil(T / 2); `loss` by `config.ctc_loss_reduction`.
+        """
+        encoded = self.encoder(input_features, attention_mask, **kwargs)
+        logits = self.ctc_head(encoded.last_hidden_state, encoded.attention_mask)
+        loss = None if labels is None else ctc_loss(logits, frame_counts(encoded), labels, self.config)
+        return CausalLMOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
+
+    @torch.no_grad()
+    def window_logits(
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        keep: int | None = None,
+        left: int | None = None,
+        right: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes logits of long recordings window by window, so that time and memory grow with the length alone.
+
+        Each window has `left + keep + right` frames, of which the `keep` ones in the middle are kept. A recording that
+        is not longer than the positions of the model is one pass.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`, of the whole recordings.
+            attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
+            keep: frames of 20 ms. Default None: a third of the positions, 10 seconds for a Whisper.
+            left: frames before them. Default None: a twelfth of the positions, 2.5 seconds.
+            right: frames after them. Default None: a twelfth.
+
+        Returns:
+            Logits `[B, L, vocab_size]` with L = ceil(T / 2), and the real frames of each row, `[B]`.
+
+        Raises:
+            ValueError: for numbers out of range, or more frames in a window than the model has positions.
+        """
+        most = self.config.max_source_positions
+        keep = max(1, most // 3) if keep is None else keep
+        left, right = (most // 12 if frames is None else frames for frames in (left, right))
+        if keep < 1 or min(left, right) < 0 or left + keep + right > most:
+            raise ValueError(
+                f"keep must be at least 1, left and right at least 0, and their sum at most {most}; got {keep}, {left} "
+                f"and {right}."
+            )
+        if attention_mask is None:
+            attention_mask = input_features.new_ones(input_features.shape[:2])
+        mask = right_padded(attention_mask, input_features)
+        lengths = self.subsampled_lengths(mask.sum(1))
+        if input_features.shape[1] <= 2 * most:
+            return self(input_features, mask).logits, lengths
+        rows = []
+        for features, length in zip(input_features, mask.sum(1).tolist(), strict=True):
+            parts, total = [], self.subsampled_lengths(length)
+            for first in range(0, total, keep):
+                start, stop = max(0, first - left), min(length, 2 * (first + keep + right))
+                logits = self(features[None, 2 * start : stop]).logits[0]
+                parts.append(logits[first - start : first - start + keep])
+            rows.append(torch.cat(parts))
+        return pad_sequence(rows, True), lengths
+
+    def stream(self, processor: ConformerProcessor, **settings: Any) -> WhisperCTCStream:
+        """Starts a recording that comes in pieces; see `favor.models.whisper_ctc.WhisperCTCStream`."""
+        return WhisperCTCStream(self, processor, **settings)
+
+    def transcribe_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: this model is not causal, and `stream` works without that.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("transcribe_stream needs a causal model; this one streams with a look-ahead: call stream.")
+
+    @torch.no_grad()
+    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
+        """Tokens of each row by greedy search, with frames and confidences, of the logits of `window_logits`."""
+        return ctc_emissions(*self.window_logits(input_features, attention_mask), self.config.pad_token_id)
+
+    @torch.no_grad()
+    def beam_emissions(
+        self, input_features: Tensor, attention_mask: Tensor | None, scorer: WordScorer, beam_size: int = BEAM_SIZE
+    ) -> list[list[Emission]]:
+        """Tokens of each row by `ctc_word_beam`, with frames and confidences, of the logits of `window_logits`."""
+        found = self.window_logits(input_features, attention_mask)
+        return word_emissions(*found, scorer, beam_size, self.config.pad_token_id)
+
+
+AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)
+AutoModelForCTC.register(WhisperCTCConfig, WhisperForCTC, exist_ok=True)

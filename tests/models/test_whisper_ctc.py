@@ -1,0 +1,280 @@
+"""CTC on Whisper's encoder: against transformers' own encoder, padding, positions, saving, text with times."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCTC,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+from transformers.models.whisper.modeling_whisper import sinusoids
+
+import favor
+from favor.models.conformer import ConformerProcessor, ctc_align, ctc_greedy, join_words, train_tokenizer
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+
+SIZES = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+POSITIONS = 100
+
+
+def make(**changes):
+    torch.manual_seed(0)
+    return WhisperForCTC(WhisperCTCConfig(**{**SIZES, "max_source_positions": POSITIONS, **changes})).eval()
+
+
+def features(*lengths, seed=0):
+    """Random features, padded with noise that must have no effect, and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    given = torch.randn(len(lengths), max(lengths), 80, generator=generator)
+    return given, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def waveform(seconds, seed=0):
+    return 0.1 * np.random.default_rng(seed).normal(size=round(16000 * seconds)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def whisper():
+    torch.manual_seed(0)
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
+    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
+    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
+    return WhisperForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model whose outputs vary, and its processor."""
+    folder = tmp_path_factory.mktemp("saved")
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["ABC DEF"], "char"))
+    model = make(vocab_size=len(processor.tokenizer))
+    torch.nn.init.normal_(model.ctc_head.out.weight)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(whisper):
+    model = WhisperForCTC.from_whisper(whisper, 7).eval()
+    given, _ = features(2 * POSITIONS, 2 * POSITIONS)
+    ours, theirs = model.encoder(given).last_hidden_state, whisper.model.encoder(given.mT).last_hidden_state
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert model(given).logits.shape == (2, POSITIONS, 7)
+    assert len(model.encoder(given, output_hidden_states=True).hidden_states) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "favor#", "favor+", "landmark"])
+def test_padding_has_no_effect(backend):
+    model = make(attn_implementation=backend, favor={"exact_below": 0, "num_features": 8})
+    given, mask = features(160, 91, 2)
+    together = model(given, mask).logits
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = model(given[row : row + 1, :length]).logits[0]
+        assert len(alone) == model.subsampled_lengths(length) == -(-length // 2)
+        torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_that_of_torch_and_reaches_every_weight():
+    model = make(dropout=0.0, head_dropout=0.0).train()
+    given, mask = features(120, 60)
+    labels = torch.tensor([[1, 2, 2], [3, -100, -100]])
+    found = model(given, mask, labels)
+    expected = torch.nn.functional.ctc_loss(
+        found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3]), (60, 30), (3, 1)
+    )
+    torch.testing.assert_close(found.loss, expected)
+    found.loss.backward()
+    still = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    assert still == []
+    assert not model.encoder.embed_positions.weight.requires_grad
+
+
+def test_positions_go_on():
+    model = make(dropout=0.0)
+    table = sinusoids(3 * POSITIONS, 32)
+    for length in (1, POSITIONS, 3 * POSITIONS):
+        frames = torch.zeros(1, length, 32)
+        assert torch.allclose(model.encoder.positions(frames), table[:length], atol=1e-6)
+
+
+def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():
+    ours, theirs = WhisperCTCFeatureExtractor(), WhisperFeatureExtractor()
+    sounds = [waveform(30), waveform(1.234, 1), waveform(0.02, 2)]
+    batch = ours(sounds, sampling_rate=16000)
+    whole = theirs(sounds[0], sampling_rate=16000, return_tensors="pt").input_features[0].T
+    torch.testing.assert_close(batch["input_features"][0], whole)
+    for row, sound in enumerate(sounds):
+        alone = ours(sound, sampling_rate=16000)["input_features"][0]
+        assert batch["attention_mask"][row].sum() == len(alone) == ours.num_frames(len(sound))
+        assert torch.equal(batch["input_features"][row, : len(alone)], alone)
+        assert not batch["input_features"][row, len(alone) :].any()
+    assert ours.num_frames(200) == 0
+    noisy = [ours(sounds[1], 16000, dither=0.1, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(noisy[0]["input_features"], noisy[1]["input_features"])
+    assert not torch.equal(noisy[0]["input_features"][0], batch["input_features"][1, :123])
+    assert isinstance(ours(sounds[1], 16000, return_tensors="np")["attention_mask"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (np.zeros(200, np.float32), {}, "waveform 0 has 200 samples, too few for one window of 201"),
+        (waveform(1), {"sampling_rate": 8000}, "sampling_rate must be 16000, got 8000"),
+        (waveform(1), {"return_attention_mask": False}, "return_attention_mask=False: padding needs the mask"),
+        (waveform(1), {"max_length": 3}, "max_length: features are as long as the audio, leave it out"),
+    ],
+)
+def test_what_the_extractor_refuses(given, options, message):
+    with pytest.raises(ValueError, match=message):
+        WhisperCTCFeatureExtractor()(given, **{"sampling_rate": 16000, **options})
+
+
+def test_what_the_model_refuses(whisper):
+    model = make()
+    with pytest.raises(ValueError, match=r"input_features must be \[batch, time, 80\], got \(1, 80, 200\)"):
+        model(torch.zeros(1, 80, 200))
+    given, mask = features(20, 9)
+    with pytest.raises(ValueError, match="padding on the right: ones, then zeros"):
+        model(given, mask.flip(1))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\], as the features, got \[2, 10\]"):
+        model(given, mask[:, :10])
+    with pytest.raises(ValueError, match="ctc_loss_reduction must be mean or sum, got 'none'"):
+        WhisperCTCConfig(ctc_loss_reduction="none")
+    with pytest.raises(TypeError, match="model must be a Whisper of transformers, got WhisperForCTC"):
+        WhisperForCTC.from_whisper(model, 7)
+
+
+@torch.no_grad()
+def test_saved_with_its_backend(tmp_path):
+    model = make(attn_implementation="favor#", favor={"exact_below": 0, "num_features": 8, "seed": 3})
+    model.save_pretrained(tmp_path)
+    given, mask = features(90, 60)
+    for kind in (WhisperForCTC, AutoModelForCTC):
+        again = kind.from_pretrained(tmp_path).eval()
+        assert isinstance(again, WhisperForCTC)
+        assert torch.equal(again(given, mask).logits, model(given, mask).logits)
+    exact = WhisperForCTC.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert not torch.allclose(exact(given, mask).logits, model(given, mask).logits)
+
+
+@torch.no_grad()
+def test_conversion_to_landmarks():
+    """With a landmark for every frame the outputs are those of exact attention."""
+    model, (given, mask) = make(), features(90, 60)
+    exact = model(given, mask).logits
+    favor.convert(model, "landmark", num_features=64, exact_below=0)
+    assert all(layer.runs != "exact" for layer in favor.describe(model, 45).layers)
+    torch.testing.assert_close(model(given, mask).logits, exact, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_text_with_times(saved):
+    model = WhisperForCTC.from_pretrained(saved).eval()
+    processor = ConformerProcessor.from_pretrained(saved)
+    sounds = [waveform(1.5), waveform(0.8, 1)]
+    found = model.transcribe(sounds, return_timestamps="word")
+    for sound, one in zip(sounds, found, strict=True):
+        inputs = processor(sound, sampling_rate=16000)
+        logits = model(inputs["input_features"]).logits
+        (tokens,) = ctc_greedy(logits, [logits.shape[1]])
+        assert one.text == processor.tokenizer.decode(tokens, group_tokens=False)
+        assert one.text
+        assert [span.text for span in one.spans] == one.text.split()
+        assert all(0 <= span.start < span.end <= len(sound) / 16000 + 0.02 for span in one.spans)
+        assert all(round(span.start / 0.02, 3).is_integer() for span in one.spans)
+    (aligned,) = ctc_align(logits, [logits.shape[1]], processor.labels("AB CD"))
+    assert [word.text for word in join_words(processor.tokenizer.spans(aligned))] == ["AB", "CD"]
+
+
+def test_pipeline(saved):
+    recognise = pipeline("automatic-speech-recognition", model=str(saved))
+    sound = waveform(1.5)
+    text = WhisperForCTC.from_pretrained(saved).transcribe(sound)[0].text
+    found = recognise(sound.copy(), return_timestamps="word")
+    assert found["text"] == text
+    assert [chunk["text"] for chunk in found["chunks"]] == text.split()
+
+
+def test_a_stream_of_pieces_needs_a_causal_model(saved):
+    with pytest.raises(ValueError, match="transcribe_stream needs a causal model"):
+        WhisperForCTC.from_pretrained(saved).eval().transcribe_stream()
+
+
+@torch.no_grad()
+def test_windows_of_long_recordings():
+    """By hand: window by window; short recordings are one pass; padding has no effect."""
+    model, (given, mask) = make(), features(531, 250)
+    found, lengths = model.window_logits(given, mask, keep=50, left=20, right=30)
+    assert lengths.tolist() == [266, 125]
+    for row, (length, frames) in enumerate(((531, 266), (250, 125))):
+        for first in range(0, frames, 50):
+            start, end = max(0, first - 20), min(first + 50, frames)
+            window = given[row : row + 1, 2 * start : min(2 * (first + 80), length)]
+            expected = model(window).logits[0, first - start : end - start]
+            torch.testing.assert_close(found[row, first:end], expected, rtol=1e-4, atol=1e-5)
+    short, _ = model.window_logits(given[:, : 2 * POSITIONS], keep=50, left=20, right=30)
+    torch.testing.assert_close(short, model(given[:, : 2 * POSITIONS]).logits)
+    with pytest.raises(ValueError, match="their sum at most 100; got 90, 5 and 6"):
+        model.window_logits(given, mask, keep=90, left=5, right=6)
+
+
+def test_long_audio_is_transcribed_by_windows():
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["ABC DEF"], "char"))
+    model = make(vocab_size=len(processor.tokenizer), max_source_positions=1500)
+    torch.nn.init.normal_(model.ctc_head.out.weight)
+    sound = waveform(41)
+    inputs = processor(sound, sampling_rate=16000)
+    logits, lengths = model.window_logits(**inputs)
+    (tokens,) = ctc_greedy(logits, lengths)
+    (found,) = model.transcribe(sound, processor=processor, return_timestamps="word")
+    assert found.text == processor.tokenizer.decode(tokens, group_tokens=False)
+    assert found.spans[-1].end > 35
+
+
+@torch.no_grad()
+def test_a_stream_is_its_windows(saved):
+    """However the audio is cut into pieces, each step has the logits of its window."""
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    sound = waveform(2.37)
+    settings = {"step": 0.2, "look_ahead": 0.1, "context": 0.4}
+    streams = []
+    for size in (1000, 16000, len(sound)):
+        streams.append(model.stream(processor, **settings))
+        for start in range(0, len(sound), size):
+            streams[-1].feed(sound[start : start + size])
+        assert streams[-1].seconds == pytest.approx(2.2)
+        streams[-1].finish()
+        assert streams[-1].seconds == pytest.approx(2.38)
+    expected = []
+    for first in range(0, 119, 10):
+        start, last = max(0, first - 20), min(first + 15, 119)
+        inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
+        expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
+    (tokens,) = ctc_greedy(torch.cat(expected)[None], [119])
+    for stream in streams:
+        assert [one.token for one in stream.emissions] == list(tokens)
+        assert stream.text == processor.tokenizer.decode(list(tokens), group_tokens=False)
+        assert [word.text for word in stream.words] == stream.text.split()
+    streams[0].reset()
+    assert (streams[0].text, streams[0].seconds) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": 0}, "step must be above 0"),
+        ({"look_ahead": 0.33}, "in frames of 0.02 s; got 1, 0.33 and 10"),
+        ({}, "must last at most 2 s together, got 12 s"),
+    ],
+)
+def test_what_a_stream_refuses(saved, settings, message):
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    with pytest.raises(ValueError, match=message):
+        model.stream(processor, **settings)
+    with pytest.raises(ValueError, match="needs a model in evaluation mode"):
+        model.train().stream(processor, step=0.2, look_ahead=0.1, context=0.4)

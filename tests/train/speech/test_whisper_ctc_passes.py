@@ -1,0 +1,147 @@
+"""Error rates of CTC on Whisper's encoder, pass by pass, and the second scores against transformers' own loss."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from speech import WORDS, write_corpus
+from tiny_whisper import SPECIAL, make_processor, save
+
+from favor.eval import asr as evaluation
+from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval.options.whisper_ctc_long import WAYS
+from favor.eval.speech.rescoring import best_texts, text_scores
+from favor.eval.whisper import load
+from favor.models.conformer import write_arpa
+from favor.train import asr
+from favor.train.common.arguments import BackendArguments
+from favor.train.speech.data import Utterance, read_audio
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
+
+needs_search = pytest.mark.skipif(find_spec("flashlight") is None, reason="needs flashlight-text, of the extra lm")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A corpus, a Whisper, and a model that was trained for a few steps."""
+    place = tmp_path_factory.mktemp("place")
+    write_corpus(place, {"train": 10, "dev": 3, "test": 3})
+    save(place / "whisper", make_processor())
+    write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2)
+    words = ["--data_dir", str(place), "--model_name_or_path", str(place / "whisper"), "--architecture", "ctc"]
+    words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "30"]
+    asr.main([*words, "--max_batch_seconds", "24", "--ema_decay", "0", "--output_dir", str(place / "model")])
+    return place
+
+
+def call(place, *words):
+    assert whisper_ctc.main([str(place / "model"), "--data_dir", str(place), "--output_dir", str(place), *words]) == 0
+    return json.loads((place / "whisper_ctc.json").read_text())
+
+
+def test_greedy_search(place):
+    content = call(place)
+    assert [(row["split"], row["search"]) for row in content["rows"]] == [("dev", "greedy"), ("test", "greedy")]
+    assert content["chosen"] == {}
+    for row in content["rows"]:
+        references = [one.text for one in load_speech(place, row["split"])[0]]
+        assert row["wer"] == word_errors(references, row["texts"]).rate
+    assert str(place) not in (place / "whisper_ctc.md").read_text()
+
+
+@needs_search
+def test_all_passes(place):
+    options = ["--lm_weights", "0", "1", "--word_scores", "1", "--beam_size", "6", "--tune_beam_size", "4"]
+    options += [
+        "--whisper",
+        str(place / "whisper"),
+        "--texts",
+        "3",
+        "--whisper_weights",
+        "0",
+        "1",
+        "--max_samples",
+        "2",
+    ]
+    content = call(place, "--language_model", str(place / "lm.arpa"), *options)
+    names = ["greedy", "language model", "rescored by Whisper"]
+    assert [row["search"] for row in content["rows"]] == names * 2
+    assert set(content["chosen"]) == {"lm_weight", "word_score", "whisper_weight"}
+    tuned = {row["search"]: row["wer"] for row in content["rows"] if row["split"] == "dev"}
+    assert tuned["rescored by Whisper"] <= tuned["language model"]
+    assert content["utterances"]["split"][0] == 2
+
+
+def test_second_scores_are_those_of_transformers(place):
+    model, processor = load(place / "whisper")
+    utterances = load_speech(place, "dev")[0][:2]
+    texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
+    found = text_scores(model, processor, utterances, texts)
+    start = processor.tokenizer.convert_tokens_to_ids(SPECIAL[1])
+    assert model.config.decoder_start_token_id == start
+    for utterance, own, scores in zip(utterances, texts, found, strict=True):
+        inputs = processor(read_audio(utterance), sampling_rate=16000, return_tensors="pt")
+        for (text, _), score in zip(own, scores, strict=True):
+            labels = torch.tensor([processor.tokenizer(" " + text.lower())["input_ids"][1:]])
+            with torch.no_grad():
+                loss = model(inputs.input_features, labels=labels).loss
+            assert score == pytest.approx(-float(loss) * labels.numel(), rel=1e-4)
+
+
+def test_the_best_sum_is_chosen():
+    texts = [[("A", -1.0), ("B", -2.0)], [("C", 0.0)]]
+    assert best_texts(texts, [[-9.0, -1.0], [-3.0]], 0.0) == ["A", "C"]
+    assert best_texts(texts, [[-9.0, -1.0], [-3.0]], 1.0) == ["B", "C"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--whisper", "w"], "--whisper rescores the texts of the beam search, so it needs --language_model"),
+        (["--texts", "0"], "--texts and --max_samples must be at least 1"),
+    ],
+)
+def test_what_the_command_refuses(words, message, capsys):
+    with pytest.raises(SystemExit):
+        whisper_ctc.main(["model", "--data_dir", "data", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_runs_of_sure_blanks_become_one_frame():
+    labels = torch.tensor([0, 0, 0, 1, 0, 0, 2, 2, 0, 3])
+    row = 20.0 * torch.nn.functional.one_hot(labels, 4)
+    row[5] = 0.0
+    found = whisper_ctc.without_sure_blanks(row, 0)
+    assert torch.equal(found, row[[0, 3, 4, 5, 6, 7, 8, 9]])
+
+
+def test_long_recordings(place):
+    """Every way has its row; windows and one pass of a short recording find the text of its only window."""
+    times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
+    words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
+    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--window", "8", "--output_dir", str(place)]
+    assert whisper_ctc_long.main(words) == 0
+    cells = json.loads((place / "whisper_ctc_long.json").read_text())["cells"]
+    assert [(cell["minutes"], cell["way"]) for cell in cells] == [(m, way) for m in (0.03, 0.05) for way in WAYS]
+    status = {(cell["minutes"], cell["way"]): cell["status"] for cell in cells}
+    assert {key for key, value in status.items() if value != "ok"} == {(0.05, "one pass, exact")}
+    assert status[0.05, "one pass, exact"] == "skipped"
+    short = {cell["way"]: cell for cell in cells if cell["minutes"] == 0.03}
+    assert short["windows"]["text"] == short["one pass, exact"]["text"]
+    assert all(cell["wer"] >= 0 and cell["peak_bytes"] > 1e7 for cell in cells if cell["status"] == "ok")
+
+
+def test_times_are_compared_with_the_alignment(place):
+    """Logits that say the transcript have its times; one word that is said later does not."""
+    model, processor = evaluation.load(str(place / "model"), BackendArguments())
+    utterance = Utterance("a", "BAD CAB", b"", 1.0)
+    tokens = processor.tokenizer(utterance.text).input_ids
+    row = torch.zeros(40, len(processor.tokenizer))
+    row[:, 0] = 8.0
+    row[range(0, 3 * len(tokens), 3), tokens] = 16.0
+    found = whisper_ctc.time_errors([row, row], [utterance] * 2, processor, model.config)
+    assert found == {"words": 4, "within": 1.0}
+    wrong = whisper_ctc.time_errors([row], [Utterance("a", "BAD FACE", b"", 1.0)], processor, model.config)
+    assert wrong["words"] == 1

@@ -1,0 +1,128 @@
+"""CTC on the encoder of a Whisper in the training program: its parts, saving, resuming, refusals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from speech import write_corpus
+from tiny_whisper import make_processor, save
+
+from favor.eval import asr as evaluation
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperForCTC
+from favor.train import asr
+from favor.train.common import checkpoint
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("whisper"), make_processor())
+
+
+@pytest.fixture
+def train(corpus, folder, tmp_path):
+    """Calls the program; a `name=value` argument each."""
+
+    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
+        settings = {
+            "data_dir": corpus,
+            "model_name_or_path": folder,
+            "architecture": "ctc",
+            "tokenizer_type": "char",
+            "max_batch_seconds": 24,
+            "max_train_steps": 4,
+            "learning_rate": 2e-3,
+            "encoder_learning_rate": 4e-4,
+            "seed": 1,
+            "output_dir": tmp_path / output,
+            **values,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
+        return asr.main([*words, *(f"--{flag}" for flag in flags)])
+
+    return call
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def changed(one, other):
+    return {name for name in other if not torch.equal(one[name], other[name])}
+
+
+def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, folder, tmp_path, corpus):
+    """First the head alone, then all, and the evaluation finds the words of the training."""
+    first = train("head", encoder_learning_rate=0, ema_decay=0)
+    before = {name.removeprefix("model."): one for name, one in weights(folder).items()}
+    head = weights(tmp_path / "head")
+    encoder = {name: one for name, one in before.items() if name.startswith("encoder.")}
+    assert changed(head, encoder) == set()
+    assert first["train_loss"] > 0
+    rest = {"tokenizer_type": None, "architecture": None, "model_name_or_path": tmp_path / "head"}
+    whole = train("all", max_train_steps=30, eval_epochs=10, ema_decay=0.5, **rest)
+    assert whole["train_loss"] < first["train_loss"]
+    kept = {name for name in encoder if "embed_positions" in name or "k_proj.bias" in name}
+    assert changed(weights(tmp_path / "all"), encoder) >= set(encoder) - kept - {"encoder.layers.0.fc2.bias"}
+    words = ["--model_name_or_path", str(tmp_path / "all"), "--data_dir", str(corpus), "--splits", "dev"]
+    assert evaluation.main([*words, "--output_dir", str(tmp_path / "errors"), "--device", "cpu"]) == 0
+    found = json.loads((tmp_path / "errors" / "asr.json").read_text())
+    assert found["architecture"] == "WhisperForCTC"
+    assert found["splits"]["dev"]["searches"]["greedy"]["wer"] == pytest.approx(whole["metrics"]["dev_wer"])
+
+
+def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
+    settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2}
+    train("whole", **settings)
+    saved = checkpoint.save_checkpoint
+
+    def stop_after(accelerator, folder, step):
+        saved(accelerator, folder, step)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        train("stopped", **settings)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", saved)
+    train("stopped", flags=("resume",), **settings)
+    assert changed(weights(tmp_path / "whole"), weights(tmp_path / "stopped")) == set()
+    assert WhisperCTCConfig.from_pretrained(tmp_path / "whole").head_dropout == 0.2
+
+
+def test_a_linear_backend_is_trained_and_kept(train, tmp_path):
+    results = train(attn_implementation="landmark", num_features=16, window=8, exact_below=0)
+    assert results["attn_implementation"] == "landmark"
+    again = WhisperForCTC.from_pretrained(tmp_path / "run")
+    assert again.config._attn_implementation == "landmark"
+    assert again.config.favor["num_features"] == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoder_learning_rate": None}, "a learning rate of 0.002 destroys the pretrained encoder"),
+        ({"encoder_learning_rate": -1}, "encoder_learning_rate must be at least 0, got -1"),
+        ({"preset": "tiny"}, "preset has no effect, because --model_name_or_path already decides it"),
+        ({"num_mel_bins": 40}, "num_mel_bins has no effect, because --model_name_or_path already decides it"),
+        ({"num_features": 16}, "num_features: options of FAVOR attention, not of sdpa"),
+    ],
+)
+def test_what_cannot_be_is_refused(train, options, message):
+    with pytest.raises(ValueError, match=message):
+        train(**options)
+
+
+def test_a_saved_model_is_no_transducer(train, tmp_path):
+    train(max_train_steps=1)
+    path = {"model_name_or_path": tmp_path / "run", "tokenizer_type": None}
+    with pytest.raises(ValueError, match=r"architecture transducer does not fit: .* CTC on the encoder of a Whisper"):
+        train("other", architecture="transducer", **path)
+    with pytest.raises(ValueError, match="tokenizer_type has no effect"):
+        train("other", architecture=None, **{**path, "tokenizer_type": "char"})
