@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,6 +18,7 @@ class StoredBackend(PreTrainedConfig):
     """
 
     favor: dict[str, Any] | None
+    is_counterpart: ClassVar[bool] = True  # of the configuration of transformers that it extends, for the same models
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills in the default backend and checks the options."""
@@ -40,8 +41,8 @@ class StoredBackend(PreTrainedConfig):
 
 
 def zoo_configuration(plain: type[PreTrainedConfig]) -> type[StoredBackend] | None:
-    """Finds the zoo's configuration that extends one of transformers directly; None if the zoo has no such model."""
-    return next((own for own in StoredBackend.__subclasses__() if plain in own.__bases__), None)
+    """Finds the zoo's configuration for the models of one of transformers; None if the zoo has no such models."""
+    return next((own for own in StoredBackend.__subclasses__() if own.is_counterpart and plain in own.__bases__), None)
 
 
 def zoo_model(plain: type[PreTrainedModel]) -> type[PreTrainedModel] | None:

@@ -38,6 +38,7 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
         320
     """
 
+    is_counterpart = False  # it has no decoder
     model_type = "whisper_ctc"
 
     vocab_size: int = 32

@@ -9,6 +9,7 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    WhisperConfig,
 )
 
 import favor.models
@@ -23,6 +24,7 @@ SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 def test_the_zoo_is_found_by_what_its_classes_extend():
     assert zoo_configuration(BertConfig) is PerformerBertConfig
     assert zoo_configuration(PerformerBertConfig) is zoo_configuration(LlamaConfig) is None
+    assert zoo_configuration(WhisperConfig) is None  # WhisperForCTC is another model than a Whisper
     assert zoo_model(BertForMaskedLM) is PerformerBertForMaskedLM
     assert zoo_model(LlamaForCausalLM) is None
     assert keeps_backend("performer_bert")

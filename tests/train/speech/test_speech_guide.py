@@ -16,16 +16,18 @@ from tiny_whisper import make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.models.conformer import write_arpa
-from favor.train import asr
+from favor.train import asr, distill
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
 PROGRAMS = {
     "favor.train.asr": asr.main,
+    "favor.train.distill": distill.main,
     "favor.eval.asr": evaluation.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
     "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
 }
-RESULTS = {"favor.train.asr": "all_results.json", "favor.eval.asr": "asr.json"}
+TRAINED = dict.fromkeys(("favor.train.asr", "favor.train.distill"), "all_results.json")
+RESULTS = TRAINED | {"favor.eval.asr": "asr.json"}
 SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "dev", "test")
 
 
@@ -47,6 +49,9 @@ def smaller(program, words):
         return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
         return [*words, "--minutes", "0.02"]
+    if program == "favor.train.distill":
+        steps = ["--attention_steps", "1", "--model_steps", "1", "--calibration_samples", "1"]
+        return [*words, *steps, "--held_out_samples", "1", "--join_seconds", "1"]
     if "--encoder_learning_rate" in words:
         return [*words, "--max_train_steps", "1"]
     if "whisper" in words:
@@ -85,7 +90,8 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
         ran.append(words[words.index("--output_dir") + 1])
         name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
-    assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/whisper"} <= set(ran)
+    assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)
+    assert "out/whisper" in ran
 
 
 def test_shards_train_the_model_of_the_files(place, fresh_accelerator):
