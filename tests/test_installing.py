@@ -103,7 +103,7 @@ def test_parts_of_two_checkouts_do_not_mix(part, tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / source, target)
         (home / "__init__.py").touch()
-        for zoo in ("bert", "conformer"):
+        for zoo in ("bert", "conformer", "whisper_ctc"):
             (folder / f"{zoo}.py").touch()
 
     copy(tmp_path / "one" / "favor", tmp_path / "one" / part)
