@@ -57,8 +57,10 @@ class WhisperCTCEncoder(WhisperEncoder):
 
     def __init__(self, config: WhisperCTCConfig) -> None:
         super().__init__(config)
-        # transformers does not do this for subclasses outside of it.
-        init.copy_(self.embed_positions.weight, sinusoids(*self.embed_positions.weight.shape))
+        # transformers does not do this for subclasses outside of it. A model that is loaded is first made without data.
+        table, positions = self.embed_positions.weight, sinusoids(*self.embed_positions.weight.shape)
+        if not (table.is_meta or positions.is_meta):
+            init.copy_(table, positions)
 
     @capture_outputs
     def forward(  # type: ignore[override]
