@@ -5,7 +5,7 @@ decided once, by `Joined`. `Joins` makes the sums again from these decisions, fo
 too: it takes gradients of means to gradients of tokens.
 
 On a GPU `JoinedAtOnce` and `JoinsAtOnce` do the same for all sections in a few launches, see
-`favor.kernels.gpu.joining`.
+`favor.kernels.gpu.deciding` and `favor.kernels.gpu.joining`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from favor.landmark.causal import Groups, Tokens
 from favor.landmark.equal import lines
 from favor.landmark.grouping import Landmarks, metric_of, sums_of
 from favor.landmark.kept import Setting, grown, numbered
-
-_MOST_NUMBERS = 2**14
 
 # Counts `[N, F, M]` and means of keys and values `[N, F, M, w]` of the groups that F sections see.
 Far = tuple[Tensor, Tensor, Tensor]
@@ -136,7 +134,7 @@ class JoinedAtOnce(Joined):
         asks = (real > 0).view(heads, number, setting.block).repeat(1, 1, groups)
         asking, _ = evenly_spaced(rows, asks, setting.features.num_queries)
         along = lines(width, rows).t()
-        decided: Tensor = triton_module("joining").decide(
+        decided: Tensor = triton_module("deciding").decide(
             setting.scale * asking, metric_of(rows, asks), key, real, along, setting.number
         )
         return decided
@@ -233,14 +231,10 @@ def at_once(setting: Setting, tokens: tuple[Tensor, Tensor, Tensor], past: int) 
     """Tells whether kernels for a GPU take all sections at once: if none comes before them, and no compiler runs."""
     _, key, value = tokens
     fits = past == 0 and type(setting.features).cells is Landmarks.cells and plain(*tokens)
-    # One program holds all queries whose attention is looked at.
-    fits = fits and padded(setting.features.num_queries) * padded(key.shape[-1]) <= _MOST_NUMBERS
-    return fits and pick(setting.selection.kernel, key, value) == "triton"
-
-
-def padded(number: int) -> int:
-    """Gives the smallest power of two that is not less, at least 16."""
-    return max(16, 1 << (number - 1).bit_length())
+    if not fits or pick(setting.selection.kernel, key, value) != "triton":
+        return False
+    taken: bool = triton_module("deciding").takes(setting.features.num_queries, key.shape[-1])
+    return taken
 
 
 def _room(tokens: Sequence[Tensor], sections: int, most: int) -> Far:

@@ -217,15 +217,20 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
     def _check(self, sampling_rate: int | None, return_attention_mask: bool | None) -> None:
         """Refuses arguments that would give wrong features or none."""
-        if sampling_rate is None:
-            logger.warning_once(f"no sampling_rate was given: the audio is taken to have {self.sampling_rate} Hz.")
-        elif sampling_rate != self.sampling_rate:
-            raise ValueError(
-                f"sampling_rate must be {self.sampling_rate}, got {sampling_rate}: resample the audio first, with "
-                "favor.models.conformer.audio.resample."
-            )
+        check_rate(sampling_rate, self.sampling_rate)
         if return_attention_mask is False:
             raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")
+
+
+def check_rate(given: int | None, expected: int) -> None:
+    """Raises ValueError for a sampling rate that is not the expected one; warns if none was given."""
+    if given is None:
+        logger.warning_once(f"no sampling_rate was given: the audio is taken to have {expected} Hz.")
+    elif given != expected:
+        raise ValueError(
+            f"sampling_rate must be {expected}, got {given}: resample the audio first, with "
+            "favor.models.conformer.audio.resample."
+        )
 
 
 def waveforms(raw: Any, least: int) -> list[Tensor]:

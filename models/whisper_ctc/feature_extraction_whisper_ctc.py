@@ -8,11 +8,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
-from transformers.utils import logging
 
-from favor.models.conformer.feature_extraction_conformer import waveforms
-
-logger = logging.get_logger(__name__)
+from favor.models.conformer.feature_extraction_conformer import check_rate, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
@@ -90,13 +87,7 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
 
     def _check(self, sampling_rate: int | None, return_attention_mask: bool | None, others: dict[str, Any]) -> None:
         """Refuses arguments that would give wrong features or have no effect."""
-        if sampling_rate is None:
-            logger.warning_once(f"no sampling_rate was given: the audio is taken to have {self.sampling_rate} Hz.")
-        elif sampling_rate != self.sampling_rate:
-            raise ValueError(
-                f"sampling_rate must be {self.sampling_rate}, got {sampling_rate}: resample the audio first, with "
-                "favor.models.conformer.audio.resample."
-            )
+        check_rate(sampling_rate, self.sampling_rate)
         if return_attention_mask is False:
             raise ValueError("return_attention_mask=False: padding needs the mask; leave it at None.")
         if others:

@@ -112,10 +112,10 @@ def join(key, number):
     """Joins two sections to groups, whose keys and values are the same."""
     import torch
 
-    from favor.kernels.gpu import joining
+    from favor.kernels.gpu import deciding, joining
 
     real, square = torch.ones(key.shape[:2]), torch.zeros(1, 2, key.shape[2], key.shape[2])
-    moved = joining.decide(square[:, :, :32], square, key, real, square[0, 0, :8], number)
+    moved = deciding.decide(square[:, :, :32], square, key, real, square[0, 0, :8], number)
     joining.means(moved, key, real, number, 3)
     joining.of_tokens(moved, torch.zeros(1, 3, number, key.shape[2]), number)
     joining.follow(moved, real, torch.zeros(1, 2, 64, dtype=torch.int64), torch.zeros(2), 4, number)

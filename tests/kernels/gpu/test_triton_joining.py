@@ -12,7 +12,7 @@ from truth import error
 import favor
 from favor.features.moments import evenly_spaced
 from favor.kernels import StreamState
-from favor.kernels.gpu import joining
+from favor.kernels.gpu import deciding, joining
 from favor.landmark import causal_selected
 from favor.landmark.equal import lines
 from favor.landmark.grouping import metric_of
@@ -45,7 +45,7 @@ def decide(query: Tensor, key: Tensor, real: Tensor, number: int = NUMBER) -> Te
     rows, own = (tensor.unflatten(1, (-1, TOKENS)) for tensor in (query, real > 0))
     asking, _ = evenly_spaced(rows, own, QUERIES)
     given = (SCALE * asking, metric_of(rows, own), key, real, lines(key.shape[2], rows).t())
-    return joining.decide(*there(*given), number).cpu()
+    return deciding.decide(*there(*given), number).cpu()
 
 
 def joined(cells: list[int], groups: list[list[int]], number: int) -> list[list[int]]:
