@@ -8,11 +8,11 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 from speech import write_corpus
+from stopping import stopped_after
 from transformers import AutoModelForCTC, AutoProcessor
 
 from favor.models.conformer import ConformerConfig
 from favor.train import asr
-from favor.train.common import checkpoint
 from favor.train.common.average import weight_average
 
 PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
@@ -126,18 +126,8 @@ def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypat
     monkeypatch.chdir(sounds)
     settings = {"max_train_steps": 7, "checkpointing_steps": 2, "eval_epochs": 2, **options}
     whole = train("whole", **settings)
-
-    saved = checkpoint.save_checkpoint
-
-    def stop_after(accelerator, folder, step):
-        saved(accelerator, folder, step)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(4):
         train("stopped", **settings)
-    monkeypatch.setattr(checkpoint, "save_checkpoint", saved)
     resumed = train("stopped", flags=("resume",), **settings)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from speech import write_corpus
+from stopping import stopped_after
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperForCTC
 from favor.train import asr
-from favor.train.common import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +77,11 @@ def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, folder, tmp_pat
     assert found["splits"]["dev"]["searches"]["greedy"]["wer"] == pytest.approx(whole["metrics"]["dev_wer"])
 
 
-def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
+def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2}
     train("whole", **settings)
-    saved = checkpoint.save_checkpoint
-
-    def stop_after(accelerator, folder, step):
-        saved(accelerator, folder, step)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(4):
         train("stopped", **settings)
-    monkeypatch.setattr(checkpoint, "save_checkpoint", saved)
     train("stopped", flags=("resume",), **settings)
     assert changed(weights(tmp_path / "whole"), weights(tmp_path / "stopped")) == set()
     assert WhisperCTCConfig.from_pretrained(tmp_path / "whole").head_dropout == 0.2

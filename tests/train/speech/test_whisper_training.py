@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from speech import write_corpus
+from stopping import stopped_after
 from tiny_whisper import FRAMES, SPECIAL, make_processor, save
 
 import favor
 from favor.eval.asr import recognise
 from favor.train import asr
-from favor.train.common import checkpoint
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.augment import SpecAugment
@@ -135,21 +135,12 @@ def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
     assert [name == "exact" for name in runs] == [False, False, True, True]
 
 
-def test_resume_repeats_the_uninterrupted_run(train, tmp_path, monkeypatch):
+def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "join_seconds": 5}
     settings |= {"reverb_rt60": "0.1 0.3", "gain": "-6 6"}
     whole = train("whole", **settings)
-    saved = checkpoint.save_checkpoint
-
-    def stop_after(accelerator, folder, step):
-        saved(accelerator, folder, step)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", stop_after)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(4):
         train("stopped", **settings)
-    monkeypatch.setattr(checkpoint, "save_checkpoint", saved)
     resumed = train("stopped", flags=("resume",), **settings)
     assert resumed["metrics"] == whole["metrics"]
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
