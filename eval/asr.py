@@ -16,9 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig
 import favor
 from favor.eval.common import report
 from favor.eval.options.asr import EvaluationArguments, parse_arguments
-from favor.models.conformer import ConformerProcessor, WordScorer
-from favor.models.conformer.word_beam import BEAM_SIZE
-from favor.models.conformer.word_scores import word_scorer
+from favor.models.conformer import ConformerProcessor
+from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
 from favor.train.speech.arguments import HUB, Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
@@ -70,7 +69,7 @@ def recognise(
     utterances: Sequence[Utterance],
     *,
     beam_size: int = 1,
-    scorer: WordScorer | None = None,
+    scorer: Scorer | None = None,
     batch_seconds: float = 200.0,
     resample: bool = False,
 ) -> tuple[list[str], float]:
@@ -81,7 +80,7 @@ def recognise(
         processor: its `ConformerProcessor`.
         utterances: with their lengths.
         beam_size: hypotheses of a beam search. Default 1: greedy search.
-        scorer: language model and hotwords for the beam search of a `ConformerForCTC`. Default None: without.
+        scorer: language model and hotwords, or known words, for the beam search of CTC. Default None: without.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
         resample: whether audio of another rate is resampled. Default False.
 
@@ -126,7 +125,7 @@ def evaluate_split(
     processor: Any,
     utterances: Sequence[Utterance],
     arguments: EvaluationArguments,
-    scorer: WordScorer | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measures error rates and times of each search on one split; also gives a row per utterance with all hypotheses.
 
@@ -135,7 +134,7 @@ def evaluate_split(
         processor: that of the model.
         utterances: of the split, with their lengths.
         arguments: size of batches, beam size, resampling.
-        scorer: language model and hotwords for the beam search. Default None: without.
+        scorer: language model and hotwords, or known words, for the beam search. Default None: without.
     """
     references = [utterance.text for utterance in utterances]
     audio = sum(utterance.seconds or 0 for utterance in utterances)
@@ -145,9 +144,10 @@ def evaluate_split(
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
     searches: dict[str, dict[str, Any]] = {"greedy": {"beam_size": 1}}
-    beam_size = arguments.beam_size or (1 if scorer is None else BEAM_SIZE)
+    beam_size = arguments.beam_size or (1 if scorer is None else usual_beam(scorer))
     if beam_size > 1:
-        with_words = [name.replace("_", " ") for name in ("language_model", "hotwords") if getattr(arguments, name)]
+        names = ("language_model", "known_words", "hotwords")
+        with_words = [name.replace("_", " ") for name in names if getattr(arguments, name)]
         searches[", ".join([f"beam {beam_size}", *with_words])] = {"beam_size": beam_size, "scorer": scorer}
     for name, search in searches.items():
         texts, seconds = recognise(model, processor, utterances, **search, **options)
@@ -205,10 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    words_options = ("language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
-    scorer = word_scorer(
-        model, processor.tokenizer, arguments.beam_size, **{name: getattr(arguments, name) for name in words_options}
-    )
+    names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    scorer = searched_words(model, processor.tokenizer, arguments.beam_size, **options)
     content: dict[str, Any] = {
         "model": Path(arguments.model_name_or_path).resolve().name,
         "architecture": type(model).__name__,

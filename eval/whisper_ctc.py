@@ -34,7 +34,6 @@ from favor.train.speech.loaders import evaluation_loader
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
-SURE = 0.999
 NEAR = 0.08  # seconds
 Texts = list[list[tuple[str, float]]]
 
@@ -57,24 +56,10 @@ def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int) -> list[str]:
     return [tokenizer.decode(ids, group_tokens=False) for ids in rows]
 
 
-def without_sure_blanks(row: Tensor, blank: int, sure: float = SURE) -> Tensor:
-    """Keeps one frame of each run of frames in which the blank is almost sure, so that a search is faster.
-
-    Args:
-        row: logits `[L, V]`.
-        blank: label of the blank.
-        sure: a probability. Default 0.999.
-    """
-    silent = row.softmax(-1)[:, blank] > sure
-    goes_on = torch.cat([silent.new_zeros(1), silent[1:] & silent[:-1]])
-    return row[~goes_on]
-
-
 def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, lexicon: WordLexicon, size: int) -> Texts:
     """Gives the texts of each utterance by beam search, the best first, with their scores."""
     found: Texts = []
-    for whole in logits:
-        row = without_sure_blanks(whole, blank)
+    for row in logits:
         texts: dict[str, float] = {}
         for one in ctc_lexicon_beam(row[None], [len(row)], lexicon, size, blank)[0]:
             texts.setdefault(tokenizer.decode(one.tokens, group_tokens=False), one.log_prob)

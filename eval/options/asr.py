@@ -5,7 +5,8 @@ r"""Word and character error rates of a saved speech model, and its speed.
 
 The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
 may be switched to another backend, without training. Each split is transcribed by greedy search and, with `--beam_size`
-above 1, by beam search. With `--language_model` or `--hotwords` the beam search of a ConformerForCTC scores words. The
+above 1, by beam search. With `--language_model` or `--hotwords` the beam search of CTC scores words, and with
+`--known_words` it finds no others than those of the language model. The
 output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the reference and the hypotheses of
 every utterance. The program runs in one process, on a GPU if there is one.
 """
@@ -33,7 +34,8 @@ class EvaluationArguments:
     splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int | None = option(
         None,
-        "Hypotheses of the beam search. Default: 50 with a language model or hotwords, else 1, greedy search alone.",
+        "Hypotheses of the beam search. Default: 50 with a language model or hotwords, 200 with known words, else 1, "
+        "greedy search alone.",
     )
     language_model: str | None = option(
         None, "N-gram model of words for the beam search of CTC: an ARPA file or a binary file of KenLM."
@@ -47,6 +49,9 @@ class EvaluationArguments:
     hotwords: list[str] = field(
         default_factory=list,
         metadata={"help": "Words or quoted phrases that the beam search of CTC finds more easily."},
+    )
+    known_words: bool = option(
+        False, "Find words of the language model alone; needs a tokenizer of characters, and takes no hotwords."
     )
     hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
     batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")

@@ -14,7 +14,7 @@ ORDERS = range(2, 7)  # those that KenLM reads
 Ngrams = dict[tuple[str, ...], float]
 
 
-def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
+def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3, words: Iterable[str] = ()) -> Path:
     """Counts the n-grams of texts and writes a language model with Witten-Bell smoothing, in the ARPA format.
 
     With c(h w), how often word w comes after the history h, and n(h), how many different words come after h,
@@ -30,13 +30,15 @@ def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
             between white space. `normalize_transcript` writes them as LibriSpeech does.
         path: of the file to write.
         order: words of the longest n-grams, 2 to 6. Default 3. With short texts alone it is as long as these allow.
+        words: more words, which the texts need not have; one that they lack is as probable as `<unk>`. Default: none.
 
     Returns:
         The path.
 
     Raises:
         TypeError: for a single string as texts.
-        ValueError: for an order out of range, texts without words, or texts with `<s>`, `</s>` or `<unk>`.
+        ValueError: for an order out of range, texts without words, texts with `<s>`, `</s>` or `<unk>`, or something
+            else than single words in `words`.
 
     Example:
         >>> import tempfile
@@ -51,15 +53,18 @@ def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3) -> Path:
         raise ValueError(f"order must be 2 to 6, which KenLM reads, got {order}.")
     counts: list[dict[tuple[str, ...], Counter[str]]] = [defaultdict(Counter) for _ in range(order)]
     for text in texts:
-        words = [BEGIN, *text.split(), END]
-        if set(SPECIAL) & set(words[1:-1]):
+        said = [BEGIN, *text.split(), END]
+        if set(SPECIAL) & set(said[1:-1]):
             raise ValueError(f"texts must not hold {', '.join(SPECIAL)}, got {text!r}.")
-        for place in range(1, len(words)):
+        for place in range(1, len(said)):
             for length in range(min(order, place + 1)):
-                counts[length][tuple(words[place - length : place])][words[place]] += 1
-    everything = {*counts[0][()], END, UNKNOWN}
-    if len(everything) == 2:
+                counts[length][tuple(said[place - length : place])][said[place]] += 1
+    if len(counts[0][()]) < 2:  # the end alone
         raise ValueError("texts must hold at least one word.")
+    more = set(words)
+    if wrong := [word for word in sorted(more) if word in SPECIAL or word.split() != [word]]:
+        raise ValueError(f"words must be single words, got {wrong[0]!r}.")
+    everything = {*counts[0][()], *more, END, UNKNOWN}
     levels: list[Ngrams] = []
     passed_on: Ngrams = {}  # what part of the probability after a history goes to the shorter one
     for histories in filter(None, counts):

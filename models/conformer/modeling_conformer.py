@@ -32,8 +32,7 @@ from favor.models.conformer.encoder_layers import ConformerAttention, ConformerB
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.transcription import Transcribes
-from favor.models.conformer.word_beam import BEAM_SIZE, word_emissions
-from favor.models.conformer.word_scores import WordScorer
+from favor.models.conformer.word_search import Scorer, search_emissions
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -225,12 +224,12 @@ class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
 
     @torch.no_grad()
     def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: WordScorer, beam_size: int = BEAM_SIZE
+        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
     ) -> list[list[Emission]]:
-        """Tokens of each row by `ctc_word_beam`, with frames and confidences."""
+        """Tokens of each row by `search_words`, with frames and confidences."""
         encoded = self.encoder(input_features, attention_mask)
         logits = self.ctc_head(encoded.last_hidden_state)
-        return word_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
+        return search_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
 
 
 def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:

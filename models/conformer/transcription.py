@@ -18,8 +18,8 @@ from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission, Span, in_seconds, join_segments, join_words
 from favor.models.conformer.transcript_stream import TranscriptStream
-from favor.models.conformer.word_beam import BEAM_SIZE
-from favor.models.conformer.word_scores import WordScorer, check_searches_words, word_scorer
+from favor.models.conformer.word_scores import WordScorer, check_searches_words
+from favor.models.conformer.word_search import searched_words
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")
@@ -62,6 +62,7 @@ class Transcribes:
         word_score: float | None = None,
         hotwords: Sequence[str] = (),
         hotword_weight: float | None = None,
+        known_words: bool = False,
     ) -> list[Transcript]:
         """Text of recordings, by greedy search, or by beam search with a language model and hotwords.
 
@@ -77,13 +78,16 @@ class Transcribes:
             processor: features and tokens of the model. Default None: the one in the folder of the model.
             pause: a longer pause in seconds begins a new segment. Default 0.5.
             beam_size: hypotheses of `ctc_word_beam`, which needs a CTC model and the extra `lm`. Default None: 50 with
-                a language model or hotwords, and 1, greedy search, without.
+                a language model or hotwords, 200 with `known_words`, and 1, greedy search, without.
             language_model: n-gram model of words: an ARPA file, a binary file of KenLM, or an `NgramModel`, to load it
                 once for many calls. Default None: without.
             lm_weight: weight of its log probability, often called alpha. Default 0.5.
             word_score: added for each word, often called beta, with a language model. Default 1.5.
             hotwords: words or phrases to find more easily, written as the transcripts of the model. Default: none.
             hotword_weight: added for each hotword in the text, in nats. Default 10. `WordScorer` has the formula.
+            known_words: whether only words of the language model can be found, by `ctc_lexicon_beam`: fewer errors if
+                the model spells badly and few words are unknown. Needs a tokenizer of characters, and takes no
+                hotwords. Default False: any word.
 
         Returns:
             One result a recording, in the order given. Times are those of the frames in which the model says the
@@ -105,10 +109,11 @@ class Transcribes:
         processor = processor or _processor_of(self.name_or_path)
         if beam_size is not None:
             check_beam(beam_size)
-        scorer = word_scorer(
+        scorer = searched_words(
             self,
             processor.tokenizer,
             beam_size,
+            known_words,
             language_model=language_model,
             lm_weight=lm_weight,
             word_score=word_score,
@@ -135,7 +140,7 @@ class Transcribes:
                 if scorer is None:
                     rows = self.emissions(features, mask)
                 else:
-                    rows = self.beam_emissions(features, mask, scorer, BEAM_SIZE if beam_size is None else beam_size)
+                    rows = self.beam_emissions(features, mask, scorer, beam_size)
                 for index, row in zip(chosen, rows, strict=True):
                     spans = _spans(row, processor, self.config.samples_per_frame / rate, return_timestamps, pause)
                     text = processor.tokenizer.decode([one.token for one in row], group_tokens=False)

@@ -51,7 +51,7 @@ def ctc_word_beam(
         beam_size: hypotheses kept after each frame; a text takes two places while it can end in a blank and in its
             last token. Default 50.
         blank: label of the blank. Default 0.
-        piece: frames that are searched at once, at least 2. Default 500; the decoder keeps all that it tried in them.
+        piece: frames that are searched at once, at least 3. Default 500; the decoder keeps all that it tried in them.
 
     Returns:
         For each row up to `beam_size` hypotheses, the best first; `log_prob` is the sum. Hypotheses of a row that was
@@ -76,8 +76,8 @@ def ctc_word_beam(
         HOLD
         COLD
     """
-    if piece < 2:
-        raise ValueError(f"piece must be at least 2 frames, got {piece}.")
+    if piece < 3:
+        raise ValueError(f"piece must be at least 3 frames, got {piece}.")
     found = []
     for row in _rows(logits, lengths, scorer, beam_size, blank):
         before: list[int] = []

@@ -157,22 +157,6 @@ class WordScorer:
         return state, (*words, word)[-self._kept :] if self._kept else (), gain
 
 
-def word_scorer(model: Any, tokenizer: Any, beam_size: int | None, **options: Any) -> WordScorer | None:
-    """Makes a `WordScorer` of those options that are given, or None if none is given.
-
-    Raises:
-        ImportError: if the package flashlight-text is not installed.
-        ValueError: if the search of the model would ignore them, and as `WordScorer`.
-    """
-    given = [name for name, value in options.items() if value is not None and value not in ((), [])]
-    if not given:
-        return None
-    check_searches_words(model, given[0])
-    if beam_size == 1:
-        raise ValueError(f"beam_size must be above 1 with {given[0]}, got 1: greedy search scores no words.")
-    return WordScorer(tokenizer, **options)
-
-
 def check_searches_words(model: Any, option: str) -> None:
     """Raises ValueError for an option that a model has no search for, and ImportError without the package."""
     if not hasattr(model, "beam_emissions"):

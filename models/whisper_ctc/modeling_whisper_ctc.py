@@ -22,8 +22,7 @@ from favor.models.conformer.modeling_conformer import ConformerModelOutput, ctc_
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.transcription import Transcribes
-from favor.models.conformer.word_beam import BEAM_SIZE, word_emissions
-from favor.models.conformer.word_scores import WordScorer
+from favor.models.conformer.word_search import Scorer, search_emissions
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
@@ -269,11 +268,11 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
 
     @torch.no_grad()
     def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: WordScorer, beam_size: int = BEAM_SIZE
+        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
     ) -> list[list[Emission]]:
-        """Tokens of each row by `ctc_word_beam`, with frames and confidences, of the logits of `window_logits`."""
+        """Tokens of each row by `search_words`, with frames and confidences, of the logits of `window_logits`."""
         found = self.window_logits(input_features, attention_mask)
-        return word_emissions(*found, scorer, beam_size, self.config.pad_token_id)
+        return search_emissions(*found, scorer, beam_size, self.config.pad_token_id)
 
 
 AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)

@@ -24,6 +24,7 @@ from favor.models.conformer import (
     ctc_prefix_beam,
     ctc_word_beam,
     join_words,
+    lexicon_beam,
     train_tokenizer,
     word_beam,
     write_arpa,
@@ -392,6 +393,75 @@ def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
         if set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids:
             expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words)
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_lexicon_searches_long_rows_in_pieces(arpa, tokenizer, monkeypatch):
+    """Cut in the middle of the longest pause; each piece is a text of its own."""
+    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4)
+    said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A AB")]
+    pause = torch.full((9, len(tokenizer)), -30.0)
+    pause[:, 0] = 0.0
+    logits = torch.cat([said[0], pause, said[1], pause, said[2]])[None]
+    whole, cut = (ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=most)[0][0] for most in (1000, 28))
+    assert tokenizer.decode(whole.tokens, group_tokens=False) == "A B AB B A AB"
+    assert cut.tokens == whole.tokens
+    texts = [tokenizer(text).input_ids for text in ("A B AB", "B A AB")]
+    assert cut.log_prob == pytest.approx(sum(map(lexicon.scorer.score, texts)), abs=1e-3)
+    times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
+    monkeypatch.setattr(lexicon_beam, "PIECE", 28)
+    assert lexicon_beam.lexicon_emissions(logits, [logits.shape[1]], lexicon) == times
+    with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
+        ctc_lexicon_beam(logits, [5], lexicon, piece=2)
+
+
+def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
+    lexicon = WordLexicon(tokenizer, arpa)
+    logits = torch.full((1, 3, len(tokenizer)), -math.inf)
+    logits[..., tokenizer.unk_token_id] = 0.0
+    assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
+    assert lexicon_beam.lexicon_emissions(logits, [3], lexicon) == [[]]
+    assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
+
+
+def test_transcribe_finds_known_words_alone(models, arpa):
+    model, transducer, processor = models
+    torch.manual_seed(3)
+    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+    options = {"lm_weight": 0.0, "word_score": -4.0}
+    results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, known_words=True, **options)
+    lexicon = WordLexicon(processor.tokenizer, arpa, **options)
+    for waveform, result in zip(waveforms, results, strict=True):
+        with torch.no_grad():
+            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
+        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0].tokens
+        assert result.text == processor.decode(best, group_tokens=False)
+        assert [one.text for one in result.spans] == result.text.split()
+        assert set(result.text.split()) <= {"A", "B", "AB"}
+        aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
+        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
+    other = model.transcribe(waveforms, 2, processor=processor, language_model=arpa, **options)
+    assert not set(" ".join(one.text for one in other).split()) <= {"A", "B", "AB"}
+    for speech_model, given, message in (
+        (model, {}, "known_words needs language_model, whose words are the known ones"),
+        (model, {"language_model": arpa, "hotwords": ["A"]}, "hotwords has no effect with known_words"),
+        (model, {"language_model": arpa, "beam_size": 1}, "beam_size must be above 1 with known_words, got 1"),
+        (transducer, {"language_model": arpa}, "known_words needs a ConformerForCTC, got a ConformerForTransducer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speech_model.transcribe(torch.zeros(9000), processor=processor, known_words=True, **given)
+
+
+def test_more_words_of_a_written_model(tmp_path):
+    """Words that the texts lack are as probable as `<unk>`, and all probabilities still sum to 1."""
+    model = NgramModel(write_arpa(["A B", "B A A"], tmp_path / "lm.arpa", 2, words=["NEW", "A"]))
+    assert model.words == {"A", "B", "NEW"}
+    start = model.start()
+    scores = {word: model.score(start, word)[1] for word in ("A", "B", "NEW", "OTHER")}
+    assert scores["NEW"] == pytest.approx(scores["OTHER"])
+    assert sum(map(math.exp, [*scores.values(), model.finish(start)])) == pytest.approx(1, abs=1e-4)
+    for wrong in ("TWO WORDS", "", "</s>"):
+        with pytest.raises(ValueError, match="words must be single words, got"):
+            write_arpa(["A"], tmp_path / "lm.arpa", words=[wrong])
 
 
 def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):

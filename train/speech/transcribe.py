@@ -11,13 +11,12 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     Hypothesis,
-    WordScorer,
     ctc_greedy,
     ctc_prefix_beam,
-    ctc_word_beam,
     transducer_beam,
     transducer_greedy,
 )
+from favor.models.conformer.word_search import Scorer, search_words
 from favor.train.speech.whisper import say
 
 
@@ -38,7 +37,7 @@ def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypot
 
 @torch.no_grad()
 def transcribe(
-    model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int = 1, scorer: WordScorer | None = None
+    model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int | None = 1, scorer: Scorer | None = None
 ) -> list[str]:
     """Gives the text of each utterance of a batch.
 
@@ -47,16 +46,17 @@ def transcribe(
         batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device; for Whisper
             `input_features` `[B, F, T]`.
         tokenizer: that of the model.
-        beam_size: hypotheses of a beam search. Default 1: greedy search, the only one for Whisper here.
-        scorer: language model and hotwords for the beam search of a `ConformerForCTC`. Default None: without.
+        beam_size: hypotheses of a beam search. Default 1: greedy search, the only one for Whisper here. None is the
+            usual number of a search of words.
+        scorer: language model and hotwords, or known words, for the beam search of a CTC model. Default None: without.
     """
     if isinstance(model, WhisperForConditionalGeneration):
         return say(model, batch["input_features"], tokenizer)
     if scorer is not None:
         logits, lengths = _logits(model, batch["input_features"], batch.get("attention_mask"))
-        beams = ctc_word_beam(logits, lengths, scorer, beam_size, model.config.pad_token_id)
+        beams = search_words(logits, lengths, scorer, beam_size, model.config.pad_token_id)
         tokens = [beam[0].tokens for beam in beams]
-    elif beam_size > 1:
+    elif beam_size is not None and beam_size > 1:
         tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]
     elif isinstance(model, ConformerForTransducer):
         tokens = transducer_greedy(model, *model.encode(batch["input_features"], batch.get("attention_mask")))

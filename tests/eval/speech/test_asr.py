@@ -16,7 +16,9 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     ConformerProcessor,
+    WordLexicon,
     WordScorer,
+    ctc_lexicon_beam,
     ctc_word_beam,
     transducer_beam,
     write_arpa,
@@ -133,6 +135,26 @@ def test_a_language_model_and_hotwords(ctc, transducer, corpus, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             call(model, corpus, tmp_path / "refused", *flags)
+
+
+def test_known_words(ctc, corpus, tmp_path):
+    pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
+    path = write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
+    options = ["--language_model", str(path), "--known_words", "--lm_weight", "0.2", "--word_score", "2"]
+    content, rows = call(ctc, corpus, tmp_path / "out", *options)
+    name = "beam 200, language model, known words"
+    assert list(content["splits"]["dev"]["searches"]) == ["greedy", name]
+    model = ConformerForCTC.from_pretrained(ctc).eval()
+    for row in rows["dev"]:
+        processor, inputs = features(ctc, corpus, row["id"])
+        with torch.no_grad():
+            logits = model(inputs).logits
+        best = ctc_lexicon_beam(logits, [logits.shape[1]], WordLexicon(processor.tokenizer, path, 0.2, 2.0))[0][0]
+        assert row[name] == processor.tokenizer.decode(best.tokens, group_tokens=False)
+        assert set(row[name].split()) <= {"GO", "FIN", "HER", "EAR", "A", "BAT"}
+    assert any(row[name] for row in rows["dev"])
+    with pytest.raises(ValueError, match="known_words needs language_model, whose words are the known ones"):
+        call(ctc, corpus, tmp_path / "refused", "--known_words")
 
 
 def test_some_utterances_are_spread_over_the_split(ctc, corpus, tmp_path):

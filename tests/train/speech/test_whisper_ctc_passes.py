@@ -109,14 +109,6 @@ def test_what_the_command_refuses(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_runs_of_sure_blanks_become_one_frame():
-    labels = torch.tensor([0, 0, 0, 1, 0, 0, 2, 2, 0, 3])
-    row = 20.0 * torch.nn.functional.one_hot(labels, 4)
-    row[5] = 0.0
-    found = whisper_ctc.without_sure_blanks(row, 0)
-    assert torch.equal(found, row[[0, 3, 4, 5, 6, 7, 8, 9]])
-
-
 def test_long_recordings(place):
     """Every way has its row; windows and one pass of a short recording find the text of its only window."""
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]

@@ -1,0 +1,73 @@
+"""Beam searches of CTC that score words, of any words or of known ones alone, behind one function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from favor.models.conformer.ctc_decoding import Hypothesis
+from favor.models.conformer.lexicon_beam import LEXICON_BEAM, WordLexicon, ctc_lexicon_beam, lexicon_emissions
+from favor.models.conformer.spans import Emission
+from favor.models.conformer.word_beam import BEAM_SIZE, ctc_word_beam, word_emissions
+from favor.models.conformer.word_scores import WordScorer, check_searches_words
+
+Scorer = WordScorer | WordLexicon
+
+
+def usual_beam(scorer: Scorer) -> int:
+    """Gives the number of hypotheses that a search keeps by default."""
+    return LEXICON_BEAM if isinstance(scorer, WordLexicon) else BEAM_SIZE
+
+
+def search_words(
+    logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer, beam_size: int | None = None, blank: int = 0
+) -> list[list[Hypothesis]]:
+    """Runs `ctc_word_beam` for a `WordScorer` and `ctc_lexicon_beam` for a `WordLexicon`."""
+    size = usual_beam(scorer) if beam_size is None else beam_size
+    if isinstance(scorer, WordLexicon):
+        return ctc_lexicon_beam(logits, lengths, scorer, size, blank)
+    return ctc_word_beam(logits, lengths, scorer, size, blank)
+
+
+def search_emissions(
+    logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer, beam_size: int | None = None, blank: int = 0
+) -> list[list[Emission]]:
+    """Finds the tokens of the best text of `search_words`, with their frames and confidences."""
+    size = usual_beam(scorer) if beam_size is None else beam_size
+    if isinstance(scorer, WordLexicon):
+        return lexicon_emissions(logits, lengths, scorer, size, blank)
+    return word_emissions(logits, lengths, scorer, size, blank)
+
+
+def searched_words(
+    model: Any, tokenizer: Any, beam_size: int | None, known_words: bool = False, **options: Any
+) -> Scorer | None:
+    """Makes a `WordScorer` of those options that are given, a `WordLexicon` with `known_words`, or None without any.
+
+    Args:
+        model: whose search it is for.
+        tokenizer: that of the model.
+        beam_size: that is asked for, if any.
+        known_words: whether words outside of the language model cannot be found. Default False.
+        **options: of `WordScorer`.
+
+    Raises:
+        ImportError: if the package flashlight-text is not installed.
+        ValueError: if the search of the model would ignore an option, and as `WordScorer` and `WordLexicon`.
+    """
+    given = {name: value for name, value in options.items() if value is not None and value not in ((), [])}
+    names = [*(["known_words"] if known_words else []), *given]
+    if not names:
+        return None
+    check_searches_words(model, names[0])
+    if beam_size == 1:
+        raise ValueError(f"beam_size must be above 1 with {names[0]}, got 1: greedy search scores no words.")
+    if not known_words:
+        return WordScorer(tokenizer, **options)
+    if "language_model" not in given:
+        raise ValueError("known_words needs language_model, whose words are the known ones.")
+    if unused := [name for name in given if name.startswith("hotword")]:
+        raise ValueError(f"{unused[0]} has no effect with known_words: leave one of them out.")
+    return WordLexicon(tokenizer, **given)
