@@ -44,7 +44,7 @@ def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utt
         found, reports[name] = load_speech(place, split, prepared=prepared / name, **options)
         return (join(found, data.join_seconds) if data.join_seconds else found)[:limit]
 
-    train = load(source, data.train_split, data.train_split, data.max_train_samples)
+    train = data.train_repeats * load(source, data.train_split, data.train_split, data.max_train_samples)
     for number, manifest in enumerate(data.extra_manifests):
         train += load(manifest, None, f"extra_{number}", None)
     evaluation = {split: load(source, split, split, data.max_eval_samples) for split in data.eval_splits}

@@ -73,6 +73,9 @@ class SpeechDataArguments(AcousticArguments):
     extra_manifests: list[str] = field(
         default_factory=list, metadata={"help": "Manifests whose utterances are trained on as well."}
     )
+    train_repeats: int = option(
+        1, "How often an epoch has each utterance of train_split; those of extra_manifests come once."
+    )
     max_train_samples: int | None = option(None, "Train on this number of utterances only, the first ones.")
     max_eval_samples: int | None = option(None, "Evaluate on this number of utterances per split only, the first ones.")
     join_seconds: float = option(
@@ -106,7 +109,7 @@ class SpeechDataArguments(AcousticArguments):
         from favor.models.conformer.tokenization_conformer import MODEL_TYPES
 
         super().__post_init__()
-        check_positive(self, "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
+        check_positive(self, "train_repeats", "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)
         if not self.speeds or min(self.speeds) <= 0:

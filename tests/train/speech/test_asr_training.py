@@ -14,6 +14,7 @@ from transformers import AutoModelForCTC, AutoProcessor
 from favor.models.conformer import ConformerConfig
 from favor.train import asr
 from favor.train.common.average import weight_average
+from favor.train.options.asr import parse_arguments
 
 PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
 
@@ -53,6 +54,19 @@ def train(corpus, tmp_path):
         return asr.main([*words, *(f"--{flag}" for flag in flags)])
 
     return call
+
+
+def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
+    manifest = tmp_path / "more.jsonl"
+    row = {"audio": str(next(corpus.rglob("3-*.flac"), next(corpus.rglob("2-*.flac")))), "text": "BAD CAB"}
+    manifest.write_text(json.dumps(row))
+    words = ["--data_dir", str(corpus), "--train_repeats", "3", "--extra_manifests", str(manifest), "--output_dir"]
+    train, evaluation, _ = asr.load_data(parse_arguments([*words, str(tmp_path / "run")]))
+    assert [one.id for one in train[:10]] == [one.id for one in train[10:20]] == [one.id for one in train[20:30]]
+    assert [one.text for one in train[30:]] == ["BAD CAB"]
+    assert len(evaluation["dev"]) == 3
+    with pytest.raises(ValueError, match="train_repeats must be"):
+        parse_arguments([*words, str(tmp_path / "run"), "--train_repeats", "0"])
 
 
 @pytest.mark.slow
