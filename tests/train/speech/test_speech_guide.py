@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from fake_synthesizers import install, install_piper
 from speech import write_corpus
 from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval.speech import language_model, synthesize
 from favor.models.conformer import write_arpa
 from favor.train import asr, distill
 
@@ -23,11 +25,14 @@ PROGRAMS = {
     "favor.train.asr": asr.main,
     "favor.train.distill": distill.main,
     "favor.eval.asr": evaluation.main,
+    "favor.eval.speech.language_model": language_model.main,
+    "favor.eval.speech.synthesize": synthesize.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
     "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
 }
 TRAINED = dict.fromkeys(("favor.train.asr", "favor.train.distill"), "all_results.json")
 RESULTS = TRAINED | {"favor.eval.asr": "asr.json"}
+NOVEL = "".join(f"{word} a cab faced a bad bead and a cafe. " for word in ("Ace", "Dad", "Fed", "Cab", "Bad"))
 SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "dev", "test")
 
 
@@ -45,6 +50,8 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
+    if program == "favor.eval.speech.synthesize":
+        return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.003"]]
     if program == "favor.eval.whisper_ctc":
         return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
@@ -76,6 +83,10 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True)
         soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).normal(size=4000), 16000)
     write_arpa(["A B", "B A"], tmp_path / "lm.arpa")
+    (tmp_path / "words.txt").write_text("BEAD\nCAFE\n")
+    (tmp_path / "novel.txt").write_text(NOVEL)
+    install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
+    install_piper(monkeypatch)
     save(tmp_path / "whisper", make_processor())
     return tmp_path
 
@@ -87,7 +98,13 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
             continue
         PROGRAMS[program](smaller(program, words))
         fresh_accelerator()
+        if program == "favor.eval.speech.language_model":
+            assert (place / words[words.index("--output") + 1]).read_text().startswith("\\data\\")
+            continue
         ran.append(words[words.index("--output_dir") + 1])
+        if program == "favor.eval.speech.synthesize":
+            assert (place / ran[-1] / "synthetic.jsonl").read_text()
+            continue
         name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)

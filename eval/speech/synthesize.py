@@ -1,0 +1,139 @@
+"""Makes a corpus of synthetic speech from a text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import soundfile
+
+from favor.eval.options.synthesize import parse_arguments
+from favor.eval.speech.synthesizers import Synthesizer, speak, synthesizer
+from favor.eval.speech.texts import read_text, sentences, word_sequences
+from favor.models.conformer import normalize_transcript
+from favor.train.common.program import program
+from favor.train.speech.sources import load_speech
+
+SHORTEST, LONGEST = 8, 35  # words of a sentence
+IN_COMMON = 6  # words in sequence that tell that two texts are one
+RATE = 16000
+MANIFEST = "synthetic.jsonl"
+# A sentence that is read as it is written, letter by letter the same as its transcript.
+READABLE = re.compile(r"[A-Za-z ,.;:!?'\"()-]+")
+PUNCTUATION = re.compile(r"\W+")
+CAPITALS = re.compile(r"\b[A-Z]{2,}\b")
+
+
+def readable(found: Iterable[str], avoided: set[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    """Selects sentences to speak; gives each with its transcript, once.
+
+    Args:
+        found: sentences.
+        avoided: sequences of `IN_COMMON` words that none of them may have.
+    """
+    known: set[str] = set()
+    for one in found:
+        spoken = one.replace("_", "").replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"')
+        text = normalize_transcript(spoken)
+        fits = SHORTEST <= len(text.split()) <= LONGEST and READABLE.fullmatch(spoken) and not CAPITALS.search(spoken)
+        if fits and text not in known and not avoided & word_sequences([text], IN_COMMON):
+            known.add(text)
+            yield spoken.replace("--", ", ").replace('"', ""), text
+
+
+def corpus(
+    texts: Sequence[tuple[str, str]],
+    voices: Sequence[Synthesizer],
+    folder: Path,
+    *,
+    hours: float,
+    tempo: float = 0.0,
+    pitch: float = 0.0,
+    max_seconds: float = 15.0,
+    seed: int = 0,
+) -> list[dict[str, object]]:
+    """Speaks sentences, one voice after another, until there are enough; writes the audio and gives the manifest.
+
+    Args:
+        texts: sentences with their transcripts.
+        voices: who speaks.
+        folder: of the audio.
+        hours: of speech.
+        tempo: greatest change of the duration. Default 0.
+        pitch: greatest change of the pitch. Default 0.
+        max_seconds: longer ones are left out. Default 15.
+        seed: draws the order of the sentences and all changes. Default 0.
+
+    Raises:
+        ValueError: if there are too few sentences, or a synthesizer fails.
+    """
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    rows: list[dict[str, object]] = []
+    total = 0.0
+    for number, (sentence, text) in enumerate(order):
+        if total >= 3600 * hours:
+            return rows
+        voice = voices[number % len(voices)]
+        draw = random.Random(f"{seed} {number}")
+        length, height = (1 + draw.uniform(-most, most) for most in (tempo, pitch))
+        samples = speak(voice, sentence, length, height, RATE)
+        seconds = len(samples) / RATE
+        if seconds > max_seconds:
+            continue
+        speaker = f"{type(voice).__name__.lower()}_{PUNCTUATION.sub('_', Path(voice.voice).stem)}"
+        path = folder / speaker / f"{number:06d}.flac"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, samples, RATE)
+        rows.append({"audio": f"{speaker}/{path.name}", "text": text, "seconds": round(seconds, 4), "speaker": speaker})
+        total += seconds
+        if len(rows) % 500 == 0:
+            print(f"{total / 3600:.2f} hours", flush=True)
+    if total < 3600 * hours:
+        raise ValueError(
+            f"the text has {len(order)} sentences to speak, {total / 3600:.3f} hours of {hours:g}: give more text, or "
+            "ask for fewer hours"
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the corpus.
+
+    Raises:
+        ValueError: for a folder that is not empty, voices that are not installed, or texts that cannot be used.
+    """
+    arguments = parse_arguments(argv)
+    folder: Path = arguments.output_dir
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"output_dir must be new or empty, got {folder}")
+    voices = [synthesizer(name) for name in arguments.voices]
+    held_out = [one.text for split in arguments.without for one in load_speech(arguments.data_dir, split)[0]]
+    avoided = word_sequences(held_out, IN_COMMON)
+    found = (sentence for path in arguments.text for sentence in sentences(read_text(path)))
+    texts = list(readable(found, avoided))
+    rows = corpus(
+        texts,
+        voices,
+        folder,
+        hours=arguments.hours,
+        tempo=arguments.tempo,
+        pitch=arguments.pitch,
+        max_seconds=arguments.max_seconds,
+        seed=arguments.seed,
+    )
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / MANIFEST).write_text(lines, encoding="utf-8")
+    words = sum(len(str(row["text"]).split()) for row in rows)
+    print(f"{len(rows)} sentences, {words} words, {len(texts)} to choose from, in {folder / MANIFEST}")
+    return 0
+
+
+cli = program("favor.eval.speech.synthesize", main)
+
+
+if __name__ == "__main__":
+    cli()

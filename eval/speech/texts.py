@@ -1,0 +1,54 @@
+"""Sentences of books, for language models and speech synthesis."""
+
+from __future__ import annotations
+
+import lzma
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from favor.models.conformer import normalize_transcript
+
+# As transcripts of LibriSpeech write what is said.
+SAID = {"Mr": "mister", "Mrs": "missus", "Dr": "doctor", "St": "saint", "Messrs": "messieurs"}
+END = re.compile(r"(?<=[.!?;])[\"'\u201d\u2019)\]]*\s+|\n\s*\n")
+
+
+def read_text(path: Path) -> str:
+    """Reads a text in UTF-8, packed by xz if its name ends in .xz.
+
+    Raises:
+        ValueError: if the file is missing or no such text; the message names it.
+    """
+    try:
+        if path.suffix == ".xz":
+            with lzma.open(path, "rt", encoding="utf-8") as stream:
+                return stream.read()
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise ValueError(f"{path} must be a text in UTF-8, or one packed by xz: {error}") from error
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Gives the sentences of a text, and the parts between semicolons, with Mr. and such abbreviations in full."""
+    full = re.sub(rf"\b({'|'.join(SAID)})\b\.?", lambda found: SAID[found[1]].capitalize(), text)
+    for part in END.split(full):
+        if words := " ".join(part.split()):
+            yield words
+
+
+def transcripts(texts: Sequence[Path]) -> Iterator[str]:
+    """Gives the sentences of files as transcripts, in capitals, without those that are empty."""
+    for path in texts:
+        for sentence in sentences(read_text(path)):
+            if words := normalize_transcript(sentence):
+                yield words
+
+
+def word_sequences(texts: Sequence[str], order: int) -> set[tuple[str, ...]]:
+    """Gives all sequences of `order` words of transcripts; a shorter transcript is one sequence."""
+    found: set[tuple[str, ...]] = set()
+    for text in texts:
+        words = tuple(text.split())
+        found.update(words[first : first + order] for first in range(max(1, len(words) - order + 1)))
+    return found
