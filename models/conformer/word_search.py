@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from favor.models.conformer.spans import Emission
 from favor.models.conformer.word_beam import BEAM_SIZE, ctc_word_beam, word_emissions
 from favor.models.conformer.word_scores import WordScorer, check_searches_words
 
-Scorer = WordScorer | WordLexicon
+Scorer: TypeAlias = WordScorer | WordLexicon
 
 
 def usual_beam(scorer: Scorer) -> int:
