@@ -28,9 +28,8 @@ from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, join, long_enough
 from favor.train.speech.loaders import make_acoustics, make_loaders
 from favor.train.speech.model import make_model, make_processor
-from favor.train.speech.objective import Objective, make_chunks, make_teacher
+from favor.train.speech.objective import Objective
 from favor.train.speech.sources import load_speech
-from favor.train.speech.teacher import TaughtModel
 from favor.train.speech.transcribe import transcribe
 from favor.train.speech.whisper import LARGEST_RATE, fitting, normalizer
 from favor.train.speech.word_errors import character_errors, word_errors
@@ -166,30 +165,28 @@ def train_model(
     utterances, _, reports = data
     processor = make_processor(arguments, utterances)
     model = make_model(arguments, processor, seed)
-    chunks, teacher = make_chunks(train, model, processor), make_teacher(train, model, accelerator.device)
+    objective = Objective(accelerator, train, model, processor)
     utterances, evaluation = usable(arguments, data, model, processor)
     for name, skipped in reports.items():
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")
-    heard = None if teacher is None else teacher.extractor
-    train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed, acoustics, heard)
-    groups, whole = parameter_groups(model, train), model
-    if teacher is not None:
-        whole = TaughtModel(model, teacher.width, train.hidden_weight)
-        groups += adamw_groups(whole.projection.parameters(), train.weight_decay)
+    train_loader, eval_loaders = make_loaders(
+        arguments, utterances, evaluation, processor, seed, acoustics, objective.extractor
+    )
+    groups = parameter_groups(model, train)
+    if own := objective.own_parameters():
+        groups += adamw_groups(own, train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
-    prepared = accelerator.prepare(whole, optimizer, train_loader)
+    prepared = accelerator.prepare(objective.module, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
     whole = accelerator.unwrap_model(prepared[0])
     average = weight_average(whole, train.ema_decay) if train.ema_decay else None
     clipped, others = list(whole.parameters()), {} if average is None else {"average": average}
     run = loop.start(accelerator, prepared, train, seed, folder, clipped, **others)
-    if chunks is not None or teacher is not None:
-        run.loss = Objective(accelerator, chunks, teacher, model.config, processor.feature_extractor.win_length)
+    run.loss = objective
     if average is not None:
         run.after_step = lambda: average.update_parameters(whole)
-    final = whole if average is None else average.module
-    bare, final = (part if teacher is None else part.student for part in (whole, final))
+    bare, final = map(objective.model_in, (whole, whole if average is None else average.module))
     with loop.stoppable(run):
         last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
     if accelerator.is_main_process:

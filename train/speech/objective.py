@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from favor.models.conformer import Chunks
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
 from favor.train.speech.objective_arguments import CHUNK_SECONDS, ObjectiveArguments
-from favor.train.speech.teacher import WhisperTeacher, frame_places, split
+from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, split
 
 
 @dataclass(frozen=True)
@@ -38,38 +39,53 @@ class DynamicChunks:
         return Chunks(size, *left)
 
 
-@dataclass
 class Objective:
-    """Computes the loss of a batch.
+    """Computes the loss of a batch: that of the model, and of the teacher if there is one.
+
+    Args:
+        accelerator: of the training.
+        given: options of the program.
+        model: to be trained.
+        processor: that of the model.
 
     Attributes:
-        accelerator: of the training.
-        chunks: that are drawn; None for none.
-        teacher: whose hidden states are predicted; None without.
-        config: of the student.
-        win_length: samples of a window of its features.
+        module: what is trained: the model, or a `TaughtModel` around it.
+        extractor: of the teacher's features; None without a teacher.
+
+    Raises:
+        ValueError: for a model, features or a teacher that do not fit the options; the message says which.
     """
 
-    accelerator: Accelerator
-    chunks: DynamicChunks | None
-    teacher: WhisperTeacher | None
-    config: Any
-    win_length: int
+    def __init__(self, accelerator: Accelerator, given: ObjectiveArguments, model: Any, processor: Any) -> None:
+        self.accelerator, self.chunks = accelerator, make_chunks(given, model, processor)
+        self.teacher = make_teacher(given, model, accelerator.device)
+        self.module, self.extractor = model, None
+        if self.teacher is not None:
+            self.module = TaughtModel(model, self.teacher.width, given.hidden_weight)
+            self.extractor = self.teacher.extractor
+            self._places = partial(frame_places, model.config, win_length=processor.feature_extractor.win_length)
 
-    def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Computes the loss of a model that is prepared for training; with a teacher it is a `TaughtModel`."""
-        extra: dict[str, Any] = {}
-        if self.chunks is not None and (chunks := self.chunks.draw()) is not None:
-            extra["chunks"] = chunks
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Lists the parameters that the model does not have."""
+        return [] if self.teacher is None else list(self.module.projection.parameters())
+
+    def model_in(self, module: Any) -> Any:
+        """Gives the model in `module` or in a copy of it, without what the teacher needs."""
+        return module if self.teacher is None else module.student
+
+    def __call__(self, prepared: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Computes the loss of `module`, prepared for training."""
+        chunks = None if self.chunks is None else self.chunks.draw()
+        extra: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
         if self.teacher is None:
-            loss: Tensor = model(**batch, **extra).loss
+            loss: Tensor = prepared(**batch, **extra).loss
             return loss
         inputs, features, mask = split(batch)
-        length = self.accelerator.unwrap_model(model).student.subsampled_lengths(inputs["input_features"].shape[1])
-        places = frame_places(self.config, length, self.win_length).to(features.device)
+        model = self.model_in(self.accelerator.unwrap_model(prepared))
+        places = self._places(model.subsampled_lengths(inputs["input_features"].shape[1]))
         with self.accelerator.autocast():
-            extra["goal"] = self.teacher.states(features, mask, places)
-        found: Tensor = model(**inputs, **extra)
+            goal = self.teacher.states(features, mask, places.to(features.device))
+        found: Tensor = prepared(goal, **inputs, **extra)
         return found
 
 
@@ -104,13 +120,13 @@ def make_teacher(given: ObjectiveArguments, model: Any, device: torch.device) ->
     Raises:
         ValueError: for a teacher that is no Whisper, or a student that is no Conformer.
     """
-    if given.teacher is None:
+    if given.whisper_teacher is None:
         return None
     if not isinstance(model, ConformerPreTrainedModel):
         raise ValueError(
-            f"teacher is for a Conformer that learns from a Whisper, got {type(model).__name__}: leave it out"
+            f"whisper_teacher is for a Conformer that learns from a Whisper, got {type(model).__name__}: leave it out"
         )
-    return WhisperTeacher(given.teacher, device)
+    return WhisperTeacher(given.whisper_teacher, device)
 
 
 def _uniform(least: int, greatest: int) -> int:

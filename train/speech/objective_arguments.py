@@ -34,7 +34,7 @@ class ObjectiveArguments(RunArguments):
             "help": "Range of numbers of chunks that are seen before each chunk, with exact attention. Default: all.",
         },
     )
-    teacher: str | None = option(
+    whisper_teacher: str | None = option(
         None,
         "Folder of a Whisper, or of CTC on its encoder, whose hidden states a Conformer also learns to predict.",
     )
@@ -55,5 +55,5 @@ class ObjectiveArguments(RunArguments):
                 raise ValueError(f"{name} has no effect without dynamic_chunk: add --dynamic_chunk 0.5")
         if self.hidden_weight <= 0:
             raise ValueError(f"hidden_weight must be greater than 0, got {self.hidden_weight}")
-        if self.teacher is None and self.hidden_weight != 1:
-            raise ValueError("hidden_weight needs a teacher: add --teacher DIR")
+        if self.whisper_teacher is None and self.hidden_weight != 1:
+            raise ValueError("hidden_weight needs a teacher: add --whisper_teacher DIR")

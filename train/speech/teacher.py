@@ -40,7 +40,9 @@ class WhisperTeacher:
         elif kind == WhisperCTCConfig.model_type:
             model = WhisperForCTC.from_pretrained(path, dtype=torch.float32)
         else:
-            raise ValueError(f"teacher must be a Whisper, or CTC on its encoder; {path} holds {kind or 'no model'}")
+            raise ValueError(
+                f"whisper_teacher must be a Whisper, or CTC on its encoder; {path} holds {kind or 'no model'}"
+            )
         self.encoder = model.encoder.eval().requires_grad_(False).to(device)
         self.width: int = model.config.d_model
         self.samples_per_frame: int = model.config.samples_per_frame

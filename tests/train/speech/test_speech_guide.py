@@ -1,4 +1,4 @@
-"""Every command of the speech guide that trains or evaluates runs, on a small corpus and with the smallest model."""
+"""Every command of the guides of speech and streaming runs, on a small corpus and with the smallest model."""
 
 import json
 import re
@@ -14,15 +14,16 @@ from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
-from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval import chunks, whisper_ctc, whisper_ctc_long
 from favor.models.conformer import write_arpa
 from favor.train import asr, distill
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
+GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
 PROGRAMS = {
     "favor.train.asr": asr.main,
     "favor.train.distill": distill.main,
     "favor.eval.asr": evaluation.main,
+    "favor.eval.chunks": chunks.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
     "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
 }
@@ -32,8 +33,9 @@ SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "d
 
 
 def commands():
-    """Program and arguments of each command, in the order of the guide."""
-    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+    """Program and arguments of each command, in the order of the guides."""
+    text = "".join(guide.read_text() for guide in GUIDES)
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             program = next((word for word in words if word in PROGRAMS), None)
@@ -45,6 +47,8 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
+    if program == "favor.eval.chunks":
+        return words
     if program == "favor.eval.whisper_ctc":
         return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
@@ -54,7 +58,7 @@ def smaller(program, words):
         return [*words, *steps, "--held_out_samples", "1", "--join_seconds", "1"]
     if "--encoder_learning_rate" in words:
         return [*words, "--max_train_steps", "1"]
-    if "whisper" in words:
+    if "whisper" in words and "--whisper_teacher" not in words:
         return [*words, "--max_train_steps", "1", "--join_seconds", "5"]
     words = ["tiny" if word == "small" else word for word in words]
     return [*words, "--max_train_steps", "1", "--tokenizer_type", "char"]
