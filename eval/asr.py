@@ -16,7 +16,9 @@ from transformers import AutoConfig, PreTrainedConfig
 import favor
 from favor.eval.common import report
 from favor.eval.options.asr import EvaluationArguments, parse_arguments
-from favor.models.conformer import ConformerProcessor
+from favor.models.conformer import Chunks, ConformerProcessor
+from favor.models.conformer.chunks import check_chunks
+from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
 from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
@@ -70,6 +72,7 @@ def recognise(
     *,
     beam_size: int = 1,
     scorer: Scorer | None = None,
+    chunks: Chunks | None = None,
     batch_seconds: float = 200.0,
     resample: bool = False,
 ) -> tuple[list[str], float]:
@@ -81,6 +84,7 @@ def recognise(
         utterances: with their lengths.
         beam_size: hypotheses of a beam search. Default 1: greedy search.
         scorer: language model and hotwords, or known words, for the beam search of CTC. Default None: without.
+        chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
         resample: whether audio of another rate is resampled. Default False.
 
@@ -95,7 +99,7 @@ def recognise(
     for batch in loader:
         indices = batch.pop("index").tolist()
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer)
+        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks)
         for index, text in zip(indices, found, strict=True):
             texts[index] = text
     return texts, time.perf_counter() - start
@@ -120,6 +124,27 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
     return {**rates, "words": counts(words), "characters": counts(characters)}
 
 
+def chunks_of(model: Any, processor: Any, seconds: float | None, left: int | None = None) -> Chunks | None:
+    """Makes the chunks that a model hears in; None for whole utterances.
+
+    Args:
+        model: saved speech model.
+        processor: that of the model.
+        seconds: of a chunk; None for whole utterances.
+        left: chunks seen before each. Default None: all.
+
+    Raises:
+        ValueError: for a model that does not work in these chunks.
+    """
+    if seconds is None:
+        return None
+    if not isinstance(model, ConformerPreTrainedModel):
+        raise ValueError(f"chunk_seconds is for Conformers, got {type(model).__name__}: leave it out")
+    chunks = Chunks.lasting(seconds, model.config.samples_per_frame / processor.feature_extractor.sampling_rate, left)
+    check_chunks(model.encoder, chunks)
+    return chunks
+
+
 def evaluate_split(
     model: Any,
     processor: Any,
@@ -141,6 +166,7 @@ def evaluate_split(
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
     options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
+    options["chunks"] = chunks_of(model, processor, arguments.chunk_seconds, arguments.left_chunks)
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
     searches: dict[str, dict[str, Any]] = {"greedy": {"beam_size": 1}}
@@ -183,6 +209,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
         "",
         f"- {content['architecture']}, {content['parameters']} parameters, {content['device']}",
         f"- Attention: `{content['attn_implementation']}`{options}",
+        *([] if content["chunks"] is None else [f"- In chunks, as in a stream: {content['chunks']}"]),
         "",
         *table_lines(content["splits"]),
         "",
@@ -208,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     scorer = searched_words(model, processor.tokenizer, arguments.beam_size, **options)
+    before = "all" if arguments.left_chunks is None else arguments.left_chunks
     content: dict[str, Any] = {
         "model": Path(arguments.model_name_or_path).resolve().name,
         "architecture": type(model).__name__,
@@ -215,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": model.device.type,
         "attn_implementation": model.config._attn_implementation,
         "favor": model.config.favor if model.config._attn_implementation in favor.BACKENDS else None,
+        "chunks": None if arguments.chunk_seconds is None else f"{arguments.chunk_seconds:g} s, {before} before each",
         "splits": {},
     }
     options = {"config": arguments.dataset_config, "max_bad": max_bad, "resample": arguments.resample}

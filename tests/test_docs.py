@@ -116,12 +116,16 @@ def test_the_examples_of_streaming_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer, audio = train_tokenizer(["GOOD MORNING"], "char"), (0.1 * torch.randn(16000)).split(4000)
     options = {"causal": True, "attn_implementation": "favor+", "favor": {"exact_below": 0}}
-    ConformerForCTC(ConformerConfig.preset("tiny", vocab_size=len(tokenizer), **options)).save_pretrained("out/asr")
-    ConformerProcessor(ConformerFeatureExtractor(normalize="none"), tokenizer).save_pretrained("out/asr")
+    for folder, causal in (("out/asr", True), ("out/chunks", False)):
+        config = ConformerConfig.preset("tiny", vocab_size=len(tokenizer), **{**options, "causal": causal})
+        ConformerForCTC(config).save_pretrained(folder)
+        ConformerProcessor(ConformerFeatureExtractor(normalize="none"), tokenizer).save_pretrained(folder)
     names = {"microphone": audio, "microphones": list(zip(audio, audio[::-1], strict=True))}
-    first, text, many, *others = snippets("streaming")
+    first, chunked, text, many, *others = snippets("streaming")
     exec(first, names)
     assert names["stream"].frames > 0
+    exec(chunked, names)
+    assert not names["model"].config.causal
     exec(text, names)
     assert capsys.readouterr().out.count("so far:") == 4
     exec(many, names)

@@ -28,6 +28,7 @@ from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, join, long_enough
 from favor.train.speech.loaders import make_acoustics, make_loaders
 from favor.train.speech.model import make_model, make_processor
+from favor.train.speech.objective import Objective
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
 from favor.train.speech.whisper import LARGEST_RATE, fitting, normalizer
@@ -164,22 +165,28 @@ def train_model(
     utterances, _, reports = data
     processor = make_processor(arguments, utterances)
     model = make_model(arguments, processor, seed)
+    objective = Objective(accelerator, train, model, processor)
     utterances, evaluation = usable(arguments, data, model, processor)
     for name, skipped in reports.items():
         if skipped.reasons:
             accelerator.print(f"{name}: {skipped.describe()}")
-    train_loader, eval_loaders = make_loaders(arguments, utterances, evaluation, processor, seed, acoustics)
+    train_loader, eval_loaders = make_loaders(
+        arguments, utterances, evaluation, processor, seed, acoustics, objective.extractor
+    )
     groups = parameter_groups(model, train)
+    if own := objective.own_parameters():
+        groups += adamw_groups(own, train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
-    prepared = accelerator.prepare(model, optimizer, train_loader)
+    prepared = accelerator.prepare(objective.module, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
-    bare = accelerator.unwrap_model(prepared[0])
-    average = weight_average(bare, train.ema_decay) if train.ema_decay else None
-    clipped, others = list(model.parameters()), {} if average is None else {"average": average}
+    whole = accelerator.unwrap_model(prepared[0])
+    average = weight_average(whole, train.ema_decay) if train.ema_decay else None
+    clipped, others = list(whole.parameters()), {} if average is None else {"average": average}
     run = loop.start(accelerator, prepared, train, seed, folder, clipped, **others)
+    run.loss = objective
     if average is not None:
-        run.after_step = lambda: average.update_parameters(bare)
-    final = bare if average is None else average.module
+        run.after_step = lambda: average.update_parameters(whole)
+    bare, final = map(objective.model_in, (whole, whole if average is None else average.module))
     with loop.stoppable(run):
         last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
     if accelerator.is_main_process:
@@ -231,7 +238,8 @@ def train_and_evaluate(
         if epoch % arguments.eval_epochs and epoch < last_epoch:
             progress.history.append({"epoch": epoch, "step": progress.step})
             continue
-        progress.history.append(evaluate(run, model, loaders, evaluation, tokenizer))
+        so_far = {"train_loss": progress.loss_sum / progress.step}
+        progress.history.append(evaluate(run, model, loaders, evaluation, tokenizer) | so_far)
         metrics = progress.history[-1]["metrics"]
         accelerator.log(metrics, step=progress.step)
         accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")

@@ -55,6 +55,12 @@ class EvaluationArguments:
     )
     hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
     batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
+    chunk_seconds: float | None = option(
+        None, "Let a Conformer hear in chunks of this length, as in a stream. Default: whole utterances."
+    )
+    left_chunks: int | None = option(
+        None, "Chunks that are seen before each chunk, with exact attention. Default: all."
+    )
     max_samples: int | None = option(
         None, "Number of utterances per split, evenly spaced over its order, which is by speaker in LibriSpeech."
     )
@@ -67,7 +73,9 @@ class EvaluationArguments:
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        check_positive(self, "beam_size", "batch_seconds", "max_samples")
+        check_positive(self, "beam_size", "batch_seconds", "max_samples", "chunk_seconds")
+        if self.left_chunks is not None and self.chunk_seconds is None:
+            raise ValueError("left_chunks has no effect without chunk_seconds: add --chunk_seconds 0.64")
         if not self.splits or len(set(self.splits)) != len(self.splits):
             raise ValueError(f"splits must be different names, at least one, got {self.splits}")
 

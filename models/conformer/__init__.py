@@ -3,6 +3,7 @@
 from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer
 
 from favor.models.conformer.arpa import write_arpa
+from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.ctc_alignment import ctc_align, ctc_emissions
 from favor.models.conformer.ctc_decoding import Hypothesis, ctc_greedy, ctc_prefix_beam
@@ -24,6 +25,7 @@ from favor.models.conformer.word_beam import ctc_word_beam
 from favor.models.conformer.word_scores import WordScorer
 
 __all__ = [
+    "Chunks",
     "ConformerConfig",
     "ConformerFeatureExtractor",
     "ConformerForCTC",

@@ -15,8 +15,10 @@ from transformers.models.lasr.modeling_lasr import (
     apply_rotary_pos_emb,
 )
 
+from favor import registry
 from favor.integrations.layer import layer_options
 from favor.kernels import StreamState
+from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.encoder_state import AttentionState, BlockState, KeyValues
 
@@ -56,13 +58,20 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         )
         self.norm = PaddedBatchNorm(config.hidden_size, momentum=config.batch_norm_momentum)
 
-    def forward(self, hidden_states: Tensor, real: Tensor | None = None, state: BlockState | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        real: Tensor | None = None,
+        state: BlockState | None = None,
+        chunks: Chunks | None = None,
+    ) -> Tensor:
         """Convolves over time.
 
         Args:
             hidden_states: `[B, T, C]`.
             real: `[B, T]`, boolean, False for padding; None if there is none.
             state: what earlier frames left behind, for streaming; changed in place.
+            chunks: beyond which nothing is seen. Default None: no chunks.
 
         Returns:
             `[B, T, C]`.
@@ -71,11 +80,15 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         if real is not None:
             hidden_states = hidden_states.masked_fill(~real.unsqueeze(1), 0.0)
         if state is None:
-            hidden_states = functional.pad(hidden_states, (self.left, self.right))
+            hidden_states = functional.pad(hidden_states, (self.left, self.right if chunks is None else 0))
         else:
             hidden_states = torch.cat((state.convolution, hidden_states), dim=-1)
             state.convolution = self.last_inputs(hidden_states, real)
-        hidden_states = self.activation(self.norm(self.depthwise_conv(hidden_states), real))
+        if chunks is None:
+            convolved = self.depthwise_conv(hidden_states)
+        else:
+            convolved = chunks.convolve(hidden_states, self.depthwise_conv, self.right)
+        hidden_states = self.activation(self.norm(convolved, real))
         return self.pointwise_conv2(hidden_states).transpose(1, 2)
 
     def last_inputs(self, inputs: Tensor, real: Tensor | None) -> Tensor:
@@ -98,12 +111,38 @@ class ConformerAttention(LasrEncoderAttention):
         backend, _ = layer_options(self, self.config._attn_implementation)  # None if only other layers were switched
         return KeyValues() if backend is None else StreamState()
 
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        real: Tensor | None = None,
+        chunks: Chunks | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes attention of whole recordings.
+
+        Args:
+            hidden_states: `[B, T, C]`.
+            position_embeddings: cosines and sines `[1, T, head_dim]`.
+            attention_mask: for the attention backend; of exact attention it has the chunks in it.
+            real: `[B, T]`, False for padding; None if there is none.
+            chunks: beyond which nothing is seen. Default None: no chunks.
+            **kwargs: for the attention backend.
+        """
+        if chunks is None or self.config._attn_implementation not in registry.BACKENDS:
+            found: Any = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+            return found
+        heads, dropout = self._heads(hidden_states, position_embeddings), self.attention_dropout * self.training
+        return self.o_proj(self._unrolled(*heads, chunks, real, dropout=dropout, **kwargs).flatten(2)), None
+
     def stream(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         state: AttentionState | list[AttentionState],
         real: Tensor | None = None,
+        chunks: Chunks | None = None,
     ) -> Tensor:
         """Computes attention of the next frames to themselves and all before them.
 
@@ -112,30 +151,57 @@ class ConformerAttention(LasrEncoderAttention):
             position_embeddings: cosines and sines `[1 or B, T, head_dim]`.
             state: of the batch, or of each row; changed in place.
             real: `[B, T]`, boolean, False for padding, which is on the right; None if there is none.
+            chunks: of which a frame sees its own and earlier ones. Default None: a frame sees itself and earlier ones.
         """
-        heads = (*hidden_states.shape[:2], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key, value = self._heads(hidden_states, position_embeddings)
         if not isinstance(state, list):
-            return self.o_proj(self._attend(query, key, value, state, real).flatten(2))
+            return self.o_proj(self._attend(query, key, value, state, real, chunks).flatten(2))
         out = hidden_states.new_zeros(*hidden_states.shape[:2], query.shape[1] * self.head_dim)
         lengths = [query.shape[2]] * len(state) if real is None else real.sum(1).tolist()
         for row, (own, length) in enumerate(zip(state, lengths, strict=True)):
             now = (slice(row, row + 1), slice(None), slice(length))
-            out[row, :length] = self._attend(query[now], key[now], value[now], own)[0].flatten(1)
+            out[row, :length] = self._attend(query[now], key[now], value[now], own, None, chunks)[0].flatten(1)
         return self.o_proj(out)
 
+    def _heads(self, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives query, key and value `[B, H, T, head_dim]`."""
+        heads = (*hidden_states.shape[:2], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (projection(hidden_states).view(heads).transpose(1, 2) for projection in projections)
+        return *apply_rotary_pos_emb(query, key, *position_embeddings), value
+
+    def _unrolled(
+        self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks, real: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        """Computes `[B, T, H, head_dim]` in chunks with a causal FAVOR backend, see `Chunks.unrolled`."""
+        order, is_key, places = chunks.unrolled(query.shape[2], query.device)
+        shown = is_key.expand(len(query), -1) if real is None else is_key & real[:, order]
+        tensors = (tensor[:, :, order] for tensor in (query, key, value))
+        attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return attend(self, *tensors, shown, scaling=self.scaling, is_causal=True, **kwargs)[0][:, places]
+
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState, real: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: AttentionState,
+        real: Tensor | None,
+        chunks: Chunks | None,
     ) -> Tensor:
         """Computes `[B, T, H, head_dim]`; exact attention takes no padding."""
+        if isinstance(state, StreamState) and chunks is not None:
+            return self._unrolled(query, key, value, chunks, real, favor_state=state)
         if isinstance(state, StreamState):
             attend: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
             return attend(self, query, key, value, real, scaling=self.scaling, favor_state=state)[0]
         key, value = state.append(key, value)
         new, total = query.shape[2], key.shape[2]
-        seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+        if chunks is None:
+            seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+        else:
+            seen = chunks.visible(new, total, query.device)
+            state.forget(None if chunks.left is None else chunks.left * chunks.size)
         out = functional.scaled_dot_product_attention(
             query, key, value, seen, scale=self.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -161,6 +227,7 @@ class ConformerBlock(LasrEncoderBlock):
         position_embeddings: Any = None,
         real: Tensor | None = None,
         state: BlockState | None = None,
+        chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Runs one layer.
@@ -170,18 +237,19 @@ class ConformerBlock(LasrEncoderBlock):
             attention_mask: for the attention backend.
             position_embeddings: cosines and sines `[1, T, head_dim]`, or `[B, T, head_dim]` for a batch of streams.
             real: `[B, T]`, False for padding; None if there is none.
-            state: for a causal model that streams; changed in place. Default None: no stream.
+            state: for a model that streams; changed in place. Default None: no stream.
+            chunks: beyond which nothing is seen. Default None: no chunks.
             **kwargs: for the attention backend.
         """
         hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
         normed = self.norm_self_att(hidden_states)
         if state is None:
-            attended = self.self_attn(normed, position_embeddings, attention_mask=attention_mask, **kwargs)[0]
+            attended = self.self_attn(normed, position_embeddings, attention_mask, real, chunks, **kwargs)[0]
         else:
-            attended = self.self_attn.stream(normed, position_embeddings, state.attention, real)
+            attended = self.self_attn.stream(normed, position_embeddings, state.attention, real, chunks)
         hidden_states = hidden_states + self.dropout(attended)
         kept, new = self.conv_residual_weights
-        convolved = self.conv(self.norm_conv(hidden_states), real, state)
+        convolved = self.conv(self.norm_conv(hidden_states), real, state, chunks)
         hidden_states = kept * hidden_states + new * self.dropout(convolved)
         return self.norm_out(self.half_step(hidden_states, self.norm_feed_forward2, self.feed_forward2))
 

@@ -1,4 +1,4 @@
-"""State of a causal encoder between pieces of audio, and the step from one piece to the next."""
+"""State of an encoder between pieces of audio, and the step from one piece to the next."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from favor.kernels import StreamState
+from favor.models.conformer.chunks import Chunks, check_chunks
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor, waveforms
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class KeyValues:
             key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
         self.key, self.value = key, value
         return key, value
+
+    def forget(self, kept: int | None) -> None:
+        """Drops all but the last `kept` keys and values; None keeps all."""
+        if kept is not None and self.key is not None and self.value is not None:
+            first = max(0, self.key.shape[2] - kept)
+            self.key, self.value = self.key[:, :, first:].clone(), self.value[:, :, first:].clone()
 
 
 AttentionState = StreamState | KeyValues
@@ -83,18 +90,22 @@ class EncoderState:
         samples: those that the next window of features begins with, `[n]`; None before the first.
         features: those that no frame has used up, `[B, T, num_mel_bins]`; None before the first.
         position: of the next frame; the rotary embedding counts from there.
+        chunks: in which frames are computed; None for a causal encoder.
+        has_ended: whether no more audio comes, so that the last chunk may be shorter.
     """
 
     layers: list[BlockState]
     samples: Tensor | None = None
     features: Tensor | None = None
     position: int = 0
+    chunks: Chunks | None = None
+    has_ended: bool = False
 
     @classmethod
-    def empty(cls, encoder: ConformerModel, batch_size: int = 1) -> EncoderState:
+    def empty(cls, encoder: ConformerModel, batch_size: int = 1, chunks: Chunks | None = None) -> EncoderState:
         """Makes the state before the first sample."""
         layers: Any = encoder.layers
-        return cls([layer.empty_state(batch_size) for layer in layers])
+        return cls([layer.empty_state(batch_size) for layer in layers], chunks=chunks)
 
     @property
     def nbytes(self) -> int:
@@ -115,9 +126,17 @@ class EncoderState:
         features = features.to(encoder.device, encoder.dtype)
         self.features = features.clone() if self.features is None else torch.cat((self.features, features), dim=1)
 
-    def ready(self, encoder: ConformerModel) -> int:
-        """Counts the frames whose features are complete."""
-        return 0 if self.features is None else encoder.subsampled_lengths(self.features.shape[1])
+    def ready(self, encoder: ConformerModel, most: int | None = None) -> int:
+        """Counts the frames that can be computed now: whole chunks, if there are chunks and the audio has not ended.
+
+        Args:
+            encoder: of the state.
+            most: as many at once, but a whole chunk at least. Default None: all.
+        """
+        there = 0 if self.features is None else encoder.subsampled_lengths(self.features.shape[1])
+        size = 1 if self.chunks is None else self.chunks.size
+        count = there if most is None else min(there, max(most, size))
+        return count if self.has_ended and count == there else count - count % size
 
     def advance(self, frames: int, encoder: ConformerModel) -> None:
         """Goes on after so many frames: drops the features that no later frame needs."""
@@ -142,10 +161,15 @@ def one_waveform(audio: Any) -> Tensor:
     return pieces[0]
 
 
-def check_causal(model: Any, feature_extractor: ConformerFeatureExtractor | None) -> None:
+def check_stream(model: Any, feature_extractor: ConformerFeatureExtractor | None, chunks: Chunks | None) -> None:
     """Raises ValueError for a model or an extractor that needs the whole recording."""
-    if not getattr(model.config, "causal", False):
-        raise ValueError("a stream needs a causal model: train one with ConformerConfig(causal=True).")
+    if chunks is not None:
+        check_chunks(getattr(model, "encoder", model), chunks)
+    elif not getattr(model.config, "causal", False):
+        raise ValueError(
+            "a stream needs a causal model: train one with ConformerConfig(causal=True). A model that was trained with "
+            "chunks (favor.train.asr --dynamic_chunk) streams with chunks=Chunks(size)."
+        )
     if model.training:
         raise ValueError("a stream needs a model in evaluation mode: call model.eval().")
     if feature_extractor is not None and feature_extractor.normalize == "utterance":
@@ -164,7 +188,7 @@ def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequ
     each recording is at another place of its blocks. So does the first piece, if none of the states has any frames yet.
 
     Args:
-        encoder: causal, in evaluation mode.
+        encoder: in evaluation mode, causal unless the states have chunks, which are then those of the first state.
         states: with at least one complete frame each. The states of the layers change; `advance` does the rest. A state
             of several recordings of equal length comes alone.
         counts: frames to compute for each state, 1 to `ready`.
@@ -188,7 +212,7 @@ def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequ
     own = [state.layers for state in states]
     layers = [BlockState.joined(parts) for parts in zip(*own, strict=True)] if several else own[0]
     for layer, state in zip(encoder.layers, layers, strict=True):
-        hidden = layer(hidden, position_embeddings=embeddings, real=real, state=state)
+        hidden = layer(hidden, position_embeddings=embeddings, real=real, state=state, chunks=states[0].chunks)
     hidden = encoder.out_norm(hidden)
     if not several:
         return [hidden]

@@ -20,6 +20,7 @@ from transformers.models.lasr.modeling_lasr import (
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import (
     IGNORED,
     TRANSDUCER,
@@ -57,12 +58,14 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
         """Counts encoder frames, given numbers of feature frames: of an utterance, or `[B]`."""
         return subsampled_frames(lengths, self.config.subsampling_conv_kernel_size, self.config.subsampling_conv_stride)
 
-    def stream(self, feature_extractor: Any = None, batch_size: int = 1) -> ConformerStream:
+    def stream(
+        self, feature_extractor: Any = None, batch_size: int = 1, chunks: Chunks | None = None
+    ) -> ConformerStream:
         """Starts a recording that comes in pieces; see `favor.models.conformer.ConformerStream`.
 
         It gives logits and tokens. Models that recognise speech have `transcribe_stream`, which gives text.
         """
-        return ConformerStream(cast(Any, self), feature_extractor, batch_size)
+        return ConformerStream(cast(Any, self), feature_extractor, batch_size, chunks)
 
 
 @dataclass
@@ -103,33 +106,38 @@ class ConformerModel(ConformerPreTrainedModel):
 
     @capture_outputs
     def forward(
-        self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        chunks: Chunks | None = None,
+        **kwargs: Any,
     ) -> ConformerModelOutput:
         """Encodes log-mel features.
 
         Args:
             input_features: `[B, T, num_mel_bins]`.
             attention_mask: `[B, T]`, 1 for real frames, which come first (padding on the right). Default: all real.
+            chunks: a frame sees its own and earlier ones, as in a stream with these chunks. Default None: all frames,
+                or earlier ones if the encoder is causal.
             **kwargs: for the attention backend.
 
         Returns:
             L = floor((floor((T - 5) / 2) - 4) / 2) + 1 frames with the default subsampling, 40 ms apart.
 
         Raises:
-            ValueError: if T is too short for one frame, or the mask has another shape or padding on the left.
+            ValueError: if T is too short for one frame, the mask has another shape or padding on the left, or the model
+                cannot run in these chunks.
         """
         hidden_states = self.dropout(self.subsample(input_features))
         real = self._real_frames(input_features, attention_mask, hidden_states.shape[1])
-        make_mask: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
-        extra = {"past_key_values": None} if self.config.causal else {}
-        mask = make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real, **extra)
+        mask = self._mask(hidden_states, real) if chunks is None else self._chunk_mask(hidden_states, real, chunks)
         positions = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         embeddings = self.rotary_emb(hidden_states, positions)
         for layer in self.layers:
             if self.training and self.config.layerdrop > 0 and torch.rand([]) < self.config.layerdrop:
                 continue
             hidden_states = layer(
-                hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, **kwargs
+                hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, chunks=chunks, **kwargs
             )
         return ConformerModelOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
 
@@ -142,6 +150,26 @@ class ConformerModel(ConformerPreTrainedModel):
         if self.subsampled_lengths(length) == 0:
             raise ValueError(f"{length} feature frames are too few for one frame of the encoder; pad the audio.")
         return self.subsampler(input_features)
+
+    def _mask(self, hidden_states: Tensor, real: Tensor | None) -> Any:
+        make_mask: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
+        extra = {"past_key_values": None} if self.config.causal else {}
+        return make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real, **extra)
+
+    def _chunk_mask(self, hidden_states: Tensor, real: Tensor | None, chunks: Chunks) -> Tensor | None:
+        """Makes the mask `[B, 1, L, L]` of exact attention in chunks; FAVOR backends need none."""
+        if not torch.compiler.is_compiling():
+            check_chunks(self, chunks)
+        backend, length = self.config._attn_implementation, hidden_states.shape[1]
+        if backend not in EXACT:
+            return None
+        seen = chunks.visible(length, length, hidden_states.device)[None, None]
+        if real is not None:
+            seen = seen & real[:, None, None]
+        if backend == "sdpa":
+            return seen
+        lowest = torch.finfo(hidden_states.dtype).min
+        return torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill(~seen, lowest)
 
     def _real_frames(self, input_features: Tensor, attention_mask: Tensor | None, length: int) -> Tensor | None:
         if attention_mask is None:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MA
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import IGNORED, ConformerConfig
 from favor.models.conformer.modeling_conformer import (
     ConformerModel,
@@ -116,9 +117,11 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
             hidden, prediction, self.joint, labels, lengths, counts, blank=blank, max_cells=self.config.max_cells
         )
 
-    def encode(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Computes encoder frames `[B, L, C]` and how many of them are real, `[B]`."""
-        encoded = self.encoder(input_features, attention_mask)
+    def encode(
+        self, input_features: Tensor, attention_mask: Tensor | None = None, chunks: Chunks | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes encoder frames `[B, L, C]` and how many of them are real, `[B]`; arguments as in `forward`."""
+        encoded = self.encoder(input_features, attention_mask, chunks)
         return encoded.last_hidden_state, frame_counts(encoded)
 
     def predict(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -1,4 +1,4 @@
-"""Transcription while the speaker speaks: a causal Conformer that takes audio piece by piece."""
+"""Transcription while the speaker speaks: a Conformer, causal or in chunks, that takes audio piece by piece."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from favor.models.conformer.encoder_state import EncoderState, check_causal, encode, one_waveform
+from favor.models.conformer.chunks import Chunks
+from favor.models.conformer.encoder_state import EncoderState, check_stream, encode, one_waveform
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.transducer_decoding import transducer_greedy
@@ -18,19 +19,21 @@ if TYPE_CHECKING:
 
 
 class ConformerStream:
-    """Runs a causal Conformer piece by piece; its outputs are those of the whole recording.
+    """Runs a Conformer piece by piece; its outputs are those of the whole recording with the same chunks.
 
     Args:
-        model: a causal `ConformerModel`, `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        model: a `ConformerModel`, `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         feature_extractor: for `feed`, with fixed normalisation. Without an extractor only `feed_features` works.
         batch_size: recordings that run side by side. Default 1.
+        chunks: in which a model runs that is not causal. Default None: the model is causal.
 
     Attributes:
         frames: encoder frames so far.
         tokens: what greedy search has found so far, a list for each recording.
 
     Raises:
-        ValueError: if the model is not causal or in training mode, or if features depend on the whole utterance.
+        ValueError: if the model is in training mode, is not causal and has no chunks or cannot run in them, or if
+            features depend on the whole utterance.
         TypeError: for a processor; `model.transcribe_stream` takes it and gives text.
 
     Example:
@@ -47,10 +50,12 @@ class ConformerStream:
         model: ConformerModel | ConformerForCTC | ConformerForTransducer,
         feature_extractor: ConformerFeatureExtractor | None = None,
         batch_size: int = 1,
+        chunks: Chunks | None = None,
     ) -> None:
         if isinstance(feature_extractor, ConformerProcessor):
             raise TypeError("stream takes a feature extractor; for text call model.transcribe_stream(processor).")
-        check_causal(model, feature_extractor)
+        check_stream(model, feature_extractor, chunks)
+        self.chunks = chunks
         self.model, self.encoder = model, getattr(model, "encoder", model)
         self.feature_extractor, self.batch_size = feature_extractor, batch_size
         self._is_transducer = hasattr(model, "predict")
@@ -62,14 +67,17 @@ class ConformerStream:
         self.frames = 0
         self.tokens: list[list[int]] = [[] for _ in range(self.batch_size)]
         self._context: list[Tensor] = []
-        self._state = EncoderState.empty(self.encoder, self.batch_size)
+        self._state = EncoderState.empty(self.encoder, self.batch_size, self.chunks)
 
     @property
     def latency(self) -> float:
-        """Seconds of audio from the beginning of a frame until it can be computed; computing time comes on top."""
+        """Seconds of audio from the beginning of a frame, the first of its chunk, until it can be computed.
+
+        Computing time comes on top.
+        """
         config = self.encoder.config
         width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
-        hops = (width - 1) * (1 + stride)
+        hops = (width - 1) * (1 + stride) + (0 if self.chunks is None else (self.chunks.size - 1) * stride**2)
         extractor = self.feature_extractor
         rate, window = (16000, 400) if extractor is None else (extractor.sampling_rate, extractor.win_length)
         return (hops * config.feature_hop_length + window) / rate
@@ -91,6 +99,7 @@ class ConformerStream:
         extractor = self.feature_extractor
         if extractor is None or self.batch_size != 1:
             raise ValueError("feed needs a feature_extractor and batch_size 1; use feed_features for features.")
+        self._check_open()
         self._state.hear(one_waveform(audio), extractor, self.encoder)
         return self._next()
 
@@ -101,8 +110,22 @@ class ConformerStream:
             Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are complete; m may
             be 0.
         """
+        self._check_open()
         self._state.add(features, self.encoder)
         return self._next()
+
+    def finish(self) -> Tensor:
+        """Ends the recording: gives what `feed` gives, for the frames of the last chunk, which may be shorter.
+
+        The tokens stay until `reset`.
+        """
+        self._check_open()
+        self._state.has_ended = True
+        return self._next()
+
+    def _check_open(self) -> None:
+        if self._state.has_ended:
+            raise ValueError("the recording has ended with finish: call reset to begin another one.")
 
     @torch.no_grad()
     def _next(self) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.models.conformer.encoder_state import EncoderState, check_causal, encode, one_waveform
+from favor.models.conformer.chunks import Chunks
+from favor.models.conformer.encoder_state import EncoderState, check_stream, encode, one_waveform
 from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.frame_search import Said, search_frames
 from favor.models.conformer.processing_conformer import ConformerProcessor
@@ -53,14 +54,15 @@ class TranscriptStream:
     utterances alone and gets worse in long recordings.
 
     Args:
-        model: a causal `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
+        model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         processor: features and tokens of the model, with fixed normalisation.
         rules: when an utterance ends. Default None: `EndpointRules()`.
         reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+        chunks: in which a model runs that is not causal. Default None: the model is causal.
 
     Raises:
-        ValueError: if the model is not causal, in training mode or recognises nothing, or if features depend on the
-            whole utterance.
+        ValueError: if the model is in training mode, recognises nothing, is not causal and has no chunks or cannot run
+            in them, or if features depend on the whole utterance.
 
     Example:
         >>> import torch
@@ -80,11 +82,12 @@ class TranscriptStream:
         processor: ConformerProcessor,
         rules: EndpointRules | None = None,
         reset_encoder: bool = False,
+        chunks: Chunks | None = None,
     ) -> None:
-        check_causal(model, processor.feature_extractor)
+        check_stream(model, processor.feature_extractor, chunks)
         if not hasattr(model, "emissions"):
             raise ValueError(f"model must recognise speech, with CTC or as a Transducer; got {type(model).__name__}.")
-        self.model, self.processor, self.reset_encoder = model, processor, reset_encoder
+        self.model, self.processor, self.reset_encoder, self.chunks = model, processor, reset_encoder, chunks
         self.rules = EndpointRules() if rules is None else rules
         self._merges = not hasattr(model, "predict")  # CTC repeats a token as long as it lasts
         self._frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
@@ -92,7 +95,7 @@ class TranscriptStream:
 
     def reset(self) -> None:
         """Forgets all audio and text: the next piece begins a new recording, at 0 seconds."""
-        self._state = EncoderState.empty(self.model.encoder)
+        self._state = EncoderState.empty(self.model.encoder, chunks=self.chunks)
         self._context: list[Tensor] = []
         self._emissions: list[Emission] = []
         self._frames = self._begun = self._heard = 0
@@ -141,9 +144,10 @@ class TranscriptStream:
         last word may need later frames, as with a Transducer, which says words late, feed half a second of zeros first.
 
         Returns:
-            A list of one utterance, or an empty one.
+            A list of one utterance, or an empty one; in chunks some more may end in the last chunk.
         """
-        last = self._close()
+        self._state.has_ended = True
+        last = self.feed(torch.zeros(0)) + self._close()
         self.reset()
         return last
 
@@ -222,8 +226,8 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
         raise ValueError(
             f"streams must be different ones with a piece each, got {len(streams)} streams and {len(pieces)} pieces."
         )
-    if len({id(stream.model) for stream in streams}) > 1:
-        raise ValueError("streams must be of one model; call feed_streams once for each model.")
+    if len({(id(stream.model), stream.chunks) for stream in streams}) > 1:
+        raise ValueError("streams must be of one model, with the same chunks; call feed_streams once for each.")
     checked = [one_waveform(piece) for piece in pieces]
     for stream, samples in zip(streams, checked, strict=True):
         stream._state.hear(samples, stream.processor.feature_extractor, stream.model.encoder)
@@ -239,7 +243,7 @@ def _run(streams: Sequence[TranscriptStream], ended: dict[int, list[Utterance]])
     """Encodes and decodes the next frames of streams that have some; adds to the utterances that ended."""
     model = streams[0].model
     states = [stream._state for stream in streams]
-    counts = [min(state.ready(model.encoder), BLOCK_FRAMES) for state in states]
+    counts = [state.ready(model.encoder, BLOCK_FRAMES) for state in states]
     frames = encode(model.encoder, states, counts)
     rest = {row: piece[0] for row, piece in enumerate(frames)}  # not decoded yet
     while rest:

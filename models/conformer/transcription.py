@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.audio import file_seconds, read_file
+from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.ctc_decoding import check_beam
 from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.ngram import NgramModel
@@ -154,6 +155,7 @@ class Transcribes:
         processor: ConformerProcessor | None = None,
         rules: EndpointRules | None = None,
         reset_encoder: bool = False,
+        chunks: Chunks | None = None,
     ) -> TranscriptStream:
         """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
 
@@ -161,12 +163,13 @@ class Transcribes:
             processor: features and tokens of the model. Default None: the one in the folder of the model.
             rules: when an utterance ends. Default None: `EndpointRules()`.
             reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+            chunks: in which a model runs that is not causal. Default None: the model is causal.
 
         Raises:
-            ValueError: without a processor, if the model is not causal or in training mode, or if features depend on
-                the whole utterance.
+            ValueError: without a processor, if the model is in training mode or is not causal and has no chunks, or if
+                features depend on the whole utterance.
         """
-        return TranscriptStream(self, processor or _processor_of(self.name_or_path), rules, reset_encoder)
+        return TranscriptStream(self, processor or _processor_of(self.name_or_path), rules, reset_encoder, chunks)
 
 
 def _processor_of(folder: str) -> ConformerProcessor:

@@ -10,11 +10,11 @@ from favor.train.common.arguments import (
     SCHEDULE,
     ArgumentGroups,
     BackendArguments,
-    RunArguments,
     check_positive,
     option,
 )
 from favor.train.speech.acoustic_arguments import AcousticArguments
+from favor.train.speech.objective_arguments import ObjectiveArguments
 
 HUB = "openslr/librispeech_asr"
 # Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
@@ -122,7 +122,7 @@ class SpeechDataArguments(AcousticArguments):
 
 
 @dataclass(kw_only=True)
-class SpeechTrainArguments(RunArguments):
+class SpeechTrainArguments(ObjectiveArguments):
     """The optimization, with batches measured in seconds of audio."""
 
     max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, per process and forward pass.")

@@ -36,6 +36,7 @@ class SpeechDataset(Dataset):
         augment: masks the features. Default None: no masks.
         seed: draws speeds, acoustics, dither and masks. Default 0.
         resample: whether audio of another rate is resampled. Default False.
+        teacher: makes features of the waveform at its speed, without noise and masks, for a teacher. Default None.
 
     Raises:
         ValueError: if there are no utterances or no speeds, or an utterance has no length.
@@ -52,6 +53,7 @@ class SpeechDataset(Dataset):
         augment: SpecAugment | None = None,
         seed: int = 0,
         resample: bool = False,
+        teacher: Any = None,
     ) -> None:
         if len(utterances) == 0 or len(speeds) == 0:
             raise ValueError(f"utterances and speeds must not be empty, got {len(utterances)} and {len(speeds)}.")
@@ -60,7 +62,7 @@ class SpeechDataset(Dataset):
             raise ValueError(f"utterance {unknown[0]} has no length yet: prepare the utterances first.")
         self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
         self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
-        self.acoustics, self.augment = acoustics, augment
+        self.acoustics, self.augment, self.teacher = acoustics, augment, teacher
         self.labels = self._labels(processor, [utterance.text for utterance in utterances])
 
     @property
@@ -75,7 +77,7 @@ class SpeechDataset(Dataset):
         """Makes one sample.
 
         Returns:
-            `input_features [T, F]`, `labels [U]` and the `index` of the utterance.
+            `input_features [T, F]`, `labels [U]`, the `index` of the utterance, and `teacher_features` for a teacher.
 
         Raises:
             ValueError: if the audio cannot be read; the message names the file.
@@ -86,12 +88,15 @@ class SpeechDataset(Dataset):
         generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
         speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
         waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        heard = {}
+        if self.teacher is not None:
+            heard["teacher_features"] = self.teacher(waveform, sampling_rate=rate)["input_features"][0]
         if self.acoustics is not None:
             waveform = self.acoustics(waveform, rate, generator)
         features, frames = self._features(waveform, generator)
         if self.augment is not None:
             features = self.augment(features, torch.tensor([frames]), generator)
-        return {"input_features": features[0], "labels": self.labels[index].long(), "index": index}
+        return {"input_features": features[0], "labels": self.labels[index].long(), "index": index, **heard}
 
     def _labels(self, processor: Any, texts: Sequence[str]) -> list[Tensor]:
         """Gives the tokens of each transcript."""
@@ -115,15 +120,16 @@ def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict
             not an argument of a model. Default False.
 
     Returns:
-        `input_features [B, T, F]` padded with 0, `attention_mask [B, T]` bool, `labels [B, U]` padded with -100.
+        `input_features [B, T, F]` padded with 0, `attention_mask [B, T]` bool, `labels [B, U]` padded with -100; for a
+        teacher `teacher_features` and `teacher_mask` of the same form.
     """
-    features = [sample["input_features"] for sample in samples]
-    lengths = torch.tensor([len(frames) for frames in features])
-    batch = {
-        "input_features": pad_sequence(features, True),
-        "attention_mask": torch.arange(int(lengths.max())) < lengths[:, None],
-        "labels": pad_sequence([sample["labels"] for sample in samples], True, IGNORED),
-    }
+    batch: dict[str, Tensor] = {}
+    for features, mask in (("input_features", "attention_mask"), ("teacher_features", "teacher_mask")):
+        if features in samples[0]:
+            rows = [sample[features] for sample in samples]
+            lengths = torch.tensor([len(frames) for frames in rows])
+            batch |= {features: pad_sequence(rows, True), mask: torch.arange(int(lengths.max())) < lengths[:, None]}
+    batch["labels"] = pad_sequence([sample["labels"] for sample in samples], True, IGNORED)
     if with_index:
         batch["index"] = torch.tensor([sample["index"] for sample in samples])
     return batch

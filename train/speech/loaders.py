@@ -41,6 +41,7 @@ def make_loaders(
     processor: ConformerProcessor | WhisperProcessor,
     seed: int,
     acoustics: Acoustics | None = None,
+    teacher: Any = None,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes the loader of the training set, augmented and shuffled by seed and epoch, and one per evaluation split.
 
@@ -51,6 +52,7 @@ def make_loaders(
         processor: that of the model.
         seed: draws the order and the augmentation.
         acoustics: changes the waveforms of the training set. Default None: they stay.
+        teacher: makes features for a teacher, see `SpeechDataset`. Default None.
     """
     data = arguments.data
     masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
@@ -64,6 +66,7 @@ def make_loaders(
         augment=masks,
         seed=seed,
         resample=data.resample,
+        teacher=teacher,
     )
     room, workers = arguments.train.max_batch_seconds, {"num_workers": data.num_workers}
     if isinstance(dataset, WhisperDataset):  # all samples are equally long, so all are mixed

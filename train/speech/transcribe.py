@@ -8,6 +8,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 
 from favor.models.conformer import (
+    Chunks,
     ConformerForCTC,
     ConformerForTransducer,
     Hypothesis,
@@ -21,23 +22,31 @@ from favor.train.speech.whisper import say
 
 
 @torch.no_grad()
-def search(model: Any, batch: dict[str, Any], beam_size: int) -> list[list[Hypothesis]]:
+def search(model: Any, batch: dict[str, Any], beam_size: int, chunks: Chunks | None = None) -> list[list[Hypothesis]]:
     """Runs a beam search; returns the hypotheses of each utterance, the most probable first.
 
     Args:
         model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
         beam_size: number of hypotheses that are kept.
+        chunks: as in `transcribe`.
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
     if isinstance(model, ConformerForTransducer):
-        return transducer_beam(model, *model.encode(features, mask), beam_size=beam_size)
-    return ctc_prefix_beam(*_logits(model, features, mask), beam_size=beam_size, blank=model.config.pad_token_id)
+        return transducer_beam(model, *model.encode(features, mask, chunks), beam_size=beam_size)
+    return ctc_prefix_beam(
+        *_logits(model, features, mask, chunks), beam_size=beam_size, blank=model.config.pad_token_id
+    )
 
 
 @torch.no_grad()
 def transcribe(
-    model: Any, batch: dict[str, Any], tokenizer: Any, beam_size: int | None = 1, scorer: Scorer | None = None
+    model: Any,
+    batch: dict[str, Any],
+    tokenizer: Any,
+    beam_size: int | None = 1,
+    scorer: Scorer | None = None,
+    chunks: Chunks | None = None,
 ) -> list[str]:
     """Gives the text of each utterance of a batch.
 
@@ -49,24 +58,25 @@ def transcribe(
         beam_size: hypotheses of a beam search. Default 1: greedy search, the only one for Whisper here. None is the
             usual number of a search of words.
         scorer: language model and hotwords, or known words, for the beam search of a CTC model. Default None: without.
+        chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
     """
     if isinstance(model, WhisperForConditionalGeneration):
         return say(model, batch["input_features"], tokenizer)
+    features, mask = batch["input_features"], batch.get("attention_mask")
     if scorer is not None:
-        logits, lengths = _logits(model, batch["input_features"], batch.get("attention_mask"))
+        logits, lengths = _logits(model, features, mask, chunks)
         beams = search_words(logits, lengths, scorer, beam_size, model.config.pad_token_id)
         tokens = [beam[0].tokens for beam in beams]
     elif beam_size is not None and beam_size > 1:
-        tokens = [beam[0].tokens for beam in search(model, batch, beam_size)]
+        tokens = [beam[0].tokens for beam in search(model, batch, beam_size, chunks)]
     elif isinstance(model, ConformerForTransducer):
-        tokens = transducer_greedy(model, *model.encode(batch["input_features"], batch.get("attention_mask")))
+        tokens = transducer_greedy(model, *model.encode(features, mask, chunks))
     else:
-        logits = _logits(model, batch["input_features"], batch.get("attention_mask"))
-        tokens = ctc_greedy(*logits, blank=model.config.pad_token_id)
+        tokens = ctc_greedy(*_logits(model, features, mask, chunks), blank=model.config.pad_token_id)
     return [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
 
 
-def _logits(model: ConformerForCTC, features: Any, mask: Any) -> tuple[Any, Any]:
-    logits = model(features, mask).logits.float()
+def _logits(model: ConformerForCTC, features: Any, mask: Any, chunks: Chunks | None) -> tuple[Any, Any]:
+    logits = model(features, mask, **({} if chunks is None else {"chunks": chunks})).logits.float()
     lengths = torch.full((len(features),), features.shape[1]) if mask is None else mask.sum(-1)
     return logits, model.subsampled_lengths(lengths)

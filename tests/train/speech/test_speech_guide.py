@@ -1,4 +1,4 @@
-"""Every command of the speech guide that trains or evaluates runs, on a small corpus and with the smallest model."""
+"""Every command of the guides of speech and streaming runs, on a small corpus and with the smallest model."""
 
 import json
 import re
@@ -15,16 +15,17 @@ from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
-from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval import chunks, whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, synthesize
 from favor.models.conformer import write_arpa
 from favor.train import asr, distill
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/speech.md"
+GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
 PROGRAMS = {
     "favor.train.asr": asr.main,
     "favor.train.distill": distill.main,
     "favor.eval.asr": evaluation.main,
+    "favor.eval.chunks": chunks.main,
     "favor.eval.speech.language_model": language_model.main,
     "favor.eval.speech.synthesize": synthesize.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
@@ -37,8 +38,9 @@ SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "d
 
 
 def commands():
-    """Program and arguments of each command, in the order of the guide."""
-    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+    """Program and arguments of each command, in the order of the guides."""
+    text = "".join(guide.read_text() for guide in GUIDES)
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             program = next((word for word in words if word in PROGRAMS), None)
@@ -50,7 +52,7 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
-    if program == "favor.eval.speech.language_model":
+    if program in ("favor.eval.chunks", "favor.eval.speech.language_model"):
         return words
     if program == "favor.eval.speech.synthesize":
         return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.002"]]
@@ -63,7 +65,7 @@ def smaller(program, words):
         return [*words, *steps, "--held_out_samples", "1", "--join_seconds", "1"]
     if "--encoder_learning_rate" in words:
         return [*words, "--max_train_steps", "1"]
-    if "whisper" in words:
+    if "whisper" in words and "--whisper_teacher" not in words:
         return [*words, "--max_train_steps", "1", "--join_seconds", "5"]
     words = ["tiny" if word == "small" else word for word in words]
     return [*words, "--max_train_steps", "1", "--tokenizer_type", "char"]

@@ -1,0 +1,237 @@
+"""Speech training in chunks and with a Whisper as teacher: what is drawn and minimised, resuming, saving, refusals."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from speech import RATE, write_corpus
+from stopping import stopped_after
+from tiny_whisper import make_processor, save
+from transformers import WhisperFeatureExtractor
+
+from favor.eval import asr as evaluation
+from favor.eval import chunks as chunk_report
+from favor.models.conformer import (
+    Chunks,
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    train_tokenizer,
+)
+from favor.train import asr
+from favor.train.speech.acoustics import Acoustics
+from favor.train.speech.batches import SpeechDataset, collate
+from favor.train.speech.data import Utterance
+from favor.train.speech.objective import DynamicChunks
+from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, unexplained
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("teacher") / "whisper", make_processor())
+
+
+@pytest.fixture
+def train(corpus, tmp_path):
+    """Calls the program with the tiny preset; a `name=value` argument each."""
+
+    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
+        settings = {
+            "data_dir": corpus,
+            "preset": "tiny",
+            "tokenizer_type": "char",
+            "normalize": "none",
+            "attn_implementation": "sdpa",
+            "max_batch_seconds": 8,
+            "max_train_steps": 4,
+            "learning_rate": 2e-3,
+            "seed": 1,
+            "output_dir": tmp_path / output,
+            **values,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
+        return asr.main([*words, *(f"--{flag}" for flag in flags)])
+
+    return call
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_chunks_are_drawn_from_their_ranges():
+    torch.manual_seed(0)
+    drawn = [DynamicChunks(0.5, (4, 6), (0, 2)).draw() for _ in range(400)]
+    assert 150 < drawn.count(None) < 250
+    assert {one for one in drawn if one is not None} == {Chunks(size, left) for size in (4, 5, 6) for left in range(3)}
+    assert DynamicChunks(1.0, (4, 4)).draw() == Chunks(4)
+
+
+def test_the_mean_explains_nothing_and_scales_do_not_matter():
+    goal = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100.0, 0.01]) + 5
+    torch.testing.assert_close(unexplained(goal.mean(0).expand(50, 3), goal), torch.tensor(1.0))
+    assert unexplained(goal, goal) == 0
+    half = goal.mean(0) + 0.5 * (goal - goal.mean(0))
+    torch.testing.assert_close(unexplained(half, goal), torch.tensor(0.25))
+
+
+def test_the_states_of_the_teacher_are_those_of_its_encoder_at_the_frames_of_the_student(whisper):
+    teacher = WhisperTeacher(str(whisper), torch.device("cpu"))
+    sounds = [torch.randn(length, generator=torch.Generator().manual_seed(length)) * 0.1 for length in (16000, 9000)]
+    heard = teacher.extractor(sounds, sampling_rate=RATE)
+    places = torch.tensor([0.0, 320.0, 400.0, 12800.0, 10**6])
+    found = teacher.states(heard["input_features"], heard["attention_mask"], places)
+    for row, sound in enumerate(sounds):
+        with torch.no_grad():
+            own = teacher.encoder(teacher.extractor(sound, sampling_rate=RATE)["input_features"]).last_hidden_state[0]
+        frames = [own[0], own[1], 0.75 * own[1] + 0.25 * own[2], own[min(40, len(own) - 1)], own[-1]]
+        torch.testing.assert_close(found[row], torch.stack(frames), rtol=1e-4, atol=1e-5)
+    config = ConformerConfig.preset("tiny")
+    # Frame t hears features 4 t to 4 t + 12, and a feature hears 400 samples from 160 times its number on.
+    assert frame_places(config, 3, 400).tolist() == [(640 * t + 640 * t + 12 * 160 + 400) / 2 for t in range(3)]
+
+
+@pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
+def test_the_teacher_moves_the_encoder_and_padding_does_not(kind):
+    torch.manual_seed(0)
+    config = ConformerConfig.preset("tiny", vocab_size=8, dropout=0.0, prediction_dropout=0.0, num_hidden_layers=1)
+    model = TaughtModel(kind(config), width=6, weight=2.0).eval()
+    mask = torch.arange(60)[None] < torch.tensor([60, 40])[:, None]
+    features, goal, labels = torch.randn(2, 60, 80), torch.randn(2, 12, 6), torch.tensor([[3, 4], [5, -100]])
+
+    def loss(goal, features=features, weight=2.0):
+        model.weight = weight
+        return model(goal, input_features=features, attention_mask=mask, labels=labels)
+
+    own = model.student(input_features=features, attention_mask=mask, labels=labels)
+    taught = loss(goal)
+    hidden = model.student.encoder(features, mask).last_hidden_state
+    real = torch.cat([hidden[0], hidden[1, :7]])
+    expected = unexplained(model.projection(real), torch.cat([goal[0], goal[1, :7]]))
+    torch.testing.assert_close(taught - own.loss, 2 * expected)
+    first = model.student.encoder.subsampler.dense_0.weight
+    slopes = [torch.autograd.grad(loss(goal, weight=weight), first)[0] for weight in (0.0, 2.0)]
+    assert not torch.allclose(slopes[0], slopes[1], atol=1e-6)
+    changed = torch.cat([goal[:, :7], goal[:, 7:] + 9 * torch.tensor([0.0, 1.0])[:, None, None]], dim=1)
+    noisy = torch.where(mask[..., None], features, 50.0)
+    torch.testing.assert_close(loss(changed, noisy), taught, rtol=1e-4, atol=1e-5)
+
+
+def test_the_teacher_hears_the_speed_but_no_noise(corpus, whisper):
+    sound = next((corpus / "LibriSpeech" / "train").rglob("*.flac"))
+    said = [Utterance("one", "BAD", sound, 1.0)]
+    processor = ConformerProcessor(ConformerFeatureExtractor(), train_tokenizer(["BAD"], "char"))
+    teacher = WhisperTeacher(str(whisper), torch.device("cpu")).extractor
+    plain, noisy = (
+        SpeechDataset(said, processor, speeds=(0.9,), teacher=teacher, **noise)
+        for noise in ({}, {"acoustics": Acoustics(gain=(10.0, 20.0)), "dither": 0.1})
+    )
+    one, other = plain[0, 0], noisy[0, 0]
+    assert not torch.allclose(one["input_features"], other["input_features"])
+    assert torch.equal(one["teacher_features"], other["teacher_features"])
+    slower = SpeechDataset(said, processor, teacher=teacher)[0, 0]
+    assert len(one["teacher_features"]) == pytest.approx(len(slower["teacher_features"]) / 0.9, abs=2)
+    batch = collate([one, slower])
+    assert batch["teacher_mask"].sum(1).tolist() == [len(one["teacher_features"]), len(slower["teacher_features"])]
+    assert set(batch) == {"input_features", "attention_mask", "labels", "teacher_features", "teacher_mask"}
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.0, "architecture": "transducer", "left_chunks": "0 3"}])
+def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path, options):
+    settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2, "dynamic_chunk": 0.5}
+    settings |= {"whisper_teacher": whisper, "hidden_weight": 3.0, **options}
+    whole = train("whole", **settings)
+    with stopped_after(4):
+        train("stopped", **settings)
+    resumed = train("stopped", flags=("resume",), **settings)
+    assert resumed["history"] == whole["history"]
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not any(name.startswith(("projection", "student")) for name in one)
+    plain = train("plain", **{**settings, "whisper_teacher": None, "hidden_weight": None})
+    assert plain["train_loss"] != whole["train_loss"]
+    kind = ConformerForTransducer if "architecture" in options else ConformerForCTC
+    assert kind.from_pretrained(tmp_path / "whole").config.vocab_size > 0
+
+
+def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp_path):
+    trained = train(dynamic_chunk=0.7, chunk_seconds="0.08 0.4", max_train_steps=30, eval_epochs=10, ema_decay=0.5)
+    words = ["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(corpus), "--splits", "dev"]
+    rates = []
+    for more in ([], ["--chunk_seconds", "0.16"], ["--chunk_seconds", "0.16", "--left_chunks", "1"]):
+        assert evaluation.main([*words, *more, "--output_dir", str(tmp_path / "errors"), "--device", "cpu"]) == 0
+        found = json.loads((tmp_path / "errors" / "asr.json").read_text())
+        rates.append((found["chunks"], found["splits"]["dev"]["searches"]["greedy"]["cer"]))
+    assert [chunks for chunks, _ in rates] == [None, "0.16 s, all before each", "0.16 s, 1 before each"]
+    assert rates[0][1] == pytest.approx(trained["metrics"]["dev_cer"])
+    arguments = [str(tmp_path / "run"), "--data_dir", str(corpus), "--splits", "dev", "--chunk_seconds", "0.16"]
+    assert chunk_report.main([*arguments, "--output_dir", str(tmp_path / "table")]) == 0
+    report = json.loads((tmp_path / "table" / "chunks.json").read_text())["models"]["run"]
+    assert report["rates"]["dev"]["whole"]["cer"] == pytest.approx(rates[0][1])
+    assert report["rates"]["dev"]["0.16"]["cer"] == pytest.approx(rates[1][1])
+    assert str(tmp_path) not in (tmp_path / "table" / "chunks.md").read_text()
+    model = ConformerForCTC.from_pretrained(tmp_path / "run").eval()
+    stream = model.transcribe_stream(chunks=Chunks(4))
+    assert stream.feed(np.zeros(20000, np.float32)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dynamic_chunk": 1.5}, "dynamic_chunk must be from 0 to 1, got 1.5"),
+        ({"chunk_seconds": "0.2 0.4"}, "chunk_seconds has no effect without dynamic_chunk: add --dynamic_chunk"),
+        ({"dynamic_chunk": 0.5, "chunk_seconds": "0.4 0.2"}, "chunk_seconds must be two numbers, the least"),
+        ({"dynamic_chunk": 0.5, "left_chunks": "-1 2"}, "left_chunks must be two numbers, the least"),
+        ({"dynamic_chunk": 0.5, "normalize": "utterance"}, "add --normalize none"),
+        ({"dynamic_chunk": 0.5, "causal": ""}, "a causal model streams without them"),
+        (
+            {"dynamic_chunk": 0.5, "attn_implementation": "favor#"},
+            r"call favor\.calibrate first, or use favor\+ or sdpa",
+        ),
+        ({"dynamic_chunk": 0.5, "attn_implementation": "landmark"}, r"use favor\+ with window=0, or sdpa"),
+        (
+            {"dynamic_chunk": 0.5, "attn_implementation": "favor+", "left_chunks": "1 2"},
+            "linear attention sees all chunks before, and left is 1: leave it out, or use sdpa",
+        ),
+        ({"hidden_weight": 2}, "hidden_weight needs a teacher: add --whisper_teacher DIR"),
+        ({"hidden_weight": 0}, "hidden_weight must be greater than 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(train, options, message):
+    with pytest.raises(ValueError, match=message):
+        train(**options)
+
+
+def test_only_a_whisper_teaches_and_only_a_conformer_learns(train, whisper, tmp_path):
+    train(max_train_steps=1)
+    with pytest.raises(ValueError, match=r"teacher must be a Whisper, or CTC on its encoder; .* holds conformer"):
+        train("other", whisper_teacher=tmp_path / "run")
+    other = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4}
+    other |= {"preset": None, "normalize": None, "max_batch_seconds": 24}
+    with pytest.raises(ValueError, match="teacher is for a Conformer that learns from a Whisper, got WhisperForCTC"):
+        train("other", whisper_teacher=whisper, **other)
+    with pytest.raises(ValueError, match="dynamic_chunk is for Conformers, got WhisperForCTC: leave it out"):
+        train("other", dynamic_chunk=0.5, **other)
+    WhisperFeatureExtractor(feature_size=40, chunk_length=6).save_pretrained(tmp_path / "wide")
+    for path in whisper.iterdir():
+        if "processor" not in path.name:
+            (tmp_path / "wide" / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=r"input_features must be \[batch, time, 80\], got .*40"):
+        train("other", whisper_teacher=tmp_path / "wide")
+
+
+def test_ctc_on_a_whisper_teaches_too(train, whisper, tmp_path):
+    settings = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4, "preset": None}
+    train("ctc", **settings, normalize=None, max_batch_seconds=24, max_train_steps=1)
+    assert train("student", whisper_teacher=tmp_path / "ctc")["train_loss"] > 0

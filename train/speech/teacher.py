@@ -1,0 +1,134 @@
+"""A Conformer that learns from a Whisper: it predicts the hidden states of Whisper's encoder for the same sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, WhisperForConditionalGeneration
+
+from favor.models.conformer import ConformerConfig
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+
+FEATURES, MASK = "teacher_features", "teacher_mask"
+
+
+class WhisperTeacher:
+    """The encoder of a Whisper, which is not trained, and the features that it hears.
+
+    Args:
+        path: folder or hub name of a Whisper of transformers, or of a `WhisperForCTC`.
+        device: of the student.
+
+    Attributes:
+        width: numbers of a hidden state.
+        extractor: makes its features; noise and masks of the student's features are not in them.
+
+    Raises:
+        ValueError: for another model.
+    """
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        if kind == "whisper":
+            whisper = WhisperForConditionalGeneration.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="sdpa"
+            )
+            model = WhisperForCTC.from_whisper(whisper, vocab_size=2, attn_implementation="sdpa")
+        elif kind == WhisperCTCConfig.model_type:
+            model = WhisperForCTC.from_pretrained(path, dtype=torch.float32)
+        else:
+            raise ValueError(
+                f"whisper_teacher must be a Whisper, or CTC on its encoder; {path} holds {kind or 'no model'}"
+            )
+        self.encoder = model.encoder.eval().requires_grad_(False).to(device)
+        self.width: int = model.config.d_model
+        self.samples_per_frame: int = model.config.samples_per_frame
+        self.extractor = WhisperCTCFeatureExtractor.from_pretrained(path)
+
+    @torch.no_grad()
+    def states(self, features: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        """Computes hidden states at given places of time.
+
+        Args:
+            features: `[B, T, F]`, of the teacher.
+            mask: `[B, T]`, 1 for real frames.
+            places: samples `[L]`; between two frames the states are interpolated.
+
+        Returns:
+            `[B, L, width]`; after the end of a recording they are those of its last frame.
+        """
+        found = self.encoder(features, mask).last_hidden_state.float()
+        last = (mask.sum(1, keepdim=True) - 1) // 2
+        place = places / self.samples_per_frame
+        part = (place - place.floor())[:, None]
+        first = place.floor().long().expand(len(found), -1)
+        before, after = (
+            found.gather(1, one.minimum(last).unsqueeze(-1).expand(-1, -1, self.width)) for one in (first, first + 1)
+        )
+        return before + part * (after - before)
+
+
+class TaughtModel(nn.Module):
+    """A Conformer with a layer that predicts the teacher's hidden states from its own.
+
+    Args:
+        student: a `ConformerForCTC` or `ConformerForTransducer`.
+        width: numbers of a hidden state of the teacher.
+        weight: of the error of the predictions in the loss.
+    """
+
+    def __init__(self, student: Any, width: int, weight: float) -> None:
+        super().__init__()
+        self.student, self.weight = student, weight
+        self.projection = nn.Linear(student.config.hidden_size, width)
+
+    def forward(self, goal: Tensor, **batch: Any) -> Tensor:
+        """Computes the loss of a batch.
+
+        Args:
+            goal: the teacher's hidden states `[B, L, width]`, at the frames of the student.
+            **batch: arguments of the student.
+
+        Returns:
+            The student's own loss, and `weight` times `unexplained`.
+        """
+        found = self.student(**batch, output_hidden_states=True)
+        hidden = found.hidden_states[-1] if "hidden_states" in found else found.last_hidden_state
+        lengths = self.student.subsampled_lengths(batch["attention_mask"].sum(1))
+        real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
+        loss: Tensor = found.loss + self.weight * unexplained(self.projection(hidden)[real], goal[real])
+        return loss
+
+
+def unexplained(found: Tensor, goal: Tensor) -> Tensor:
+    """Computes the part of the variance of hidden states that a prediction leaves: 0 is the best, the mean gives 1.
+
+    Each number of a state counts the same, whatever its scale: a Whisper has some that are a hundred times greater.
+
+    Args:
+        found, goal: `[N, n]`.
+    """
+    goal = goal.float()
+    scale = goal.var(dim=0, correction=0).clamp(min=1e-8).rsqrt()
+    return ((found.float() - goal) * scale).square().mean()
+
+
+def frame_places(config: ConformerConfig, length: int, win_length: int) -> Tensor:
+    """Gives the sample in the middle of what each frame of a Conformer hears, `[L]`.
+
+    Args:
+        config: of the Conformer.
+        length: number of frames L.
+        win_length: samples of a window of its features.
+    """
+    width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
+    heard = (width - 1) * (1 + stride) * config.feature_hop_length + win_length
+    return torch.arange(length) * config.samples_per_frame + heard / 2
+
+
+def split(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Gives the student's arguments of a batch, and the teacher's features and mask."""
+    return {name: own for name, own in batch.items() if name not in (FEATURES, MASK)}, batch[FEATURES], batch[MASK]
