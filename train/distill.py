@@ -154,7 +154,7 @@ class Distillation:
         def loss(prepared: torch.nn.Module, batch: dict[str, Tensor], step: int) -> Tensor:
             seen.clear()
             model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), self.accelerator.autocast():
                 model(**batch)
             return prepared(seen, step)
 
@@ -176,7 +176,8 @@ class Distillation:
 
         def loss(prepared: torch.nn.Module, batch: dict[str, Tensor], step: int) -> Tensor:
             prepared.eval()  # no dropout: the teacher has none
-            return teacher.loss(prepared, batch)
+            with self.accelerator.autocast():
+                return teacher.loss(prepared, batch)
 
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0, fused=True
@@ -221,6 +222,7 @@ class Distillation:
                 run.progress.history.append({"epoch": epoch, "step": run.progress.step})
         if arguments.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
             checkpoint.save_checkpoint(run.states, folder, run.progress.step)
+        vars(bare).pop("forward", None)  # accelerate's, which lowers the precision: errors are measured in the full one
         return curve.losses, (bare if average is None else average.module).eval()
 
     @torch.no_grad()
@@ -249,7 +251,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parse_arguments(argv)
     # The loss may not depend on a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator, folder = Accelerator(kwargs_handlers=[parallel]), Path(arguments.output_dir)
+    accelerator = Accelerator(mixed_precision=arguments.mixed_precision, kwargs_handlers=[parallel])
+    folder = Path(arguments.output_dir)
     settings = arguments.settings(accelerator.num_processes)
     there = any(checkpoint.checkpoints(folder / name) for name in ("attention", "model"))
     there = there or (folder / checkpoint.SETTINGS).exists()

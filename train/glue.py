@@ -103,7 +103,12 @@ def prepare_run(
     run = loop.start(accelerator, prepared, train, seed, folder, clipped)
     if teacher is not None:
         teacher.model.to(accelerator.device)
-        run.loss = teacher.loss
+
+        def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+            with accelerator.autocast():
+                return teacher.loss(model, batch)
+
+        run.loss = loss
     return run, eval_loaders
 
 

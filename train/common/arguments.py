@@ -18,6 +18,7 @@ SCHEDULE = {
     "metavar": "NAME",
 }
 # Arguments that do not change the result of a run.
+PRECISIONS = (None, "no", "fp16", "bf16")
 FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
 
 
@@ -45,6 +46,12 @@ def check_backend(name: str | None) -> None:
         raise ValueError(
             f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
         )
+
+
+def check_choice(arguments: Any, name: str, allowed: tuple[str | None, ...]) -> None:
+    """Raises ValueError if a field is none of the allowed values."""
+    if getattr(arguments, name) not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(arguments, name)!r}")
 
 
 def check_schedule(name: str) -> None:
@@ -189,12 +196,8 @@ class RunArguments:
             "num_train_epochs",
             "learning_rate",
         )
-        for name, allowed in (
-            ("report_to", ("tensorboard", "none")),
-            ("mixed_precision", (None, "no", "fp16", "bf16")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
+        check_choice(self, "report_to", ("tensorboard", "none"))
+        check_choice(self, "mixed_precision", PRECISIONS)
         if self.num_warmup_steps is not None and self.warmup_ratio:
             raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
         check_schedule(self.lr_scheduler_type)

