@@ -97,6 +97,8 @@ EVAL = Folder(
             "chunks": Program("favor.eval.chunks", "error rates of Conformers by length of chunk, and their trainings"),
             "whisper_ctc": Program("favor.eval.whisper_ctc", "CTC on a Whisper's encoder: three searches"),
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
+            "language_model": Program("favor.eval.speech.language_model", "an n-gram language model of books"),
+            "synthesize": Program("favor.eval.speech.synthesize", "a corpus of synthetic speech"),
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
         "optimizers and decompositions": {
