@@ -114,10 +114,13 @@ class Distillation:
     def convert(self) -> str:
         """Switches the model, with parameters from their closed form; returns the statistics that it stores."""
         arguments, model = self.arguments, self.model
-        kind = arguments.statistics or ("calibrated" if self.decoder or arguments.feature_weights else "corrected")
-        kind = kind if arguments.family.takes_parameters else "batch"
+        family = arguments.family
+        fixed = self.decoder or arguments.feature_weights or not family.needs_statistics
+        kind = arguments.statistics or ("calibrated" if fixed else "corrected")
+        kind = kind if family.takes_parameters else "batch"
         batches, name = self.data.first(arguments.calibration_samples), arguments.attn_implementation
         fitted_later = arguments.feature_weights and arguments.layers == "all"
+        fits = kind == "calibrated" and family.needs_statistics and not fitted_later
         favor.convert(
             model,
             name,
@@ -125,7 +128,7 @@ class Distillation:
             layers=arguments.layers,
             flop_budget=arguments.flop_budget,
             length=arguments.max_length if arguments.audio_dir is None else None,
-            statistics="calibrated" if kind == "calibrated" and not fitted_later else "batch",
+            statistics="calibrated" if fits else "batch",
             **arguments.options(),
         )
         if arguments.feature_weights:
@@ -148,7 +151,8 @@ class Distillation:
         shapes = {n: shape for n, shape in self.shapes.items() if exact[n] < shape[0]}
         if not shapes or not arguments.attention_steps:
             return []
-        student = AttentionStudent(modules, families.get(name, **own), options, shapes)
+        family = families.get(name, **own)
+        student = AttentionStudent(modules, family, options, shapes, arguments.learn_directions)
         seen: list[Observation] = []
 
         def loss(prepared: torch.nn.Module, batch: dict[str, Tensor], step: int) -> Tensor:
@@ -158,7 +162,10 @@ class Distillation:
                 model(**batch)
             return prepared(seen, step)
 
-        optimizer = torch.optim.Adam(student.parameters(), lr=arguments.attention_learning_rate)
+        groups: list[dict[str, Any]] = [{"params": list(student.layers.values())}]
+        if arguments.learn_directions:
+            groups.append({"params": list(student.directions.values()), "lr": arguments.directions_learning_rate})
+        optimizer = torch.optim.Adam(groups, lr=arguments.attention_learning_rate)
         with observe(model, seen.append):
             losses, _ = self._stage("attention", arguments.attention_steps, student, optimizer, loss)
         store_parameters(model, student.result(), name, kind)

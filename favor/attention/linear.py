@@ -34,6 +34,8 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
         parameters = _checked("parameters", call.parameters, omega)
     if call.correction is not None:
         parameters = parameters.corrected(_checked("correction", call.correction, omega))
+    if parameters.directions is not None:
+        omega = parameters.directions * scale**0.5
     query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
         query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
@@ -52,11 +54,16 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
-    """Gives the caller's parameters in the type and on the device of omega `[Hk, M, d]`."""
+    """Gives the caller's parameters in the type and on the device of the drawn omega `[Hk, M, d]`."""
     heads, head_dim = omega.shape[0], omega.shape[-1]
     for part in (given.transform, given.inverse, given.factor):
         if part.shape[-2:] != (head_dim, head_dim) or (part.ndim > 2 and part.shape[-3] not in (1, heads)):
             raise ValueError(f"{name} must be [{heads}, {head_dim}, {head_dim}], got {tuple(part.shape)}.")
+    if given.directions is not None and given.directions.shape != omega.shape:
+        raise ValueError(
+            f"{name} hold learned directions {tuple(given.directions.shape)}, and num_features, key heads and head_dim "
+            f"ask for {tuple(omega.shape)}: learned directions cannot be used with other numbers."
+        )
     return given.to(omega)
 
 

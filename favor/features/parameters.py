@@ -13,7 +13,8 @@ A shift b moves the keys, exp(x . y) = exp(x . (y - b)) exp(x . b): y is replace
 normalised attention that factor of the query cancels, so shifted keys cost nothing.
 
 Weights w_m of single features, learned for given directions (`favor.calibrate`), enter as log w_m in log f_2. With them
-the estimate is closer to the kernel on data like those they were learned from, and no longer unbiased.
+the estimate is closer to the kernel on data like those they were learned from, and no longer unbiased. The same holds
+for directions w_m that are learned themselves (`favor.train.distill`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Parameters:
         shift: b, `[..., d]`; None for no shift.
         log_weights: log w, `[..., M]`, of the M directions they were learned for; None for weights of 1.
         form: what is known of L: "identity", "triangular" or "full" (nothing).
+        directions: omega, `[..., M, d]`, learned in the place of random ones; None for random ones.
 
     Example:
         >>> import torch, favor
@@ -57,6 +59,7 @@ class Parameters:
     shift: Tensor | None = None
     log_weights: Tensor | None = None
     form: Literal["identity", "triangular", "full"] = "full"
+    directions: Tensor | None = None
 
     @classmethod
     def identity(cls, head_dim: int, *, dtype: torch.dtype, device: torch.device | str) -> Parameters:
@@ -111,7 +114,7 @@ class Parameters:
     def corrected(self, correction: Parameters) -> Parameters:
         """Moves these parameters by learned ones: G C, D L and b + c for a correction (C, D, c).
 
-        A correction with C = D = I and c = 0 changes nothing.
+        A correction with C = D = I, c = 0 and no directions changes nothing.
         """
         shift = self.shift
         if correction.shift is not None:
@@ -124,6 +127,7 @@ class Parameters:
             maps=True,
             shift=shift,
             form="full",
+            directions=self.directions if correction.directions is None else correction.directions,
         )
 
     def heads(self, heads: Sequence[int]) -> Parameters:
@@ -137,8 +141,8 @@ class Parameters:
             return None if part is None else change(part)
 
         transform, inverse, factor = (change(matrix) for matrix in (self.transform, self.inverse, self.factor))
-        shift, log_weights = optional(self.shift), optional(self.log_weights)
-        return Parameters(transform, inverse, factor, self.maps, shift, log_weights, self.form)
+        shift, log_weights, directions = map(optional, (self.shift, self.log_weights, self.directions))
+        return Parameters(transform, inverse, factor, self.maps, shift, log_weights, self.form, directions)
 
     def split(self) -> list[Parameters]:
         """Splits parameters `[n, Hk, d, d]` along the first of four dimensions into n parameters `[1, Hk, d, d]`."""
@@ -149,9 +153,9 @@ class Parameters:
 
         matrices = zip(parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), strict=True)
         shifts = parts(self.shift, 3)
-        # Weights belong to directions, which all sequences share.
+        # All sequences share the directions and their weights.
         return [
-            Parameters(*own, self.maps, shift, self.log_weights, self.form)  # type: ignore[arg-type]
+            Parameters(*own, self.maps, shift, self.log_weights, self.form, self.directions)  # type: ignore[arg-type]
             for own, shift in zip(matrices, shifts, strict=True)
         ]
 

@@ -337,6 +337,13 @@ def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameter
             f'statistics="{plan.statistics}" needs parameters of {plan.family} in every layer, and '
             f'{type(module).__name__} has {has}. Make them with {how}, or set statistics="batch".'
         )
+    directions = choice.get("directions")
+    if directions is not None and (plan.num_features != directions or plan.redraw_interval):
+        raise ValueError(
+            f"{type(module).__name__} has {directions} learned directions in each head, and num_features is "
+            f"{plan.num_features} and redraw_interval {plan.redraw_interval}: set num_features={directions} and "
+            "redraw_interval=0, or learn others with favor.train.distill."
+        )
     learned = choice.get(WEIGHTS_OF)
     if learned is not None:
         present = weights_of(choice, plan.window, plan, learned["layer"])

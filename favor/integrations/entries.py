@@ -9,7 +9,7 @@ from favor import registry
 from favor.config import BACKEND, MOST_FEATURES, FavorConfig
 
 _WIDEST = 2**14  # of a head, and heads of a layer
-_SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES}
+_SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES, "directions": MOST_FEATURES}
 _NAMES = {"family": lambda: registry.FAMILIES, "kind": lambda: ("calibrated", "corrected")}
 
 

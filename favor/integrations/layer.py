@@ -21,6 +21,8 @@ from favor.integrations._private import in_backward, version
 
 # Names in checkpoints.
 TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
+DIRECTIONS = "favor_directions"
+BUFFERS = (TRANSFORM, FACTOR, SHIFT, WEIGHTS, DIRECTIONS)
 WEIGHTS_OF = "weights_of"
 ALL_EXACT = "all its heads are kept exact"  # in accounts
 # Options that a layer may have of its own, in its entry of `config.favor_layers`.
@@ -200,7 +202,7 @@ def all_exact(choice: Mapping[str, Any]) -> bool:
 
 def stored_parameters(module: nn.Module) -> Parameters | None:
     """Gives the parameters that a layer stores, float32 `[Hk, d, d]`; None if it stores none."""
-    buffers = [getattr(module, name, None) for name in (TRANSFORM, FACTOR, SHIFT, WEIGHTS)]
+    buffers = [getattr(module, name, None) for name in BUFFERS]
     if buffers[0] is None:
         return None
     maps = stored_choice(module).get("maps", True)
@@ -220,12 +222,11 @@ def stored_parameters(module: nn.Module) -> Parameters | None:
 
 
 def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
-    transform, factor, shift, weights = (None if buffer is None else buffer.float() for buffer in buffers)
+    transform, factor, shift, weights, directions = (None if buffer is None else buffer.float() for buffer in buffers)
     assert transform is not None
     assert factor is not None
-    if not maps:
-        return Parameters(transform, transform, factor, maps=False, log_weights=weights)
-    return Parameters(transform, inverse(transform), factor, shift=shift, log_weights=weights)
+    inverted, shift = (inverse(transform), shift) if maps else (transform, None)
+    return Parameters(transform, inverted, factor, maps, shift, weights, directions=directions)
 
 
 def redraw_epoch(module: nn.Module, interval: int) -> int:

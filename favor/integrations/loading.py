@@ -23,7 +23,7 @@ from favor.integrations._private import (
     at_missing_weights,
 )
 from favor.integrations.adapters import watch_adapters
-from favor.integrations.layer import FACTOR, SHIFT, TRANSFORM, WEIGHTS
+from favor.integrations.layer import BUFFERS
 from favor.integrations.modules import (
     asking_layers,
     configs_of,
@@ -104,7 +104,7 @@ def _asks_for_all(config: Any) -> bool:
 
 def _refuse_missing(model: PreTrainedModel, missing: Collection[str]) -> None:
     """Raises a ValueError for parameters that `config.favor_layers` lists and the weights do not have."""
-    ours = sorted(name for name in missing if name.rpartition(".")[2] in (TRANSFORM, FACTOR, SHIFT, WEIGHTS))
+    ours = sorted(name for name in missing if name.rpartition(".")[2] in BUFFERS)
     if ours:
         raise ValueError(
             f"config.favor_layers of {type(model).__name__} lists stored parameters that the weights do not have: "

@@ -6,7 +6,7 @@ and `selected_keys`. It is listed in `config.favor_layers`, by the names of the 
 "kind": "calibrated", "key_heads": 12, "head_dim": 32, "exact_heads": [3], "window": 256}}`. A layer with weights of
 features also has `"weights_of": {"num_features": 64, "seed": 0, "orthogonal": true, "window": 0, "exact_heads": [],
 "layer": 1}`, which says for what the weights were learned; if G = I and there is no shift, `"maps": false` saves
-attention this work.
+attention this work. `"directions": 64` says that the layer has that many learned directions in each head.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from favor.config import FavorConfig
 from favor.features import Parameters
 from favor.integrations.entries import check_entries, check_parts
 from favor.integrations.layer import (
+    DIRECTIONS,
     FACTOR,
     OWN_OPTIONS,
     SHIFT,
@@ -71,7 +72,8 @@ def number_layers(model: nn.Module) -> None:
         own = (entries or {}).get(name, {})
         change_state(module, **place, choice=own)
         if "family" in own:
-            _attach(module, own["key_heads"], own["head_dim"], own.get(WEIGHTS_OF, {}).get("num_features"))
+            features = {WEIGHTS: own.get(WEIGHTS_OF, {}).get("num_features"), DIRECTIONS: own.get("directions")}
+            _attach(module, own["key_heads"], own["head_dim"], features)
 
 
 def number_new_layers(model: nn.Module) -> None:
@@ -129,6 +131,7 @@ def store_parameters(
         fitted = parameters[number]
         shape[WEIGHTS_OF] = None if weights is None else dict(weights[number])
         shape["maps"] = None if fitted.maps or fitted.shift is not None else False
+        shape["directions"] = None if fitted.directions is None else fitted.directions.shape[-2]
     update_choices(model, shapes)
     for module in model.modules():
         state = layer_state(module)
@@ -136,14 +139,19 @@ def store_parameters(
         if own is None:
             continue
         key_heads, head_dim = own.factor.shape[:2]
-        _attach(module, key_heads, head_dim, None if own.log_weights is None else own.log_weights.shape[-1])
+        features = {
+            WEIGHTS: None if own.log_weights is None else own.log_weights.shape[-1],
+            DIRECTIONS: None if own.directions is None else own.directions.shape[-2],
+        }
+        _attach(module, key_heads, head_dim, features)
         like = getattr(module, FACTOR)
         eye = torch.eye(own.factor.shape[-1], dtype=like.dtype, device=like.device)
         _set(module, TRANSFORM, own.transform.to(like).expand_as(like) if own.maps else eye.expand_as(like))
         _set(module, FACTOR, own.factor.to(like))
         _set(module, SHIFT, torch.zeros_like(like[..., 0]) if own.shift is None else own.shift.to(like))
-        if own.log_weights is not None:
-            _set(module, WEIGHTS, own.log_weights.to(like))
+        for name, value in ((WEIGHTS, own.log_weights), (DIRECTIONS, own.directions)):
+            if value is not None:
+                _set(module, name, value.to(like))
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
@@ -192,18 +200,24 @@ def _write(model: nn.Module) -> None:
             config.favor_layers = {k: v for k, v in (before or {}).items() if k not in names} | layers
 
 
-def _attach(module: nn.Module, key_heads: int, head_dim: int, num_features: int | None) -> None:
-    """Makes buffers with the parameters of FAVOR+, which need no data, unless the module has buffers of that shape."""
-    present = getattr(module, WEIGHTS, None)
-    if num_features is None:
-        if present is not None:
-            delattr(module, WEIGHTS)
-    elif present is None or present.shape != (key_heads, num_features):
-        device = next((p.device for p in module.parameters()), None)
-        module.register_buffer(WEIGHTS, torch.zeros(key_heads, num_features, device=device))
+def _attach(module: nn.Module, key_heads: int, head_dim: int, numbers: Mapping[str, int | None]) -> None:
+    """Makes buffers with the parameters of FAVOR+, which need no data, unless the module has buffers of that shape.
+
+    Args:
+        module: the attention module.
+        key_heads, head_dim: of the layer.
+        numbers: how many features the buffers `WEIGHTS` and `DIRECTIONS` are for; None for no such buffer.
+    """
+    device = next((p.device for p in module.parameters()), None)
+    for name, number in numbers.items():
+        present = getattr(module, name, None)
+        shape = (key_heads, number, head_dim)[: 3 if name == DIRECTIONS else 2]
+        if number is None and present is not None:
+            delattr(module, name)
+        elif number is not None and (present is None or present.shape != shape):
+            module.register_buffer(name, torch.zeros(shape, device=device))  # type: ignore[arg-type]
     if getattr(module, FACTOR, torch.empty(0)).shape == (key_heads, head_dim, head_dim):
         return
-    device = next((p.device for p in module.parameters()), None)
     eye = torch.eye(head_dim, device=device).repeat(key_heads, 1, 1)
     module.register_buffer(TRANSFORM, eye)
     module.register_buffer(FACTOR, eye.clone())

@@ -6,9 +6,10 @@ r"""Gives a pretrained model linear attention that is close to its exact attenti
 The stages, in one folder:
 
 1. The parameters of the estimator come from a closed form.
-2. `attention_steps` steps learn a correction of them: each layer is compared with exact attention on its own queries,
-   keys and values. The weights of the model do not change. `--feature_weights` replaces this stage: it learns weights
-   of the features, and parameters for exactly the directions that the model will use (`favor.calibrate`).
+2. `attention_steps` steps learn a correction of them, and directions in the place of random ones: each layer is
+   compared with exact attention on its own queries, keys and values. The weights of the model do not change.
+   `--feature_weights` replaces this stage: it learns weights of the features, and parameters for exactly the directions
+   that the model will use (`favor.calibrate`).
 3. `model_steps` steps train all weights, so that hidden states and predictions match those of the exact model, with
    `task_weight` also on the words of the text themselves.
 
@@ -53,7 +54,7 @@ class DistillArguments:
     )
     split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
     join_seconds: float = option(28.0, "Consecutive utterances of a chapter are joined up to this length.")
-    attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, or favor+ with feature_weights.")
+    attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, favor+ or landmark.")
     num_features: int = option(256, "Random features per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
     window: int = option(0, "Tokens of a block in which attention is exact; 0: no blocks.")
@@ -85,7 +86,11 @@ class DistillArguments:
     attention_steps: int | None = option(
         None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
     )
-    attention_learning_rate: float = option(5e-4, "Peak learning rate of the attention steps.")
+    attention_learning_rate: float = option(3e-3, "Peak learning rate of the corrections in the attention steps.")
+    learn_directions: bool = option(
+        True, "The attention steps also learn the directions of each head, in the place of random ones."
+    )
+    directions_learning_rate: float = option(5e-2, "Peak learning rate of the directions.")
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
     hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states in the model steps.")
@@ -162,14 +167,19 @@ class DistillArguments:
         for name in ("attention_steps", "model_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        learns = landmarks or self.family.needs_statistics or self.feature_weights
+        directions = self.learn_directions and self.attention_steps
+        learns = landmarks or self.family.needs_statistics or self.feature_weights or directions
         if not (learns and self.family.supports_window):
             raise ValueError(
-                "attn_implementation must be favor#, favor++ or landmark, or favor+ with feature_weights, got "
-                f"{self.attn_implementation!r}"
+                "attn_implementation must be favor#, favor++ or landmark, or favor+ with learn_directions or "
+                f"feature_weights, got {self.attn_implementation!r}"
             )
         if self.statistics == "corrected" and not self.attention_steps:
             raise ValueError("attention_steps learns the statistics corrected: set attention_steps above 0")
+        if self.statistics == "corrected" and not self.family.needs_statistics:
+            raise ValueError(
+                f"{self.attn_implementation} has no parameters of a sequence to correct: leave out statistics"
+            )
         if self.statistics not in (None, "calibrated", "corrected"):
             raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
         if self.exact_below != "auto" and not self.exact_below.isdecimal():

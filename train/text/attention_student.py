@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from favor import favor_attention
+from favor.attention.directions import Draw
+from favor.attention.directions import directions as drawn_directions
 from favor.features import Parameters, PositiveFeatures
 from favor.integrations.adapt.observe import Observation, relative_error
 from favor.integrations.layer import stored_choice, stored_parameters
@@ -18,6 +20,7 @@ class AttentionStudent(nn.Module):
     """A learned correction (C, D, c) of the parameters (G, L, b) of every head of every layer: G C, D L, b + c.
 
     Any invertible G and L keep the estimate of the kernel unbiased, so training them changes the variance alone.
+    Learned directions make the estimate biased, and closer to the kernel on data like those that they learn from.
 
     Args:
         modules: attention modules of the model by layer number.
@@ -25,6 +28,7 @@ class AttentionStudent(nn.Module):
         options: options of the backend, `model.config.favor`. With `statistics="calibrated"` the parameters stored in
             the modules are corrected, otherwise the parameters of each sequence.
         shapes: number of key heads and head_dim of every layer to learn.
+        learn_directions: whether the directions are learned too, beginning with the random ones.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class AttentionStudent(nn.Module):
         features: PositiveFeatures,
         options: Mapping[str, Any],
         shapes: Mapping[int, tuple[int, int]],
+        learn_directions: bool = False,
     ) -> None:
         super().__init__()
         self.features, self.options = features, dict(options)
@@ -40,19 +45,26 @@ class AttentionStudent(nn.Module):
         self.base: dict[int, Parameters | None] = dict.fromkeys(shapes)
         if options["statistics"] == "calibrated":
             self.base = {number: stored_parameters(modules[number]) for number in shapes}
-        self.layers = nn.ParameterDict()
+        self.layers, self.directions = nn.ParameterDict(), nn.ParameterDict()
         for number, (heads, head_dim) in shapes.items():
             # Differences from the identity, so that one learning rate fits all heads, whatever their norms.
             self.layers[f"transform_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
             self.layers[f"factor_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
             self.layers[f"shift_{number}"] = nn.Parameter(torch.zeros(heads, head_dim))
+            if learn_directions:
+                drawn = Draw(
+                    *(features.draws_like, options["num_features"], head_dim, heads, options["orthogonal"]),
+                    *(options["seed"], number, 0, torch.device("cpu"), torch.float32),
+                )
+                self.directions[str(number)] = nn.Parameter(drawn_directions(drawn).clone())
 
     def correction(self, number: int) -> Parameters:
         """Gives the correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
         transform, factor, shift = (self.layers[f"{name}_{number}"] for name in ("transform", "factor", "shift"))
         eye = torch.eye(transform.shape[-1], device=transform.device)
         transform = eye + transform
-        return Parameters(transform, torch.linalg.inv(transform), eye + factor, shift=shift)
+        directions = self.directions.get(str(number), None)
+        return Parameters(transform, torch.linalg.inv(transform), eye + factor, shift=shift, directions=directions)
 
     @torch.no_grad()
     def result(self) -> dict[int, Parameters]:
@@ -65,8 +77,8 @@ class AttentionStudent(nn.Module):
 
         Args:
             observations: from one forward pass of the exact model.
-            draw: number of the draw of random directions; new directions in each step keep the parameters from fitting
-                one draw alone.
+            draw: number of the draw of random directions, if they are not learned; new directions in each step keep
+                the parameters from fitting one draw alone.
         """
         errors = [
             relative_error(self.estimate(seen, draw), seen)[:, self._estimated(seen)].mean()

@@ -151,7 +151,7 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--feature_weights", "True", "--statistics", "corrected"], "feature_weights learns calibrated parameters"),
         (["--features", "landmark", "--attention_steps", "3"], "landmarks have no parameters to learn"),
         (["--features", "landmark", "--statistics", "calibrated"], "landmarks have no parameters to learn"),
-        (["--attn_implementation", "favor+"], "or favor\\+ with feature_weights"),
+        (["--attn_implementation", "favor+", "--attention_steps", "0"], "or favor\\+ with learn_directions or"),
     ],
 )
 def test_bad_arguments(more, message, bert_folder, text, tmp_path):
@@ -292,3 +292,40 @@ def test_mixed_precision_changes_the_steps_and_not_how_errors_are_measured(
 def test_a_precision_that_does_not_exist_is_refused(bert_folder, text, tmp_path):
     with pytest.raises(ValueError, match="mixed_precision must be one of None, no, fp16, bf16, got 'half'"):
         parse_arguments(arguments(bert_folder, text, tmp_path, "--mixed_precision", "half"))
+
+
+@pytest.mark.parametrize("backend", ["favor+", "favor++", "favor#"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_learned_directions_help_and_are_loaded(kind, backend, bert_folder, decoder_folder, text, tmp_path):
+    folder = bert_folder if kind == "encoder" else decoder_folder
+    more = ["--attn_implementation", backend, "--attention_steps", "60", "--per_device_train_batch_size", "8"]
+    losses = distill.main(arguments(folder, text, tmp_path / "learned", *more))["attention_loss"]
+    before = losses[:10]
+    if backend != "favor+":  # it has no other parameters to learn
+        words = (*more, "--learn_directions", "False")
+        before = distill.main(arguments(folder, text, tmp_path / "drawn", *words))["attention_loss"][-10:]
+    assert sum(losses[-10:]) < 0.95 * sum(before)
+
+    model = AutoModel.from_pretrained(tmp_path / "learned").eval()
+    entry = next(iter(model.config.favor_layers.values()))
+    assert entry["directions"] == 16
+    ids = samples(text, AutoTokenizer.from_pretrained(folder), 32, 4, seed=5)
+    exact = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        goal, out = (own(input_ids=ids).last_hidden_state for own in (exact, model))
+        again = favor.configure(model, seed=7)(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(again, out)  # nothing is drawn
+    assert (out - goal).norm() < goal.norm()
+    for wrong in ({"num_features": 32}, {"redraw_interval": 2}):
+        with pytest.raises(ValueError, match="16 learned directions in each head, and num_features is"):
+            favor.configure(model, **{"num_features": 16, "redraw_interval": 0} | wrong)(input_ids=ids)
+
+
+def test_without_directions_a_model_forgets_them(bert_folder, text, tmp_path):
+    distill.main(arguments(bert_folder, text, tmp_path, "--attention_steps", "2"))
+    model = AutoModel.from_pretrained(tmp_path)
+    ids = samples(text, AutoTokenizer.from_pretrained(bert_folder), 32, 2)
+    favor.calibrate(model, [{"input_ids": ids}], attn_implementation="favor#", num_features=24)
+    assert not any("directions" in name for name in model.state_dict())
+    assert all("directions" not in entry for entry in model.config.favor_layers.values())
+    favor.configure(model, num_features=24)(input_ids=ids)
