@@ -5,6 +5,7 @@ program in a new process, with its own memory, streams and signals, but from a s
 starts a new Python, for tests of the launch itself.
 """
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
 
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
@@ -47,8 +49,7 @@ def fork(module: str, *words: object, processes: int = 1) -> str:
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
         started = start(module, words, logs)
-        for process in started:
-            wait(process)
+        wait_all(started)
         printed = "".join(log.read_text(errors="replace") for log in logs)
         assert all(process.exitcode == 0 for process in started), printed[-3000:]
     return printed
@@ -62,7 +63,7 @@ def start(module: str, words: Sequence[object], logs: Sequence[Path]) -> list[mu
         environment = {}
         if len(logs) > 1:
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(logs), "LOCAL_WORLD_SIZE": len(logs)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         arguments = (module, [str(word) for word in words], log, environment)
         started.append(_context.Process(target=_program, args=arguments))
         started[-1].start()
@@ -78,10 +79,26 @@ def _program(module: str, words: list[str], log: Path, environment: dict[str, ob
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w"), line_buffering=True) for number in (1, 2))
     sys.argv = [module, *words]
+    # A program that hangs says where, in its log, and ends.
+    faulthandler.dump_traceback_later(SECONDS - 30, file=sys.stderr, exit=True)
     with warnings.catch_warnings():
         # The server has already imported the module, on purpose.
         warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def wait_all(processes: Sequence[multiprocessing.Process]) -> None:
+    """Waits for processes that need each other: when one fails, the others are ended."""
+    left = list(processes)
+    while left:
+        ready = connection.wait([process.sentinel for process in left], timeout=SECONDS)
+        failed = not ready or any(process.exitcode for process in left)
+        left = [process for process in left if process.exitcode is None]
+        if failed:
+            for process in left:
+                process.kill()
+                process.join()
+            return
 
 
 def wait(process: multiprocessing.Process) -> None:
