@@ -219,7 +219,7 @@ class Distillation:
             run.after_step = lambda: average.update_parameters(bare)
 
         def noted(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            found = loss(trained, self.data.shortened(batch, run.progress.step / steps), run.progress.step + 1)
+            found = loss(trained, self.data.shaped(batch, run.progress.step, steps), run.progress.step + 1)
             curve.losses.append(found.item())
             return found
 

@@ -17,8 +17,8 @@ With `--audio_dir` the model is one that hears, such as a Whisper or a Conformer
 learns from recordings.
 
 After each stage the program prints the error of the hidden states on samples that are held out. Samples may begin short
-and grow (`--start_length`). A run that was stopped continues with `--resume`, to the same weights. `from_pretrained`
-loads the output folder.
+and grow (`--start_length`), have several lengths (`--lengths`), or be pairs of texts (`--pair_probability`). A run that
+was stopped continues with `--resume`, to the same weights. `from_pretrained` loads the output folder.
 """
 
 from __future__ import annotations
@@ -70,6 +70,17 @@ class DistillArguments:
     max_length: int = option(512, "Tokens of a sample.")
     start_length: int | None = option(
         None, "Tokens of the first samples; the length doubles, in equal parts of a stage, up to max_length."
+    )
+    lengths: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of the samples of a step, drawn from these. Default: max_length, or as start_length says."
+        },
+    )
+    pair_probability: float = option(
+        0.0,
+        "Part of the samples that are two texts, as in tasks on pairs of sentences: the second begins inside the first "
+        "or right after it, and shares words with it.",
     )
     train_samples: int | None = option(
         None, "Samples to learn from, evenly spaced in the text. Default: as many as the steps need, or all there are."
@@ -127,12 +138,20 @@ class DistillArguments:
         check_choice(self, "mixed_precision", PRECISIONS)
         if (self.train_file is None) == (self.audio_dir is None):
             raise ValueError("give a text, train_file, or recordings, audio_dir: one of them")
-        if self.audio_dir is not None and (self.start_length or self.task_weight):
-            raise ValueError("start_length and task_weight are for text: leave them out with audio_dir")
+        of_text = ("start_length", "lengths", "pair_probability", "task_weight")
+        if self.audio_dir is not None and any(getattr(self, name) for name in of_text):
+            raise ValueError(f"{', '.join(of_text)} are for text: leave them out with audio_dir")
         if self.audio_dir is None and self.split is not None:
             raise ValueError("split is of recordings: add audio_dir")
         if self.start_length is not None and self.start_length > self.max_length:
             raise ValueError(f"start_length must be at most max_length, got {self.start_length} and {self.max_length}")
+        if self.lengths is not None:
+            if self.start_length is not None:
+                raise ValueError("lengths and start_length both set the length of samples: leave one of them out")
+            if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > self.max_length:
+                raise ValueError(f"lengths must be between 1 and max_length, {self.max_length}, got {self.lengths}")
+        if not 0 <= self.pair_probability <= 1:
+            raise ValueError(f"pair_probability must be between 0 and 1, got {self.pair_probability}")
         for name in ("hidden_weight", "logits_weight", "task_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

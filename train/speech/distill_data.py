@@ -89,7 +89,7 @@ class Sounds:
         sampler = EpochSampler(len(self), self.arguments.seed)
         return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
 
-    def shortened(self, batch: dict[str, Tensor], done: float) -> dict[str, Tensor]:
+    def shaped(self, batch: dict[str, Tensor], step: int, steps: int) -> dict[str, Tensor]:
         """Gives the batch: recordings keep their length."""
         return batch
 

@@ -1,4 +1,4 @@
-"""The text of a distillation: samples to learn from, short ones first, and samples that are held out."""
+"""The text of a distillation: samples to learn from, of several lengths, and samples that are held out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from favor.train.common.batches import mix
 from favor.train.mlm import MaskedTexts
 from favor.train.options.distill import DistillArguments
 from favor.train.text.language import VisitSampler
+from favor.train.text.pairs import IGNORED, Pairs
 from favor.train.text.samples import around, samples
 
 MASKED = 0.15
@@ -58,12 +60,15 @@ class Texts:
         )
         before, after = around(tokenizer)
         least = len(before) + len(after) + 2
-        if arguments.start_length is not None and arguments.start_length < least:
-            raise ValueError(
-                f"start_length must be at least {least}, with the tokens around a text; got {arguments.start_length}"
-            )
+        for name, shortest in (
+            ("start_length", arguments.start_length),
+            ("lengths", min(arguments.lengths or [least])),
+        ):
+            if shortest is not None and shortest < least:
+                raise ValueError(f"{name} must be at least {least}, with the tokens around a text; got {shortest}")
         self._held, self.ids = ids[:held], ids[held:]
         self.before, self.after = len(before), len(after)
+        self.pairs = Pairs(tokenizer, self.before, self.after, arguments.pair_probability)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -71,11 +76,20 @@ class Texts:
     @property
     def held_out(self) -> list[dict[str, Tensor]]:
         """Batches of one sample, on which the error is measured."""
-        return [{"input_ids": own} for own in self._held.split(1)]
+        return self._single(self._held)
 
     def first(self, number: int) -> list[dict[str, Tensor]]:
         """Gives the first samples to learn from, as batches of one."""
-        return [{"input_ids": own} for own in self.ids[:number].split(1)]
+        return self._single(self.ids[:number])
+
+    def _single(self, ids: Tensor) -> list[dict[str, Tensor]]:
+        """Gives batches of one sample, with the lengths and pairs of the samples to learn from."""
+        lengths = self.arguments.lengths or [self.arguments.max_length]
+        made = []
+        for place, own in enumerate(ids.split(1)):
+            batch = self._cut({"input_ids": own}, lengths[place % len(lengths)])
+            made.append(self.pairs(batch, torch.Generator().manual_seed(mix(self.arguments.seed, place))))
+        return made
 
     def loader(self, labels: bool, decoder: bool) -> DataLoader[dict[str, Tensor]]:
         """Makes a loader of the samples in an order of the seed; with labels for the words themselves, or without."""
@@ -88,23 +102,31 @@ class Texts:
             data = MaskedTexts(self.ids, self.processor, MASKED, seed)
         return DataLoader(data, size, sampler=VisitSampler(len(self.ids), seed), drop_last=True)
 
-    def shortened(self, batch: dict[str, Tensor], done: float) -> dict[str, Tensor]:
-        """Cuts a batch to the length of its time, before the special tokens at the end.
+    def shaped(self, batch: dict[str, Tensor], step: int, steps: int) -> dict[str, Tensor]:
+        """Cuts a batch to the length of a step, before the special tokens at the end, and makes pairs of some samples.
 
         Args:
             batch: tensors `[B, max_length]`.
-            done: the part of the steps that is done, in [0, 1).
+            step: how many steps are done.
+            steps: of the stage.
         """
-        lengths = growing_lengths(self.arguments.start_length, self.arguments.max_length)
-        length = lengths[int(done * len(lengths))]
-        if length == self.arguments.max_length:
-            return batch
-        kept = max(length - self.after, 0)
-        short = {n: torch.cat([own[:, :kept], own[:, own.shape[1] - self.after :]], 1) for n, own in batch.items()}
-        if "labels" in short:  # a sample that has lost all its masked words says its first word
-            lost = (short["labels"] == -100).all(1)
-            short["labels"][lost, self.before] = short["input_ids"][lost, self.before]
-        return short
+        generator = torch.Generator().manual_seed(mix(self.arguments.seed, step))
+        drawn = self.arguments.lengths
+        if drawn:
+            length = drawn[int(torch.randint(len(drawn), (), generator=generator))]
+        else:
+            growing = growing_lengths(self.arguments.start_length, self.arguments.max_length)
+            length = growing[step * len(growing) // steps]
+        made = self.pairs(self._cut(batch, length), generator)
+        if "labels" in made:  # a sample that has lost all its masked words says its first word
+            lost = (made["labels"] == IGNORED).all(1)
+            made["labels"][lost, self.before] = made["input_ids"][lost, self.before]
+        return made
+
+    def _cut(self, batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        """Cuts samples to a length, before the special tokens at the end."""
+        kept = length - self.after
+        return {n: torch.cat([own[:, :kept], own[:, own.shape[1] - self.after :]], 1) for n, own in batch.items()}
 
 
 def check_number(number: int, arguments: DistillArguments, processes: int, source: str) -> None:

@@ -82,7 +82,7 @@ def test_a_conformer_learns_in_batches_with_padding(corpus, tmp_path):
     ("more", "message"),
     [
         (["--train_file", "book.txt"], "one of them"),
-        (["--start_length", "8"], "start_length and task_weight are for text"),
+        (["--start_length", "8"], "start_length, lengths, pair_probability, task_weight are for text"),
         (["--held_out_samples", "50"], "50 are held out, are too few"),
     ],
 )

@@ -143,6 +143,10 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--held_out_samples", "3000"], "3000 are held out, are too few"),
         (["--warmup_ratio", "-1"], "warmup_ratio must be between 0 and 1"),
         (["--start_length", "3"], "start_length must be at least 4"),
+        (["--lengths", "3", "8"], "lengths must be at least 4"),
+        (["--lengths", "8", "64"], r"lengths must be between 1 and max_length, 32, got \[8, 64\]"),
+        (["--lengths", "8", "--start_length", "8"], "lengths and start_length both set"),
+        (["--pair_probability", "1.5"], "pair_probability must be between 0 and 1, got 1.5"),
         (["--model_steps", "1", "--task_weight", "1"], "makes no predictions: set task_weight to 0"),
         (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
         (["--statistics", "batch"], "statistics must be calibrated or corrected"),
@@ -162,7 +166,7 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
 @pytest.mark.parametrize("stop", [("attention", 2), ("attention", 4), ("model", 2)], ids=str)
 def test_a_stopped_run_ends_with_the_same_weights(stop, bert_folder, text, tmp_path):
     more = ["--attention_steps", "4", "--model_steps", "4", "--checkpointing_steps", "2", "--ema_decay", "0.9"]
-    more += ["--start_length", "8", "--model_learning_rate", "1e-3"]
+    more += ["--lengths", "8", "32", "--pair_probability", "0.5", "--model_learning_rate", "1e-3"]
     whole = distill.main(arguments(bert_folder, text, tmp_path / "whole", *more))
     with stopped_after(stop[1], stop[0]):
         distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
@@ -197,14 +201,14 @@ def test_samples_grow(bert_folder, text, tmp_path, monkeypatch):
     assert growing_lengths(8, 32) == [8, 16, 32]
     assert growing_lengths(5, 32) == [5, 10, 20, 32]
     seen, tokenizer = [], AutoTokenizer.from_pretrained(bert_folder)
-    shortened = Texts.shortened
+    shaped = Texts.shaped
 
-    def note(self, batch, done):
-        found = shortened(self, batch, done)
+    def note(self, batch, step, steps):
+        found = shaped(self, batch, step, steps)
         seen.append(found["input_ids"])
         return found
 
-    monkeypatch.setattr(Texts, "shortened", note)
+    monkeypatch.setattr(Texts, "shaped", note)
     more = ["--attention_steps", "0", "--model_steps", "6", "--start_length", "8"]
     distill.main(arguments(bert_folder, text, tmp_path, *more))
     assert [ids.shape[1] for ids in seen] == [8, 8, 16, 16, 32, 32]
@@ -215,7 +219,7 @@ def test_a_short_sample_without_masked_words_says_its_first(bert_folder, text, t
     words = arguments(bert_folder, text, tmp_path, "--start_length", "4", "--task_weight", "1")
     texts = Texts(parse_arguments(words), AutoTokenizer.from_pretrained(bert_folder), 1)
     batch = next(iter(texts.loader(labels=True, decoder=False)))
-    short = texts.shortened({name: own.clone() for name, own in batch.items()}, 0.0)
+    short = texts.shaped({name: own.clone() for name, own in batch.items()}, 0, 1)
     assert short["labels"].shape == (2, 4)
     counts = (short["labels"] != -100).sum(1)
     assert counts.min() == 1
