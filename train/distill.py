@@ -24,7 +24,7 @@ from favor import features as families
 from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
-from favor.integrations.stored import store_parameters
+from favor.integrations.stored import fix_directions, store_parameters, train_directions
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.average import weight_average
 from favor.train.common.pretrained import check_model, check_positions, load_exact
@@ -174,7 +174,7 @@ class Distillation:
         return losses
 
     def learn_outputs(self) -> list[float]:
-        """Trains all weights so that the model matches its exact self; returns the loss of every step."""
+        """Trains all weights, and learned directions, so that the model matches its exact self; returns all losses."""
         arguments = self.arguments
         if not arguments.model_steps:
             return []
@@ -186,11 +186,14 @@ class Distillation:
             with self.accelerator.autocast():
                 return teacher.loss(prepared, batch)
 
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=arguments.model_learning_rate, weight_decay=0.0, fused=True
-        )
+        groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
+        directions = train_directions(self.model) if arguments.model_directions_learning_rate else []
+        if directions:
+            groups.append({"params": directions, "lr": arguments.model_directions_learning_rate})
+        optimizer = torch.optim.AdamW(groups, lr=arguments.model_learning_rate, weight_decay=0.0, fused=True)
         losses, trained = self._stage("model", arguments.model_steps, self.model, optimizer, loss)
         self.model.load_state_dict(trained.state_dict())
+        fix_directions(self.model)
         self.measure("model")
         return losses
 

@@ -154,6 +154,24 @@ def store_parameters(
                 _set(module, name, value.to(like))
 
 
+def train_directions(model: nn.Module) -> list[nn.Parameter]:
+    """Makes the learned directions of a model parameters, which an optimizer can train, and returns them."""
+    found = []
+    for module in model.modules():
+        if DIRECTIONS in module._buffers:
+            directions = nn.Parameter(module._buffers.pop(DIRECTIONS))  # type: ignore[arg-type]
+            module.register_parameter(DIRECTIONS, directions)
+            found.append(directions)
+    return found
+
+
+def fix_directions(model: nn.Module) -> None:
+    """Makes directions that `train_directions` has made parameters buffers again."""
+    for module in model.modules():
+        if DIRECTIONS in module._parameters:
+            module.register_buffer(DIRECTIONS, module._parameters.pop(DIRECTIONS).detach())  # type: ignore[union-attr]
+
+
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
     """Merges entries, by layer number, into the modules and into `config.favor_layers`; None removes a value."""
     for module in model.modules():

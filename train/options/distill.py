@@ -10,8 +10,8 @@ The stages, in one folder:
    compared with exact attention on its own queries, keys and values. The weights of the model do not change.
    `--feature_weights` replaces this stage: it learns weights of the features, and parameters for exactly the directions
    that the model will use (`favor.calibrate`).
-3. `model_steps` steps train all weights, so that hidden states and predictions match those of the exact model, with
-   `task_weight` also on the words of the text themselves.
+3. `model_steps` steps train all weights, and the learned directions, so that hidden states and predictions match those
+   of the exact model, with `task_weight` also on the words of the text themselves.
 
 With `--audio_dir` the model is one that hears, such as a Whisper or a Conformer: its encoder alone is switched and
 learns from recordings.
@@ -104,6 +104,9 @@ class DistillArguments:
     directions_learning_rate: float = option(5e-2, "Peak learning rate of the directions.")
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
+    model_directions_learning_rate: float = option(
+        5e-3, "Peak learning rate of learned directions in the model steps; 0: they are not trained there."
+    )
     hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states in the model steps.")
     logits_weight: float = option(1.0, "Weight of the divergence of predictions, if the model makes any.")
     task_weight: float = option(
@@ -150,6 +153,10 @@ class DistillArguments:
                 raise ValueError("lengths and start_length both set the length of samples: leave one of them out")
             if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > self.max_length:
                 raise ValueError(f"lengths must be between 1 and max_length, {self.max_length}, got {self.lengths}")
+        if self.model_directions_learning_rate < 0:
+            raise ValueError(
+                f"model_directions_learning_rate must not be negative, got {self.model_directions_learning_rate}"
+            )
         if not 0 <= self.pair_probability <= 1:
             raise ValueError(f"pair_probability must be between 0 and 1, got {self.pair_probability}")
         for name in ("hidden_weight", "logits_weight", "task_weight"):

@@ -78,6 +78,20 @@ def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp
     assert (corrected - plain).norm() < 0.1 * plain.norm()
 
 
+def test_the_model_steps_train_directions_too(bert_folder, text, tmp_path):
+    common = ["--attention_steps", "2", "--checkpointing_steps", "2", "--model_learning_rate", "1e-3"]
+    names, found = ("attention", "fixed", "moved"), {}
+    for name, more in zip(names, (("0", "0"), ("2", "0"), ("2", "5e-3")), strict=True):
+        own = ["--model_steps", more[0], "--model_directions_learning_rate", more[1], "--ema_decay", "0.5"]
+        distill.main(arguments(bert_folder, text, tmp_path / name, *common, *own))
+        model = AutoModel.from_pretrained(tmp_path / name)
+        assert not any(key.endswith("favor_directions") for key, _ in model.named_parameters())
+        found[name] = [own for key, own in model.named_buffers() if key.endswith("favor_directions")]
+        assert found[name]
+    assert all(torch.equal(one, two) for one, two in zip(found["attention"], found["fixed"], strict=True))
+    assert not any(torch.equal(one, two) for one, two in zip(found["attention"], found["moved"], strict=True))
+
+
 @pytest.mark.parametrize("layers", ["all", "auto"])
 def test_weights_of_features_are_learned_and_kept(layers, bert_folder, text, tmp_path):
     more = ("--feature_weights", "True", "--layers", layers, "--flop_budget", "2", "--model_steps", "2")
@@ -146,6 +160,7 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--lengths", "3", "8"], "lengths must be at least 4"),
         (["--lengths", "8", "64"], r"lengths must be between 1 and max_length, 32, got \[8, 64\]"),
         (["--lengths", "8", "--start_length", "8"], "lengths and start_length both set"),
+        (["--model_directions_learning_rate", "-1"], "model_directions_learning_rate must not be negative, got -1"),
         (["--pair_probability", "1.5"], "pair_probability must be between 0 and 1, got 1.5"),
         (["--model_steps", "1", "--task_weight", "1"], "makes no predictions: set task_weight to 0"),
         (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
