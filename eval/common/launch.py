@@ -20,12 +20,19 @@ class Backend:
     """One row of a table: an attention implementation, the features of `favor#`, and their number.
 
     It is written `name`, optionally with `:features` and `:number`: `sdpa`, `favor#:saderf`, `favor+:64`,
-    `favor#:landmark:64`.
+    `favor#:landmark:64`. A model that was adapted to its attention is a folder of `favor.train.distill`.
+
+    Attributes:
+        name, features, num_features: of the attention.
+        window: of an adapted model.
+        folder: of an adapted model, None for others.
     """
 
     name: str
     features: str | None = None
     num_features: int | None = None
+    window: int = 0
+    folder: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Backend:
@@ -46,18 +53,37 @@ class Backend:
             raise ValueError(f"backend must be written NAME[:FEATURES][:NUMBER], got {text!r}")
         return cls(name, options[0] if options and options[0] else None, number)
 
+    @classmethod
+    def adapted(cls, folder: str) -> Backend:
+        """Reads what attention a folder of `favor.train.distill` has; raises ValueError for other folders."""
+        results = Path(folder) / "all_results.json"
+        arguments = json.loads(results.read_text()).get("arguments", {}) if results.exists() else {}
+        names = ("attn_implementation", "features", "num_features", "window")
+        if not arguments.keys() >= set(names):
+            raise ValueError(f"expected a finished folder of favor.train.distill, got {folder}")
+        name, features, num_features, window = (arguments[own] for own in names)
+        return cls(name, features, num_features, window, folder)
+
     @property
     def label(self) -> str:
         """The backend as it is written on the command line and in tables."""
-        return ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
+        label = ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
+        window = f", window {self.window}" if self.window else ""
+        return label if self.folder is None else f"{label}{window}, adapted"
 
     @property
     def slug(self) -> str:
         """The label as a folder name."""
-        return self.label.replace("+", "_plus").replace("#", "_sharp").replace(":", "-")
+        changes = {"+": "_plus", "#": "_sharp", ":": "-", ", ": "-", " ": "_"}
+        slug = self.label
+        for old, new in changes.items():
+            slug = slug.replace(old, new)
+        return slug
 
     def arguments(self) -> list[str]:
-        """Writes the backend as arguments of `favor.train.glue`."""
+        """Writes the backend as arguments of `favor.train.glue`; an adapted model brings its own."""
+        if self.folder is not None:
+            return []
         options = {"--features": self.features, "--num_features": self.num_features}
         given = [word for name, value in options.items() if value for word in (name, str(value))]
         return ["--attn_implementation", self.name, *given]

@@ -117,7 +117,9 @@ def run_from_results(results: dict[str, Any], backend: str, machine: str) -> tab
 
 def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
     """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures."""
-    backends = [launch.Backend.parse(text) for text in arguments.backends or DEFAULT_BACKENDS]
+    default = () if arguments.adapted else DEFAULT_BACKENDS
+    backends = [launch.Backend.parse(text) for text in arguments.backends or default]
+    backends += [launch.Backend.adapted(folder) for folder in arguments.adapted]
     options = parse_task_options(arguments.task_options)
     model = arguments.model_name_or_path or str(minilm_path())
     data = ["--data_dir", arguments.data_dir] if arguments.data_dir else []
@@ -126,7 +128,7 @@ def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[
     failures: list[str] = []
     for number, (seed, task, backend) in enumerate(cells, 1):
         name = f"[{number}/{len(cells)}] {task} {backend.label} seed {seed}"
-        common = ["--model_name_or_path", model, *data, *rest, *options.get(task, [])]
+        common = ["--model_name_or_path", backend.folder or model, *data, *rest, *options.get(task, [])]
         folder = arguments.output_dir / task / backend.slug / f"seed_{seed}"
         start = time.perf_counter()
         try:

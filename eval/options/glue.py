@@ -6,7 +6,8 @@ r"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
 Each (task, backend, seed) is one training run of `favor.train.glue` in a process of its own, in a folder of its own
 below `--output_dir`. If the program is started again, it skips finished runs. With `--checkpoints DIR` nothing is
 trained: every saved run below DIR (of the given tasks, backends and seeds) is loaded again, evaluated, and compared
-with the measurements of its training. Unknown arguments are passed on to `favor.train.glue`.
+with the measurements of its training. `--adapted` adds models of `favor.train.distill` as rows. Unknown arguments are
+passed on to `favor.train.glue`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         "--backends",
         nargs="+",
         metavar="NAME[:FEATURES][:M]",
-        help=f"default: {' '.join(DEFAULT_BACKENDS)}; with --checkpoints: all",
+        help=f"default: {' '.join(DEFAULT_BACKENDS)}, or none with --adapted; with --checkpoints: all",
+    )
+    parser.add_argument(
+        "--adapted",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="folders of favor.train.distill: models that were adapted to their attention, each a row of its own",
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0; with --checkpoints: all")
     parser.add_argument("--output_dir", type=Path, default=Path("out/glue"), help="folder that gets one folder per run")
@@ -76,10 +84,10 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
             raise ValueError(f"{word} is set by favor.eval.glue itself; use --tasks, --backends or --seeds")
     if arguments.checkpoints:
         unused = [*rest, *arguments.task_options]
-        if unused or arguments.model_name_or_path or arguments.num_processes != 1:
+        if unused or arguments.model_name_or_path or arguments.adapted or arguments.num_processes != 1:
             raise ValueError(
-                "with --checkpoints nothing is trained: --model_name_or_path, --task_options, --num_processes and "
-                f"arguments of favor.train.glue have no effect, so leave them out; got "
-                f"{shlex.join(unused) or 'one of the first three'}"
+                "with --checkpoints nothing is trained: --model_name_or_path, --adapted, --task_options, "
+                "--num_processes and arguments of favor.train.glue have no effect, so leave them out; got "
+                f"{shlex.join(unused) or 'one of the first four'}"
             )
     return arguments, rest

@@ -14,6 +14,7 @@ from favor.eval.common import launch
 from favor.eval.common.launch import Backend
 from favor.eval.glue import __main__ as glue
 from favor.eval.glue import table
+from favor.train import distill
 
 TASKS = [column.task for column in table.COLUMNS]
 # Means of the paper's rows over the eight tasks, computed apart from the rows themselves.
@@ -158,12 +159,44 @@ def test_backends_as_arguments_and_folders():
     assert all(slug.replace("_", "").replace("-", "").isalnum() for slug in slugs)
 
 
+def test_an_adapted_model_is_a_row(tmp_path):
+    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 64, "window": 32}
+    (tmp_path / "all_results.json").write_text(json.dumps({"arguments": arguments}))
+    adapted = Backend.adapted(str(tmp_path))
+    assert adapted.label == "favor#:sderf:64, window 32, adapted"
+    assert adapted.slug == "favor_sharp-sderf-64-window_32-adapted"
+    assert adapted.arguments() == []
+    (tmp_path / "all_results.json").write_text(json.dumps({"arguments": {"seed": 0}}))
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ValueError, match=r"expected a finished folder of favor\.train\.distill"):
+            Backend.adapted(str(folder))
+    with pytest.raises(ValueError, match="with --checkpoints nothing is trained"):
+        glue.parse_arguments(["--checkpoints", "somewhere", "--adapted", str(tmp_path)])
+
+
 def test_task_options_win_over_common_ones():
     options = glue.parse_task_options(["cola:num_train_epochs=5", "cola:learning_rate=1e-4", "rte:max_length=64"])
     assert options == {
         "cola": ["--num_train_epochs", "5", "--learning_rate", "1e-4"],
         "rte": ["--max_length", "64"],
     }
+
+
+@pytest.mark.slow
+def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "subprocess", Forked)
+    adapted, sizes = tmp_path / "adapted", ["--num_features", "8", "--max_length", "32", "--attention_steps", "2"]
+    folders = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(adapted)]
+    distill.main([*folders, *sizes, "--calibration_samples", "2"])
+    common = ["--tasks", "sst2", "--name", "table"]
+    train = [*common, "--data_dir", str(glue_folder), "--output_dir", str(tmp_path / "runs")]
+    assert glue.main([*train, "--adapted", str(adapted), "--exact_below", "0", "--max_train_steps", "2"]) == 0
+    row = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]["favor#:8, adapted"]["sst2"]
+    options = row["details"][0]["options"]
+    assert (options["num_features"], options["statistics"], options["exact_below"]) == (8, "corrected", 0)
+    again = ["--checkpoints", str(tmp_path / "runs"), *common, "--output_dir", str(tmp_path / "again")]
+    assert glue.main(again) == 0
+    assert "as in training" in capsys.readouterr().out
 
 
 @pytest.mark.slow
