@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -123,6 +124,17 @@ class WordLexicon:
         """Number of words that can be found."""
         return len(self.names)
 
+    def weighted(self, lm_weight: float, word_score: float) -> WordLexicon:
+        """Gives the words with other weights, without building the tree again.
+
+        Raises:
+            ValueError: for weights out of range.
+        """
+        other = copy.copy(self)
+        other.lm_weight = checked_weight("lm_weight", lm_weight, least=0)
+        other.word_score = checked_weight("word_score", word_score)
+        return other
+
     def score(self, words: Sequence[str]) -> float:
         """Gives the score of a text, without its CTC log probability."""
         state, total = self.model.start(), 0.0
@@ -145,8 +157,8 @@ def ctc_lexicon_beam(
 
     The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) with a lexicon. It is much faster
     than `ctc_word_beam`, which finds other words too. The score of each text that is found is exact: its CTC
-    probability is the sum over all alignments, of the best pronunciation that the search has found of the text. The
-    search itself sees one frame of each run of almost sure blanks. A
+    probability is the sum over all alignments, of the pronunciation that the search has found for the text. The search
+    itself sees one frame of each run of almost sure blanks. A
     row of more than `piece` frames is searched in pieces, cut in the middle of a long run of blanks; each piece is a
     text of its own for the language model. Needs the extra `lm`.
 

@@ -118,6 +118,15 @@ class Pronunciations:
             tokenizer_object=backend, pad_token=pad, eos_token=end, unk_token=unk, padding_side="right"
         )
 
+    def check(self, tokenizer: ConformerTokenizer) -> None:
+        """Raises ValueError if none of the words can be written in the tokens of a model."""
+        known = tokenizer.get_vocab()
+        if not any(known.keys() >= {*one} for own in self.spoken.values() for one in own) or SPACE not in known:
+            raise ValueError(
+                "lexicon has no word whose phonemes are tokens of the model, which may write letters, or phonemes in "
+                f"another way. One of its words is {next(iter(self.spoken))} {next(iter(self._words))}."
+            )
+
     def save(self, folder: str | Path) -> Path:
         """Writes the file `lexicon.txt` in a folder, where `model.transcribe` finds it; gives its path."""
         lines = [f"{word}\t{' '.join(one)}\n" for word, own in self.spoken.items() for one in own]
