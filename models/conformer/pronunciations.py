@@ -16,7 +16,7 @@ LISTED = 20
 
 
 class Pronunciations:
-    """Words and how they are spoken, for a speech model whose tokens are phonemes.
+    r"""Words and how they are spoken, for a speech model whose tokens are phonemes.
 
     A word is written as its phonemes with hyphens between them: "GOOD DAY" is G-UH-D D-EY.
 
