@@ -19,6 +19,7 @@ from favor.eval.options.asr import EvaluationArguments, parse_arguments
 from favor.models.conformer import Chunks, ConformerProcessor
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
+from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
 from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
@@ -73,6 +74,7 @@ def recognise(
     beam_size: int = 1,
     scorer: Scorer | None = None,
     chunks: Chunks | None = None,
+    lexicon: Pronunciations | None = None,
     batch_seconds: float = 200.0,
     resample: bool = False,
 ) -> tuple[list[str], float]:
@@ -85,6 +87,7 @@ def recognise(
         beam_size: hypotheses of a beam search. Default 1: greedy search.
         scorer: language model and hotwords, or known words, for the beam search of CTC. Default None: without.
         chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
+        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
         resample: whether audio of another rate is resampled. Default False.
 
@@ -99,7 +102,7 @@ def recognise(
     for batch in loader:
         indices = batch.pop("index").tolist()
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks)
+        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks, lexicon)
         for index, text in zip(indices, found, strict=True):
             texts[index] = text
     return texts, time.perf_counter() - start
@@ -151,6 +154,7 @@ def evaluate_split(
     utterances: Sequence[Utterance],
     arguments: EvaluationArguments,
     scorer: Scorer | None = None,
+    lexicon: Pronunciations | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measures error rates and times of each search on one split; also gives a row per utterance with all hypotheses.
 
@@ -160,12 +164,14 @@ def evaluate_split(
         utterances: of the split, with their lengths.
         arguments: size of batches, beam size, resampling.
         scorer: language model and hotwords, or known words, for the beam search. Default None: without.
+        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
     """
     references = [utterance.text for utterance in utterances]
     audio = sum(utterance.seconds or 0 for utterance in utterances)
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
     options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
+    options["lexicon"] = lexicon
     options["chunks"] = chunks_of(model, processor, arguments.chunk_seconds, arguments.left_chunks)
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
@@ -234,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    scorer = searched_words(model, processor.tokenizer, arguments.beam_size, **options)
+    lexicon = lexicon_of(arguments.lexicon, arguments.model_name_or_path)
+    scorer = searched_words(model, processor.tokenizer, arguments.beam_size, lexicon=lexicon, **options)
     before = "all" if arguments.left_chunks is None else arguments.left_chunks
     content: dict[str, Any] = {
         "model": Path(arguments.model_name_or_path).resolve().name,
@@ -252,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
         utterances = evenly_spaced(utterances, arguments.max_samples)
         utterances = long_enough(utterances, processor, skipped, model.subsampled_lengths)
-        result, rows = evaluate_split(model, processor, utterances, arguments, scorer)
+        result, rows = evaluate_split(model, processor, utterances, arguments, scorer, lexicon)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     command = report.shown_command("favor.eval.asr", report.local_names(words), ["--data_dir"], ["--output_dir"])

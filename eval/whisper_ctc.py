@@ -20,6 +20,7 @@ from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
     NgramModel,
+    Pronunciations,
     WordLexicon,
     ctc_align,
     ctc_emissions,
@@ -27,6 +28,7 @@ from favor.models.conformer import (
     ctc_lexicon_beam,
     join_words,
 )
+from favor.models.conformer.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
 from favor.train.speech.data import Utterance
@@ -50,21 +52,17 @@ def logits_of(model: Any, processor: Any, utterances: Sequence[Utterance]) -> li
     return [found[index] for index in range(len(utterances))]
 
 
-def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int) -> list[str]:
-    """Gives the text of each utterance by greedy search."""
+def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int, spoken: Pronunciations | None) -> list[str]:
+    """Gives the text of each utterance by greedy search, with words looked up if the tokens are phonemes."""
     rows = [ctc_greedy(row[None], [len(row)], blank=blank)[0] for row in logits]
-    return [tokenizer.decode(ids, group_tokens=False) for ids in rows]
+    texts = [tokenizer.decode(ids, group_tokens=False) for ids in rows]
+    return texts if spoken is None else [spoken.read(text) for text in texts]
 
 
-def beam(logits: Sequence[Tensor], tokenizer: Any, blank: int, lexicon: WordLexicon, size: int) -> Texts:
+def beam(logits: Sequence[Tensor], blank: int, lexicon: WordLexicon, size: int) -> Texts:
     """Gives the texts of each utterance by beam search, the best first, with their scores."""
-    found: Texts = []
-    for row in logits:
-        texts: dict[str, float] = {}
-        for one in ctc_lexicon_beam(row[None], [len(row)], lexicon, size, blank)[0]:
-            texts.setdefault(tokenizer.decode(one.tokens, group_tokens=False), one.log_prob)
-        found.append(list(texts.items()))
-    return found
+    rows = [ctc_lexicon_beam(row[None], [len(row)], lexicon, size, blank)[0] for row in logits]
+    return [[(" ".join(one.words), one.log_prob) for one in row] for row in rows]
 
 
 def errors(utterances: Sequence[Utterance], texts: Sequence[str]) -> dict[str, Any]:
@@ -77,15 +75,22 @@ def errors(utterances: Sequence[Utterance], texts: Sequence[str]) -> dict[str, A
 
 
 def time_errors(
-    logits: Sequence[Tensor], utterances: Sequence[Utterance], processor: Any, config: Any
+    logits: Sequence[Tensor],
+    utterances: Sequence[Utterance],
+    processor: Any,
+    config: Any,
+    spoken: Pronunciations | None = None,
 ) -> dict[str, float]:
     """Compares times of words that greedy search finds with those of the forced alignment of the transcript.
+
+    If the tokens are phonemes, a word is found if its phonemes are; transcripts with unknown words do not count.
 
     Args:
         logits: of each utterance.
         utterances: with their transcripts.
         processor: of the model.
         config: of the model.
+        spoken: pronunciations of words, if the tokens are phonemes. Default None: they are not.
 
     Returns:
         "words": how many words of the transcripts are found; "within": the part of them whose start and end both
@@ -95,9 +100,11 @@ def time_errors(
     most = NEAR * processor.feature_extractor.sampling_rate / config.samples_per_frame
     near: list[bool] = []
     for row, one in zip(logits, utterances, strict=True):
-        length = [len(row)]
+        if spoken is not None and spoken.missing(one.text):
+            continue
+        length, text = [len(row)], one.text if spoken is None else spoken.write(one.text)
         heard = join_words(spans(ctc_emissions(row[None], length, blank)[0]))
-        said = join_words(spans(ctc_align(row[None], length, processor.labels(one.text), blank=blank)[0]))
+        said = join_words(spans(ctc_align(row[None], length, processor.labels(text), blank=blank)[0]))
         matcher = difflib.SequenceMatcher(None, [word.text for word in heard], [word.text for word in said], False)
         for mine, other, size in matcher.get_matching_blocks():
             for own, true in zip(heard[mine : mine + size], said[other : other + size], strict=True):
@@ -105,22 +112,27 @@ def time_errors(
     return {"words": len(near), "within": sum(near) / max(1, len(near))}
 
 
+def best_text(texts: Sequence[tuple[str, float]]) -> str:
+    """Gives the first text, an empty one if there is none."""
+    return texts[0][0] if texts else ""
+
+
 def choose_words(
-    logits: Sequence[Tensor], utterances: Sequence[Utterance], parts: tuple[Any, int, NgramModel], arguments: Any
+    logits: Sequence[Tensor], utterances: Sequence[Utterance], blank: int, words: WordLexicon, arguments: Any
 ) -> tuple[float, float]:
     """Finds the weight of the language model and the score of a word with the fewest errors.
 
     Args:
         logits: of each utterance.
         utterances: to choose on.
-        parts: tokenizer, blank and language model.
+        blank: its token.
+        words: with any weights.
         arguments: of the program.
     """
-    tokenizer, blank, language_model = parts
     found: dict[tuple[float, float], float] = {}
     for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
-        lexicon = WordLexicon(tokenizer, language_model, weight, score)
-        texts = [own[0][0] for own in beam(logits, tokenizer, blank, lexicon, arguments.tune_beam_size)]
+        beams = beam(logits, blank, words.weighted(weight, score), arguments.tune_beam_size)
+        texts = [best_text(own) for own in beams]
         found[weight, score] = errors(utterances, texts)["wer"]
         print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
     return min(found, key=lambda pair: found[pair])
@@ -143,21 +155,24 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
     parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
     parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
     blank, tokenizer = model.config.pad_token_id, processor.tokenizer
+    spoken = lexicon_of(arguments.lexicon, arguments.model)
+    if spoken is not None:
+        spoken.check(tokenizer)
     logits = {name: logits_of(model, processor, part) for name, part in parts.items()}
     searches: dict[str, dict[str, list[str]]] = {
-        "greedy": {name: greedy(own, tokenizer, blank) for name, own in logits.items()}
+        "greedy": {name: greedy(own, tokenizer, blank, spoken) for name, own in logits.items()}
     }
     chosen: dict[str, Any] = {}
     if arguments.language_model is not None:
-        language_model = NgramModel(arguments.language_model)
+        lexicon = WordLexicon(tokenizer, NgramModel(arguments.language_model), pronunciations=spoken)
         pairs = list(zip(logits["tune"], parts["tune"], strict=True))
         few: Any = asr.evenly_spaced(pairs, arguments.tune_utterances)  # type: ignore[arg-type]
         few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
-        weights = choose_words(few_logits, few_utterances, (tokenizer, blank, language_model), arguments)
+        weights = choose_words(few_logits, few_utterances, blank, lexicon, arguments)
         chosen |= dict(zip(("lm_weight", "word_score"), weights, strict=True))
-        lexicon = WordLexicon(tokenizer, language_model, *weights)
-        beams = {name: beam(own, tokenizer, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
-        searches["language model"] = {name: [own[0][0] for own in found] for name, found in beams.items()}
+        lexicon = lexicon.weighted(*weights)
+        beams = {name: beam(own, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
+        searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
     if arguments.whisper is not None:
         whisper = load_whisper(arguments.whisper)
         beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
@@ -174,7 +189,7 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         for search, texts in searches.items()
     ]
     facts = {name: (len(part), sum(one.seconds or 0 for one in part) / 60) for name, part in parts.items()}
-    times = {name: time_errors(logits[name], part, processor, model.config) for name, part in parts.items()}
+    times = {name: time_errors(logits[name], part, processor, model.config, spoken) for name, part in parts.items()}
     return rows, {"chosen": chosen, "utterances": facts, "times": times}
 
 

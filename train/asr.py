@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from transformers import WhisperForConditionalGeneration
 
+from favor.models.conformer import Pronunciations
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED
@@ -26,6 +27,7 @@ from favor.train.options.asr import parse_arguments
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
 from favor.train.speech.data import Skipped, Utterance, check_lengths, join, long_enough
+from favor.train.speech.lexicon import as_phonemes, run_lexicon
 from favor.train.speech.loaders import make_acoustics, make_loaders
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.objective import Objective
@@ -36,7 +38,10 @@ from favor.train.speech.word_errors import character_errors, word_errors
 
 
 def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
-    """Loads the utterances to train on, those of each evaluation split, and a report on what each of them left out."""
+    """Loads the utterances to train on, those of each evaluation split, and a report on what each of them left out.
+
+    With a lexicon the transcripts to train on are phonemes.
+    """
     data, prepared = arguments.data, Path(arguments.train.output_dir) / "prepared"
     source, reports = data.data_dir or HUB, {}
 
@@ -49,6 +54,8 @@ def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utt
     for number, manifest in enumerate(data.extra_manifests):
         train += load(manifest, None, f"extra_{number}", None)
     evaluation = {split: load(source, split, split, data.max_eval_samples) for split in data.eval_splits}
+    if (lexicon := run_lexicon(arguments)) is not None:
+        train = as_phonemes(train, lexicon, reports[data.train_split])
     return train, evaluation, reports
 
 
@@ -62,7 +69,12 @@ def errors(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def evaluate(
-    run: loop.Run, model: Any, loaders: dict[str, Any], evaluation: dict[str, list[Utterance]], tokenizer: Any
+    run: loop.Run,
+    model: Any,
+    loaders: dict[str, Any],
+    evaluation: dict[str, list[Utterance]],
+    tokenizer: Any,
+    lexicon: Pronunciations | None = None,
 ) -> dict[str, Any]:
     """Measures the error rates of `model` with greedy search on each split.
 
@@ -72,6 +84,7 @@ def evaluate(
         loaders: batches of each split.
         evaluation: utterances of each split.
         tokenizer: that of the model.
+        lexicon: makes words of phonemes. Default None: the tokens are not phonemes.
     """
     model.eval()
     # Each process has its own statistics of batch normalisation; those of the first are saved.
@@ -82,7 +95,7 @@ def evaluate(
         found: list[tuple[int, str]] = []
         for batch in loader:
             indices = batch.pop("index").tolist()
-            found += zip(indices, transcribe(model, batch, tokenizer), strict=True)
+            found += zip(indices, transcribe(model, batch, tokenizer, lexicon=lexicon), strict=True)
         # Several processes may have seen the same utterance.
         hypotheses = dict(gather_object(found))
         pairs = [(evaluation[split][index].text, text) for index, text in sorted(hypotheses.items())]
@@ -164,6 +177,9 @@ def train_model(
     accelerator = loop.make_accelerator(train, folder)
     utterances, _, reports = data
     processor = make_processor(arguments, utterances)
+    lexicon = run_lexicon(arguments)
+    if lexicon is not None:
+        lexicon.check(processor.tokenizer)
     model = make_model(arguments, processor, seed)
     objective = Objective(accelerator, train, model, processor)
     utterances, evaluation = usable(arguments, data, model, processor)
@@ -188,9 +204,11 @@ def train_model(
         run.after_step = lambda: average.update_parameters(whole)
     bare, final = map(objective.model_in, (whole, whole if average is None else average.module))
     with loop.stoppable(run):
-        last = train_and_evaluate(run, train, final, eval_loaders, evaluation, processor.tokenizer)
+        last = train_and_evaluate(run, train, final, eval_loaders, evaluation, (processor.tokenizer, lexicon))
     if accelerator.is_main_process:
         checkpoint.save_pretrained(folder, final, processor)
+        if lexicon is not None:
+            lexicon.save(folder)
         accelerator.print(report.load_line(final, folder))
     for tracker in accelerator.trackers:
         tracker.finish()
@@ -221,7 +239,7 @@ def train_and_evaluate(
     model: Any,
     loaders: dict[str, Any],
     evaluation: dict[str, list[Utterance]],
-    tokenizer: Any,
+    writing: tuple[Any, Pronunciations | None],
 ) -> dict[str, Any]:
     """Runs all epochs; returns the last entry of the history.
 
@@ -231,7 +249,7 @@ def train_and_evaluate(
         model: whose weights are evaluated.
         loaders: batches of each split.
         evaluation: utterances of each split.
-        tokenizer: that of the model.
+        writing: tokenizer of the model, and the lexicon if its tokens are phonemes.
     """
     accelerator, progress, last_epoch = run.accelerator, run.progress, -(-run.total_steps // run.steps_per_epoch)
     for epoch in loop.epochs(run, arguments):
@@ -239,7 +257,7 @@ def train_and_evaluate(
             progress.history.append({"epoch": epoch, "step": progress.step})
             continue
         so_far = {"train_loss": progress.loss_sum / progress.step}
-        progress.history.append(evaluate(run, model, loaders, evaluation, tokenizer) | so_far)
+        progress.history.append(evaluate(run, model, loaders, evaluation, *writing) | so_far)
         metrics = progress.history[-1]["metrics"]
         accelerator.log(metrics, step=progress.step)
         accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")

@@ -53,6 +53,10 @@ class EvaluationArguments:
     known_words: bool = option(
         False, "Find words of the language model alone; needs a tokenizer of characters, and takes no hotwords."
     )
+    lexicon: str | None = option(
+        None,
+        "Pronunciations for a model of phonemes, lines WORD<TAB>PH PH. Default: those in the model's folder, if any.",
+    )
     hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
     batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
     chunk_seconds: float | None = option(

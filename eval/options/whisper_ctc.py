@@ -6,7 +6,9 @@ The first pass is greedy search. The second is the beam search among the words o
 best texts of the second, and adds to their scores the log probability that a Whisper gives them (its own encoder and
 decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
 trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
-those of `--split` are not. Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
+those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
+(`--lexicon`), and greedy search looks them up. Transcripts are compared word by word, in capitals. Bootstrap intervals
+draw speakers.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--tune", default="dev", help="split on which weights are chosen")
     add("--split", default="test", help="split to evaluate; several are joined by +")
     add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search alone")
+    add("--lexicon", type=Path, help="pronunciations for a model of phonemes; default: those in its folder, if any")
     add("--lm_weights", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="weights to choose from")
     add("--word_scores", type=float, nargs="+", default=[0.5, 1.5, 2.5], help="scores of a word to choose from")
     add("--beam_size", type=int, default=500, help="hypotheses of the beam search")

@@ -14,6 +14,7 @@ from favor.models.conformer.modeling_conformer import ConformerForCTC, Conformer
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
 from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.spans import Emission, Span, join_segments, join_words
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
@@ -38,6 +39,7 @@ __all__ = [
     "EndpointRules",
     "Hypothesis",
     "NgramModel",
+    "Pronunciations",
     "Span",
     "Transcript",
     "TranscriptStream",

@@ -20,6 +20,7 @@ class Hypothesis:
     Attributes:
         tokens: without blanks.
         log_prob: natural logarithm of their probability, summed over the alignments that the search kept.
+        words: of the text, if the search is one among known words; else empty.
 
     Example:
         >>> from favor.models.conformer import Hypothesis
@@ -29,6 +30,7 @@ class Hypothesis:
 
     tokens: list[int]
     log_prob: float
+    words: tuple[str, ...] = ()
 
 
 class Prefixes:

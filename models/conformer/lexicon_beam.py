@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,16 @@ from favor.models.conformer.ctc_decoding import (
     checked_log_probs,
 )
 from favor.models.conformer.ngram import LN10, NgramModel
+from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.tokenization_conformer import SPACE, ConformerTokenizer
 from favor.models.conformer.word_beam import THRESHOLD
-from favor.models.conformer.word_scores import LM_WEIGHT, WORD_SCORE, WordScorer
+from favor.models.conformer.word_scores import LM_WEIGHT, WORD_SCORE, checked_weight
 
 LEXICON_BEAM = 200
 PIECE = 1500  # frames searched at once: 30 seconds of 20 ms
 SURE = math.log(0.999)  # of a blank, for the search alone
+HOMOPHONES = 6  # words with the same tokens that the tree of flashlight-text can hold
 
 
 class WordLexicon:
@@ -38,11 +44,16 @@ class WordLexicon:
     `WordScorer`. No other words can be found. Each beginning of a word counts as the most probable word with it, so
     that the search drops unlikely words before they end.
 
+    With pronunciations the tokens are phonemes, and a word can be found by each of its pronunciations. Words of the
+    language model without one cannot be found. Of words that are spoken in the same way the six most probable ones can
+    be found; the language model decides between them.
+
     Args:
         tokenizer: of the speech model.
         language_model: an `NgramModel`, or the path of its file.
         lm_weight: weight of the language model. Default 0.5.
         word_score: added for each word. Default 1.5.
+        pronunciations: of the words, if the tokens are phonemes. Default None: the tokens are letters.
 
     Raises:
         ImportError: if the package flashlight-text is not installed.
@@ -64,35 +75,73 @@ class WordLexicon:
         language_model: str | Path | NgramModel,
         lm_weight: float = LM_WEIGHT,
         word_score: float = WORD_SCORE,
+        pronunciations: Pronunciations | None = None,
     ) -> None:
         needs("lm", "flashlight")
         from flashlight.lib.text.decoder import SmearingMode, Trie
 
-        model = language_model if isinstance(language_model, NgramModel) else NgramModel(language_model)
-        self.scorer = WordScorer(tokenizer, model, lm_weight, word_score)
-        self.num_tokens, self.kenlm = len(tokenizer), model.kenlm
-        self.space, unknown = tokenizer.convert_tokens_to_ids(SPACE), tokenizer.unk_token_id
+        self.model = language_model if isinstance(language_model, NgramModel) else NgramModel(language_model)
+        self.lm_weight = checked_weight("lm_weight", lm_weight, least=0)
+        self.word_score = checked_weight("word_score", word_score)
+        self.is_spoken = pronunciations is not None
+        self.num_tokens, self.space = len(tokenizer), tokenizer.convert_tokens_to_ids(SPACE)
         self.tree = Trie(self.num_tokens, 0)
         self.names: dict[int, str] = {}
-        self._ids: dict[str, list[int]] = {}
-        names = sorted(model.words)
-        for word, ids in zip(names, tokenizer(names)["input_ids"], strict=True):
-            if unknown in ids:
+        alike: Counter[tuple[int, ...]] = Counter()
+        for word, log_prob, ids in self._spelled(tokenizer, pronunciations):
+            alike[ids] += 1
+            if alike[ids] <= HOMOPHONES:
+                self.names[self.model.index(word)] = word
+                self.tree.insert([*ids, self.space], self.model.index(word), log_prob / LN10)
+        if not self.names:
+            said = "pronounce" if self.is_spoken else "write"
+            raise ValueError(
+                f"language_model has no word that the tokenizer can {said}; one of its words is "
+                f"{min(self.model.words, default='')!r}. Write its texts as the transcripts of the speech model."
+            )
+        self.tree.smear(SmearingMode.MAX)
+
+    def _spelled(
+        self, tokenizer: ConformerTokenizer, pronunciations: Pronunciations | None
+    ) -> Iterator[tuple[str, float, tuple[int, ...]]]:
+        """Gives words with their log probabilities and tokens, the most probable words first."""
+        start = self.model.start()
+        log_probs = {word: self.model.score(start, word)[1] for word in self.model.words}
+        words, written = [], []
+        for word in sorted(log_probs, key=lambda one: (-log_probs[one], one)):
+            for text in [word] if pronunciations is None else pronunciations.spellings(word):
+                words.append(word)
+                written.append(text)
+        for word, ids in zip(words, tokenizer(written)["input_ids"] if written else (), strict=True):
+            if tokenizer.unk_token_id in ids:
                 continue
             if ids[0] != self.space or self.space in ids[1:]:
                 raise ValueError("tokenizer must be one of characters for a lexicon; ctc_word_beam takes word pieces.")
-            self._ids[word], self.names[model.index(word)] = ids, word
-            self.tree.insert([*ids[1:], self.space], model.index(word), model.score(model.start(), word)[1] / LN10)
-        self.tree.smear(SmearingMode.MAX)
+            yield word, log_probs[word], tuple(ids[1:])
 
     @property
     def words(self) -> int:
         """Number of words that can be found."""
         return len(self.names)
 
-    def tokens(self, words: Sequence[str]) -> list[int]:
-        """Gives the tokens of a text of words that can be found."""
-        return [token for word in words for token in self._ids[word]]
+    def weighted(self, lm_weight: float, word_score: float) -> WordLexicon:
+        """Gives the words with other weights, without building the tree again.
+
+        Raises:
+            ValueError: for weights out of range.
+        """
+        other = copy.copy(self)
+        other.lm_weight = checked_weight("lm_weight", lm_weight, least=0)
+        other.word_score = checked_weight("word_score", word_score)
+        return other
+
+    def score(self, words: Sequence[str]) -> float:
+        """Gives the score of a text, without its CTC log probability."""
+        state, total = self.model.start(), 0.0
+        for word in words:
+            state, log_prob = self.model.score(state, word)
+            total += log_prob
+        return self.lm_weight * (total + self.model.finish(state)) + self.word_score * len(words)
 
 
 @torch.no_grad()
@@ -108,7 +157,8 @@ def ctc_lexicon_beam(
 
     The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) with a lexicon. It is much faster
     than `ctc_word_beam`, which finds other words too. The score of each text that is found is exact: its CTC
-    probability is the sum over all alignments. The search itself sees one frame of each run of almost sure blanks. A
+    probability is the sum over all alignments, of the pronunciation that the search has found for the text. The search
+    itself sees one frame of each run of almost sure blanks. A
     row of more than `piece` frames is searched in pieces, cut in the middle of a long run of blanks; each piece is a
     text of its own for the language model. Needs the extra `lm`.
 
@@ -122,7 +172,7 @@ def ctc_lexicon_beam(
 
     Returns:
         For each row up to `beam_size` hypotheses, the best first; `log_prob` is the sum. Hypotheses of a row that was
-        cut differ after the last cut only.
+        cut differ after the last cut only. No text comes twice.
 
     Raises:
         TypeError: for lengths that are not integers.
@@ -146,13 +196,11 @@ def ctc_lexicon_beam(
         raise ValueError(f"piece must be at least 3 frames, got {piece}.")
     found = []
     for row in _rows(logits, lengths, lexicon, beam_size, blank):
-        before: list[int] = []
-        score = 0.0
+        before = Hypothesis([], 0.0)
         *cut, (_, last) = _pieces(row, lexicon, beam_size, blank, piece)
         for _, hypotheses in cut:
-            best = _first(hypotheses)
-            before, score = before + best.tokens, score + best.log_prob
-        found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in last])
+            before = _joined(before, _first(hypotheses))
+        found.append([_joined(before, one) for one in last])
     return found
 
 
@@ -164,17 +212,22 @@ def lexicon_emissions(
     beam_size: int = LEXICON_BEAM,
     blank: int = 0,
 ) -> list[list[Emission]]:
-    """Finds the tokens of the best hypothesis of `ctc_lexicon_beam`, with the frames and confidences of `ctc_align`."""
+    """Finds the tokens of the best hypothesis of `ctc_lexicon_beam`, with the frames and confidences of `ctc_align`.
+
+    If the tokens are phonemes, the space that begins a word names it.
+    """
     found = []
     for row in _rows(logits, lengths, lexicon, beam_size, blank):
         emissions = []
         for frames, hypotheses in _pieces(row, lexicon, beam_size, blank, PIECE):
-            if not _first(hypotheses).tokens:
+            best = _first(hypotheses)
+            if not best.tokens:
                 continue
-            part = row[None, frames.start : frames.stop]
-            tokens = torch.tensor([hypotheses[0].tokens], dtype=torch.long)
+            part, tokens = row[None, frames.start : frames.stop], torch.tensor([best.tokens], dtype=torch.long)
+            words = iter(best.words if lexicon.is_spoken else ())
             for one in ctc_align(part, [len(frames)], tokens, blank=blank)[0]:
-                emissions.append(Emission(one.token, one.start + frames.start, one.end + frames.start, one.confidence))
+                word = next(words, "") if one.token == lexicon.space else ""
+                emissions.append(replace(one, start=one.start + frames.start, end=one.end + frames.start, word=word))
         found.append(emissions)
     return found
 
@@ -213,6 +266,11 @@ def _first(hypotheses: list[Hypothesis]) -> Hypothesis:
     return hypotheses[0] if hypotheses else Hypothesis([], -math.inf)
 
 
+def _joined(before: Hypothesis, after: Hypothesis) -> Hypothesis:
+    """Puts two texts together."""
+    return Hypothesis(before.tokens + after.tokens, before.log_prob + after.log_prob, before.words + after.words)
+
+
 def _middle_of_blanks(row: Tensor, blank: int) -> int:
     """Finds the middle of the longest run of frames whose best label is the blank; without one, the likeliest blank."""
     best, length, run = int(row[:, blank].argmax()), 0, 0
@@ -231,14 +289,14 @@ def _decode(log_probs: Tensor, lexicon: WordLexicon, beam_size: int, blank: int)
         beam_size=beam_size,
         beam_size_token=log_probs.shape[-1],
         beam_threshold=THRESHOLD,
-        lm_weight=LN10 * lexicon.scorer.lm_weight,  # the decoder's language model has logarithms to the base 10
-        word_score=lexicon.scorer.word_score,
+        lm_weight=LN10 * lexicon.lm_weight,  # the decoder's language model has logarithms to the base 10
+        word_score=lexicon.word_score,
         unk_score=-math.inf,
         sil_score=0.0,
         log_add=True,
         criterion_type=CriterionType.CTC,
     )
-    decoder: Any = LexiconDecoder(options, lexicon.tree, lexicon.kenlm, lexicon.space, blank, -1, [], False)
+    decoder: Any = LexiconDecoder(options, lexicon.tree, lexicon.model.kenlm, lexicon.space, blank, -1, [], False)
     silent = log_probs[:, blank] > SURE
     goes_on = torch.cat([silent[:1] & False, silent[1:] & silent[:-1]])
     # A word ends with a space, so one more frame ends the last one.
@@ -246,21 +304,40 @@ def _decode(log_probs: Tensor, lexicon: WordLexicon, beam_size: int, blank: int)
     last[:, lexicon.space] = 0.0
     frames = torch.cat([log_probs[~goes_on], last]).contiguous()
     results = decoder.decode(frames.data_ptr(), len(frames), frames.shape[-1])
-    texts = dict.fromkeys(tuple(lexicon.names[word] for word in one.words if word >= 0) for one in results)
-    return _scored(log_probs, [list(text) for text in texts], lexicon, blank)
+    said = {(_words(one.words, lexicon), _tokens(one.tokens, lexicon, blank)) for one in results}
+    return _scored(log_probs, sorted(said), lexicon, blank)
 
 
-def _scored(log_probs: Tensor, texts: list[list[str]], lexicon: WordLexicon, blank: int) -> list[Hypothesis]:
-    """Gives the texts with their scores, the best first, without those that the frames cannot say."""
-    tokens = [lexicon.tokens(words) for words in texts]
-    counts = torch.tensor([len(own) for own in tokens])
-    targets = torch.tensor([token for own in tokens for token in own], dtype=torch.long)
-    rows = log_probs[:, None].expand(-1, len(texts), -1)
+def _words(numbers: Sequence[int], lexicon: WordLexicon) -> tuple[str, ...]:
+    """Gives the words of a path of the decoder."""
+    return tuple(lexicon.names[number] for number in numbers if number >= 0)
+
+
+def _tokens(path: Sequence[int], lexicon: WordLexicon, blank: int) -> tuple[int, ...]:
+    """Gives the tokens of a path of the decoder, each word with one space in front of it."""
+    kept = [token for token, _ in itertools.groupby(path) if token != blank]
+    words = [list(own) for is_space, own in itertools.groupby(kept, lexicon.space.__eq__) if not is_space]
+    return tuple(token for own in words for token in (lexicon.space, *own))
+
+
+def _scored(
+    log_probs: Tensor, said: Sequence[tuple[tuple[str, ...], tuple[int, ...]]], lexicon: WordLexicon, blank: int
+) -> list[Hypothesis]:
+    """Gives texts, from words and tokens, with the score of their best tokens.
+
+    The best text is the first one. Those that the frames cannot say are left out.
+    """
+    counts = torch.tensor([len(tokens) for _, tokens in said])
+    targets = torch.tensor([token for _, tokens in said for token in tokens], dtype=torch.long)
+    rows = log_probs[:, None].expand(-1, len(said), -1)
     frames = torch.full_like(counts, len(log_probs))
     if len(log_probs):
         losses = functional.ctc_loss(rows, targets, frames, counts, blank=blank, reduction="none")
     else:
         losses = torch.where(counts == 0, 0.0, math.inf)
-    scores = [lexicon.scorer.score(own) - float(loss) for own, loss in zip(tokens, losses, strict=True)]
-    kept = [Hypothesis(own, score) for own, score in zip(tokens, scores, strict=True) if math.isfinite(score)]
-    return sorted(kept, key=lambda one: -one.log_prob)
+    best: dict[tuple[str, ...], Hypothesis] = {}
+    for (words, tokens), loss in zip(said, losses.tolist(), strict=True):
+        one = Hypothesis(list(tokens), lexicon.score(words) - loss, words)
+        if math.isfinite(one.log_prob) and (words not in best or one.log_prob > best[words].log_prob):
+            best[words] = one
+    return sorted(best.values(), key=lambda one: -one.log_prob)

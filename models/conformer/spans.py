@@ -16,6 +16,7 @@ class Emission:
         start: its first frame.
         end: the frame after its last one.
         confidence: probability of the token, the mean over its frames.
+        word: that begins with this token, if the search knows words by their pronunciation; else empty.
 
     Example:
         >>> from favor.models.conformer import Emission
@@ -27,6 +28,7 @@ class Emission:
     start: int
     end: int
     confidence: float
+    word: str = ""
 
 
 @dataclass(frozen=True)

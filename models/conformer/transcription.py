@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from favor.models.conformer.ctc_decoding import check_beam
 from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.ngram import NgramModel
 from favor.models.conformer.processing_conformer import ConformerProcessor
+from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
 from favor.models.conformer.spans import Emission, Span, in_seconds, join_segments, join_words
 from favor.models.conformer.transcript_stream import TranscriptStream
 from favor.models.conformer.word_scores import WordScorer, check_searches_words
@@ -64,6 +65,7 @@ class Transcribes:
         hotwords: Sequence[str] = (),
         hotword_weight: float | None = None,
         known_words: bool = False,
+        lexicon: str | Path | Pronunciations | None = None,
     ) -> list[Transcript]:
         """Text of recordings, by greedy search, or by beam search with a language model and hotwords.
 
@@ -75,7 +77,7 @@ class Transcribes:
                 the model.
             batch_size: recordings that go through the model together. Default 8.
             return_timestamps: "char", "word" or "segment" for spans with times and confidences. Default None: text
-                alone. With word pieces "char" gives the pieces.
+                alone. With word pieces "char" gives the pieces, and with a lexicon the phonemes.
             processor: features and tokens of the model. Default None: the one in the folder of the model.
             pause: a longer pause in seconds begins a new segment. Default 0.5.
             beam_size: hypotheses of `ctc_word_beam`, which needs a CTC model and the extra `lm`. Default None: 50 with
@@ -89,6 +91,10 @@ class Transcribes:
             known_words: whether only words of the language model can be found, by `ctc_lexicon_beam`: fewer errors if
                 the model spells badly and few words are unknown. Needs a tokenizer of characters, and takes no
                 hotwords. Default False: any word.
+            lexicon: pronunciations of words, for a model whose tokens are phonemes: a file with lines WORD<TAB>PH PH,
+                or `Pronunciations`, to load it once for many calls. With a language model the search is that of
+                `known_words`. Without one each word is looked up by its phonemes, which stay where they are those of no
+                word. Default None: `lexicon.txt` in the folder of the model, if there is one.
 
         Returns:
             One result a recording, in the order given. Times are those of the frames in which the model says the
@@ -110,11 +116,13 @@ class Transcribes:
         processor = processor or _processor_of(self.name_or_path)
         if beam_size is not None:
             check_beam(beam_size)
+        lexicon = lexicon_of(lexicon, self.name_or_path)
         scorer = searched_words(
             self,
             processor.tokenizer,
             beam_size,
             known_words,
+            lexicon,
             language_model=language_model,
             lm_weight=lm_weight,
             word_score=word_score,
@@ -143,9 +151,10 @@ class Transcribes:
                 else:
                     rows = self.beam_emissions(features, mask, scorer, beam_size)
                 for index, row in zip(chosen, rows, strict=True):
-                    spans = _spans(row, processor, self.config.samples_per_frame / rate, return_timestamps, pause)
-                    text = processor.tokenizer.decode([one.token for one in row], group_tokens=False)
-                    found[index] = Transcript(text, spans)
+                    text = _text(row, processor, lexicon)
+                    words = None if lexicon is None else text.split()
+                    seconds = self.config.samples_per_frame / rate
+                    found[index] = Transcript(text, _spans(row, processor, seconds, return_timestamps, pause, words))
         finally:
             self.train(training)
         return [found[index] for index in range(len(recordings))]
@@ -215,14 +224,29 @@ def _waveform(one: Audio, place: str, model: Any, processor: ConformerProcessor)
     return samples
 
 
+def _text(emissions: list[Emission], processor: ConformerProcessor, lexicon: Pronunciations | None) -> str:
+    """The words that a search among pronunciations has found, else those of the tokens."""
+    if any(one.word for one in emissions):
+        return " ".join(one.word for one in emissions if one.word)
+    text: str = processor.tokenizer.decode([one.token for one in emissions], group_tokens=False)
+    return text if lexicon is None else lexicon.read(text)
+
+
 def _spans(
-    emissions: list[Emission], processor: ConformerProcessor, seconds: float, times: str | None, pause: float
+    emissions: list[Emission],
+    processor: ConformerProcessor,
+    seconds: float,
+    times: str | None,
+    pause: float,
+    texts: list[str] | None,
 ) -> list[Span]:
-    """What `times` asks for, in seconds; a frame lasts `seconds`."""
+    """What `times` asks for, in seconds; a frame lasts `seconds`; `texts` are the words if the tokens are phonemes."""
     if times is None:
         return []
     spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
     if times == "char":
         return spans
     words = join_words(spans)
+    if texts is not None:
+        words = [replace(word, text=text) for word, text in zip(words, texts, strict=True)]
     return join_segments(words, pause) if times == "segment" else words

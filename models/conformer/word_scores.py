@@ -178,6 +178,11 @@ def _weight(name: str, value: float | None, default: float, absent: str | bool, 
         return default
     if absent:
         raise ValueError(f"{name} needs {absent}, which is not given.")
+    return checked_weight(name, value, least)
+
+
+def checked_weight(name: str, value: float, least: float | None = None) -> float:
+    """Gives a weight; raises ValueError for one out of range."""
     if not math.isfinite(value) or (least is not None and value < least):
         raise ValueError(f"{name} must be a number{'' if least is None else f' of at least {least}'}, got {value}.")
     return value

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from favor.models.conformer.ctc_decoding import Hypothesis
 from favor.models.conformer.lexicon_beam import LEXICON_BEAM, WordLexicon, ctc_lexicon_beam, lexicon_emissions
+from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.spans import Emission
 from favor.models.conformer.word_beam import BEAM_SIZE, ctc_word_beam, word_emissions
 from favor.models.conformer.word_scores import WordScorer, check_searches_words
@@ -42,15 +43,23 @@ def search_emissions(
 
 
 def searched_words(
-    model: Any, tokenizer: Any, beam_size: int | None, known_words: bool = False, **options: Any
+    model: Any,
+    tokenizer: Any,
+    beam_size: int | None,
+    known_words: bool = False,
+    lexicon: Pronunciations | None = None,
+    **options: Any,
 ) -> Scorer | None:
     """Makes a `WordScorer` of those options that are given, a `WordLexicon` with `known_words`, or None without any.
+
+    With a lexicon the words of a language model are always the known ones.
 
     Args:
         model: whose search it is for.
         tokenizer: that of the model.
         beam_size: that is asked for, if any.
         known_words: whether words outside of the language model cannot be found. Default False.
+        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are letters or word pieces.
         **options: of `WordScorer`.
 
     Raises:
@@ -58,16 +67,19 @@ def searched_words(
         ValueError: if the search of the model would ignore an option, and as `WordScorer` and `WordLexicon`.
     """
     given = {name: value for name, value in options.items() if value is not None and value not in ((), [])}
+    if lexicon is not None:
+        lexicon.check(tokenizer)
     names = [*(["known_words"] if known_words else []), *given]
     if not names:
         return None
     check_searches_words(model, names[0])
     if beam_size == 1:
         raise ValueError(f"beam_size must be above 1 with {names[0]}, got 1: greedy search scores no words.")
-    if not known_words:
+    if not known_words and lexicon is None:
         return WordScorer(tokenizer, **options)
     if "language_model" not in given:
-        raise ValueError("known_words needs language_model, whose words are the known ones.")
+        raise ValueError(f"{names[0]} needs language_model, whose words are the known ones.")
     if unused := [name for name in given if name.startswith("hotword")]:
-        raise ValueError(f"{unused[0]} has no effect with known_words: leave one of them out.")
-    return WordLexicon(tokenizer, **given)
+        beside = "known_words" if known_words else "a lexicon of pronunciations"
+        raise ValueError(f"{unused[0]} has no effect with {beside}: leave one of them out.")
+    return WordLexicon(tokenizer, **given, pronunciations=lexicon)

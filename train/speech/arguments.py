@@ -88,6 +88,10 @@ class SpeechDataArguments(AcousticArguments):
     resample: bool = option(False, "Convert audio of other rates to 16000 Hz instead of refusing it.")
     tokenizer_type: str = option("unigram", "Kind of a new tokenizer, trained on the transcripts: unigram, bpe, char.")
     vocab_size: int | None = option(None, "Tokens of a new tokenizer. Default: 256, or all characters.")
+    lexicon: str | None = option(
+        None,
+        "Pronunciations, lines WORD<TAB>PH PH; the tokens are then phonemes. Default: those of the checkpoint, if any.",
+    )
     num_mel_bins: int = option(80, "Mel bins of a new model.")
     normalize: str = option(
         "utterance", "Normalisation of a new model's features, utterance or none; none has fixed constants."
@@ -112,6 +116,8 @@ class SpeechDataArguments(AcousticArguments):
         check_positive(self, "train_repeats", "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)
+        if self.lexicon is not None and (self.tokenizer_type != "unigram" or self.vocab_size is not None):
+            raise ValueError("with lexicon the tokens are its phonemes: leave tokenizer_type and vocab_size out")
         if not self.speeds or min(self.speeds) <= 0:
             raise ValueError(f"speeds must be positive numbers, got {self.speeds}")
 

@@ -17,10 +17,12 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     ConformerProcessor,
+    ConformerTokenizer,
+    Pronunciations,
     train_tokenizer,
 )
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
-from favor.train.speech.arguments import Arguments, SpeechModelArguments
+from favor.train.speech.arguments import Arguments, SpeechDataArguments, SpeechModelArguments
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.whisper import make_whisper
 from favor.train.speech.whisper_ctc import make_whisper_ctc
@@ -52,8 +54,7 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
     if path is not None and architecture_of(arguments.model) == WHISPER:
         return WhisperProcessor.from_pretrained(path)
     if has_new_head(arguments.model):
-        tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
-        return ConformerProcessor(WhisperCTCFeatureExtractor.from_pretrained(path), tokenizer)
+        return ConformerProcessor(WhisperCTCFeatureExtractor.from_pretrained(path), _new_tokenizer(data, utterances))
     if path is not None:
         processor = ConformerProcessor.from_pretrained(path)
         if isinstance(processor.feature_extractor, ConformerFeatureExtractor):
@@ -65,8 +66,14 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
         extractor = ConformerFeatureExtractor.measured(waveforms, feature_size=data.num_mel_bins)
     else:
         extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
-    tokenizer = train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
-    return ConformerProcessor(extractor, tokenizer)
+    return ConformerProcessor(extractor, _new_tokenizer(data, utterances))
+
+
+def _new_tokenizer(data: SpeechDataArguments, utterances: Sequence[Utterance]) -> ConformerTokenizer:
+    """Makes a tokenizer of the phonemes of the lexicon, or one of the transcripts."""
+    if data.lexicon is not None:
+        return Pronunciations(data.lexicon).tokenizer()
+    return train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
 
 
 def saved_architecture(config: PreTrainedConfig) -> str | None:

@@ -12,11 +12,13 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     Hypothesis,
+    WordLexicon,
     ctc_greedy,
     ctc_prefix_beam,
     transducer_beam,
     transducer_greedy,
 )
+from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.word_search import Scorer, search_words
 from favor.train.speech.whisper import say
 
@@ -47,6 +49,7 @@ def transcribe(
     beam_size: int | None = 1,
     scorer: Scorer | None = None,
     chunks: Chunks | None = None,
+    lexicon: Pronunciations | None = None,
 ) -> list[str]:
     """Gives the text of each utterance of a batch.
 
@@ -59,6 +62,8 @@ def transcribe(
             usual number of a search of words.
         scorer: language model and hotwords, or known words, for the beam search of a CTC model. Default None: without.
         chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
+        lexicon: makes words of the phonemes that a search without a scorer finds. Default None: the tokens are letters
+            or word pieces.
     """
     if isinstance(model, WhisperForConditionalGeneration):
         return say(model, batch["input_features"], tokenizer)
@@ -66,6 +71,8 @@ def transcribe(
     if scorer is not None:
         logits, lengths = _logits(model, features, mask, chunks)
         beams = search_words(logits, lengths, scorer, beam_size, model.config.pad_token_id)
+        if isinstance(scorer, WordLexicon):
+            return [" ".join(beam[0].words) if beam else "" for beam in beams]
         tokens = [beam[0].tokens for beam in beams]
     elif beam_size is not None and beam_size > 1:
         tokens = [beam[0].tokens for beam in search(model, batch, beam_size, chunks)]
@@ -73,7 +80,8 @@ def transcribe(
         tokens = transducer_greedy(model, *model.encode(features, mask, chunks))
     else:
         tokens = ctc_greedy(*_logits(model, features, mask, chunks), blank=model.config.pad_token_id)
-    return [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
+    texts = [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
+    return texts if lexicon is None else [lexicon.read(text) for text in texts]
 
 
 def _logits(model: ConformerForCTC, features: Any, mask: Any, chunks: Chunks | None) -> tuple[Any, Any]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import soundfile
 from fake_synthesizers import install, install_piper
-from speech import write_corpus
+from speech import WORDS, write_corpus
 from speech_corpus import write_shard
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.eval import chunks, whisper_ctc, whisper_ctc_long
-from favor.eval.speech import language_model, synthesize
+from favor.eval.speech import language_model, lexicon, synthesize
 from favor.models.conformer import write_arpa
 from favor.train import asr, distill
 
@@ -27,6 +27,7 @@ PROGRAMS = {
     "favor.eval.asr": evaluation.main,
     "favor.eval.chunks": chunks.main,
     "favor.eval.speech.language_model": language_model.main,
+    "favor.eval.speech.lexicon": lexicon.main,
     "favor.eval.speech.synthesize": synthesize.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
     "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
@@ -52,7 +53,7 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
-    if program in ("favor.eval.chunks", "favor.eval.speech.language_model"):
+    if program in ("favor.eval.chunks", "favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
         return words
     if program == "favor.eval.speech.synthesize":
         return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.002"]]
@@ -88,6 +89,8 @@ def place(tmp_path, monkeypatch):
         soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).normal(size=4000), 16000)
     write_arpa(["A B", "B A"], tmp_path / "lm.arpa")
     (tmp_path / "words.txt").write_text("BEAD\nCAFE\n")
+    spoken = "".join(f"{word.lower()} {' '.join(word)}\n" for word in [*WORDS, "AND", "FACED"])
+    (tmp_path / "cmudict.dict").write_text(spoken)
     (tmp_path / "novel.txt").write_text(NOVEL)
     install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
     install_piper(monkeypatch)
@@ -102,8 +105,9 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
             continue
         PROGRAMS[program](smaller(program, words))
         fresh_accelerator()
-        if program == "favor.eval.speech.language_model":
-            assert (place / words[words.index("--output") + 1]).read_text().startswith("\\data\\")
+        if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
+            first = "\\data\\" if program.endswith("model") else "BAD\tB A D"
+            assert (place / words[words.index("--output") + 1]).read_text().startswith(first)
             continue
         ran.append(words[words.index("--output_dir") + 1])
         if program == "favor.eval.speech.synthesize":
@@ -112,7 +116,7 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
         name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)
-    assert {"out/whisper", "synthetic", "out/mixed", "out/final"} <= set(ran)
+    assert {"out/whisper", "synthetic", "out/mixed", "out/final", "out/phonemes"} <= set(ran)
 
 
 def test_shards_train_the_model_of_the_files(place, fresh_accelerator):

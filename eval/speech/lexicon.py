@@ -1,0 +1,88 @@
+"""Makes a lexicon of pronunciations, from a dictionary and a letter-to-sound network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from favor.eval.options.lexicon import parse_arguments
+from favor.eval.speech.letters_to_sounds import LetterToSound, possessive, without_stress
+from favor.eval.speech.texts import read_text, transcripts
+from favor.models.conformer import normalize_transcript
+from favor.train.common.program import program
+from favor.train.speech.sources import load_speech
+
+Spoken = dict[str, list[str]]
+
+
+def read_dictionary(path: Path) -> Spoken:
+    """Reads a dictionary in the form of CMUdict: for each word its pronunciations, without stress.
+
+    Words that a transcript would write in another way, such as those with a full stop, are left out.
+
+    Raises:
+        ValueError: for a file that cannot be read or has no words.
+    """
+    found: Spoken = {}
+    for line in read_text(path).splitlines():
+        word, *phonemes = line.split(" #")[0].split() or [""]
+        word = re.sub(r"\(\d+\)$", "", word).upper()
+        if phonemes and word and normalize_transcript(word) == word:
+            own, spoken = found.setdefault(word, []), without_stress(phonemes)
+            if spoken not in own:
+                own.append(spoken)
+    if not found:
+        raise ValueError(f"{path} must have lines of a word and its phonemes, such as `good G UH1 D`.")
+    return found
+
+
+def add_words(spoken: Spoken, words: Iterable[str], network: LetterToSound | None) -> list[str]:
+    """Adds words that are not known; gives those that stay unknown.
+
+    Args:
+        spoken: pronunciations of words, which gets more.
+        words: in capitals.
+        network: for words that are no possessives of known ones. Default None: they stay unknown.
+    """
+    left = []
+    for word in sorted({*words} - spoken.keys()):
+        stem = spoken.get(word.removesuffix("'S")) if word.endswith("'S") else None
+        plural = spoken.get(word[:-1]) if word.endswith("S'") else None
+        if stem or plural:
+            spoken[word] = plural or [possessive(one) for one in stem or ()]
+        elif network is not None and (guess := network(word)):
+            spoken[word] = [guess]
+        else:
+            left.append(word)
+    return left
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the lexicon.
+
+    Raises:
+        ValueError: for files or speech that cannot be read.
+    """
+    arguments = parse_arguments(argv)
+    spoken = read_dictionary(arguments.dictionary)
+    known = len(spoken)
+    words = {word for text in transcripts(arguments.text) for word in text.split()}
+    for split in arguments.splits:
+        words |= {word for one in load_speech(arguments.data_dir, split)[0] for word in one.text.split()}
+    left = add_words(spoken, words, LetterToSound.installed())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{word}\t{one}\n" for word, own in spoken.items() for one in own]
+    arguments.output.write_text("".join(lines), encoding="utf-8")
+    print(f"{known} words of the dictionary and {len(spoken) - known} more, in {arguments.output}")
+    if left:
+        shown = ", ".join(left[:10])
+        print(f"{len(left)} words have no pronunciation, such as {shown}. `pip install --no-deps g2p-en` guesses them.")
+    return 0
+
+
+cli = program("favor.eval.speech.lexicon", main)
+
+
+if __name__ == "__main__":
+    cli()

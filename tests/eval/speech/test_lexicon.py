@@ -1,0 +1,98 @@
+"""The lexicon of a dictionary and a letter-to-sound network, by hand and against torch's own GRU."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from favor.eval.speech import lexicon
+from favor.eval.speech.letters_to_sounds import LETTERS, PHONEMES, LetterToSound
+from favor.models.conformer import Pronunciations
+
+DICTIONARY = """good G UH1 D
+day D EY1 # a comment
+a.m. EY2 EH1 M
+read R IY1 D
+read(2) R EH1 D
+read(3) R IY0 D
+rose R OW1 Z
+rock R AA1 K
+"""
+WIDTH = 4
+
+
+@pytest.fixture
+def dictionary(tmp_path):
+    (tmp_path / "dictionary.txt").write_text(DICTIONARY)
+    return ["--dictionary", str(tmp_path / "dictionary.txt"), "--output", str(tmp_path / "new/lexicon.txt")]
+
+
+def network(path):
+    """Random weights, with those of the package's names and shapes."""
+    generator = np.random.default_rng(0)
+    weights = {"enc_emb": (len(LETTERS), 3), "dec_emb": (len(PHONEMES), 3)}
+    for name in ("enc", "dec"):
+        weights |= {f"{name}_w_ih": (3 * WIDTH, 3), f"{name}_w_hh": (3 * WIDTH, WIDTH)}
+        weights |= {f"{name}_b_ih": (3 * WIDTH,), f"{name}_b_hh": (3 * WIDTH,)}
+    weights |= {"fc_w": (len(PHONEMES), WIDTH), "fc_b": (len(PHONEMES),)}
+    np.savez(path, **{name: generator.normal(size=size).astype(np.float32) for name, size in weights.items()})
+    return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+
+
+def test_the_words_of_a_dictionary_and_of_texts(dictionary, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(LetterToSound, "installed", classmethod(lambda kind: None))
+    (tmp_path / "text.txt").write_text("Good day's read; a rose's rock's. The roses' Zugzwang")
+    assert lexicon.main([*dictionary, "--text", str(tmp_path / "text.txt")]) == 0
+    spoken = Pronunciations(tmp_path / "new/lexicon.txt").spoken
+    assert spoken == {
+        "GOOD": [("G", "UH", "D")],
+        "DAY": [("D", "EY")],
+        "READ": [("R", "IY", "D"), ("R", "EH", "D")],
+        "ROSE": [("R", "OW", "Z")],
+        "ROCK": [("R", "AA", "K")],
+        "DAY'S": [("D", "EY", "Z")],
+        "ROSE'S": [("R", "OW", "Z", "IH", "Z")],
+        "ROCK'S": [("R", "AA", "K", "S")],
+    }
+    out = capsys.readouterr().out
+    assert "5 words of the dictionary and 3 more" in out
+    assert "4 words have no pronunciation, such as A, ROSES', THE, ZUGZWANG" in out
+
+
+def test_the_network_is_that_of_the_package(tmp_path, monkeypatch, dictionary):
+    """Two GRUs, the last state of the first begins the second, and the most probable phoneme goes on."""
+    (tmp_path / "g2p_en").mkdir()
+    (tmp_path / "g2p_en/__init__.py").write_text("raise ImportError('not imported')")
+    weights = network(tmp_path / "g2p_en/checkpoint20.npz")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "g2p_en", raising=False)
+    said = LetterToSound.installed()
+    grus = {}
+    for name in ("enc", "dec"):
+        grus[name] = torch.nn.GRU(3, WIDTH, batch_first=True)
+        kinds = {"weight_ih_l0": "w_ih", "weight_hh_l0": "w_hh", "bias_ih_l0": "b_ih", "bias_hh_l0": "b_hh"}
+        grus[name].load_state_dict({own: weights[f"{name}_{other}"] for own, other in kinds.items()})
+    letters = [LETTERS.index(one) for one in "zugs"] + [LETTERS.index("</s>")]
+    state, expected = grus["enc"](weights["enc_emb"][letters][None])[1], [PHONEMES.index("<s>")]
+    for _ in range(20):
+        frames, state = grus["dec"](weights["dec_emb"][expected[-1]][None, None], state)
+        expected.append(int((frames[0, 0] @ weights["fc_w"].T + weights["fc_b"]).argmax()))
+        if PHONEMES[expected[-1]] == "</s>":
+            break
+    names = [PHONEMES[one].rstrip("012") for one in expected if PHONEMES[one][0] != "<"]
+    assert said("ZUG'S").split() == names
+    assert len(PHONEMES) == 74
+    (tmp_path / "text.txt").write_text("zugs")
+    lexicon.main([*dictionary, "--text", str(tmp_path / "text.txt")])
+    found = Pronunciations(tmp_path / "new/lexicon.txt").spoken.get("ZUGS", [()])
+    assert found == [tuple(names)]
+
+
+def test_what_it_refuses(dictionary, tmp_path, capsys):
+    (tmp_path / "dictionary.txt").write_text("a.m. EY2 EH1 M\ngood\n")
+    with pytest.raises(ValueError, match="must have lines of a word and its phonemes"):
+        lexicon.main(dictionary)
+    with pytest.raises(SystemExit):
+        lexicon.main([*dictionary, "--splits", "train"])
+    assert "--data_dir and --splits need each other" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Training with phonemes as tokens: transcripts, what is saved, the next stage, evaluation by words, refusals."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from speech import WORDS, write_corpus
+from tiny_whisper import make_processor, save
+
+from favor.eval import asr as evaluation
+from favor.eval import whisper_ctc
+from favor.models.conformer import ConformerProcessor, Pronunciations, write_arpa
+from favor.models.whisper_ctc import WhisperForCTC
+from favor.train import asr
+from favor.train.speech.data import Skipped, Utterance
+from favor.train.speech.lexicon import as_phonemes
+from favor.train.speech.sources import load_speech
+from favor.train.speech.word_errors import word_errors
+
+needs_search = pytest.mark.skipif(find_spec("flashlight") is None, reason="needs flashlight-text, of the extra lm")
+
+
+def lines(words):
+    """Each letter is a phoneme of its own."""
+    return "".join(f"{word}\t{' '.join(f'{letter}H' for letter in word)}\n" for word in words)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A corpus, a lexicon, a Whisper, and a model of two stages."""
+    place = tmp_path_factory.mktemp("place")
+    write_corpus(place, {"train": 10, "dev": 3, "test": 3})
+    save(place / "whisper", make_processor())
+    (place / "lexicon.txt").write_text(lines(WORDS) + "BAD\tBH DH\n")
+    write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2, words=["UNSAID"])
+    words = ["--data_dir", str(place), "--max_batch_seconds", "24", "--ema_decay", "0"]
+    first = ["--model_name_or_path", str(place / "whisper"), "--architecture", "ctc", "--max_train_steps", "2"]
+    first += ["--lexicon", str(place / "lexicon.txt"), "--encoder_learning_rate", "0"]
+    asr.main([*words, *first, "--output_dir", str(place / "head")])
+    second = ["--model_name_or_path", str(place / "head"), "--max_train_steps", "20", "--encoder_learning_rate", "4e-4"]
+    results = asr.main([*words, *second, "--output_dir", str(place / "model")])
+    return place, results
+
+
+def test_both_stages_have_phonemes(place):
+    folder, _ = place
+    spoken = Pronunciations(folder / "lexicon.txt")
+    assert Pronunciations(folder / "model/lexicon.txt").spoken == spoken.spoken
+    tokenizer = ConformerProcessor.from_pretrained(folder / "model").tokenizer
+    assert set(tokenizer.get_vocab()) == {"<pad>", "</s>", "<unk>", "▁", *(f"{one}H" for one in "ABCDEF")}
+    assert WhisperForCTC.from_pretrained(folder / "model").config.vocab_size == len(tokenizer)
+
+
+def test_the_evaluation_looks_words_up(place, tmp_path):
+    folder, results = place
+    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--splits", "dev"]
+    assert evaluation.main([*words, "--output_dir", str(tmp_path), "--device", "cpu"]) == 0
+    found = json.loads((tmp_path / "asr.json").read_text())["splits"]["dev"]["searches"]["greedy"]
+    assert found["wer"] == pytest.approx(results["metrics"]["dev_wer"])
+
+
+@needs_search
+def test_words_are_found_by_their_pronunciation(place, tmp_path):
+    folder, _ = place
+    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--splits", "dev"]
+    words += ["--language_model", str(folder / "lm.arpa"), "--lexicon", str(folder / "lexicon.txt")]
+    assert evaluation.main([*words, "--output_dir", str(tmp_path), "--device", "cpu"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "dev.jsonl").read_text().splitlines()]
+    assert {word for row in rows for word in row["beam 200, language model"].split()} <= set(WORDS)
+    options = ["--lm_weights", "0.5", "--word_scores", "0", "1", "--beam_size", "9", "--tune_beam_size", "9"]
+    options += ["--language_model", str(folder / "lm.arpa"), "--whisper", str(folder / "whisper"), "--texts", "4"]
+    call = [str(folder / "model"), "--data_dir", str(folder), "--output_dir", str(tmp_path), *options]
+    assert whisper_ctc.main(call) == 0
+    content = json.loads((tmp_path / "whisper_ctc.json").read_text())
+    for row in content["rows"]:
+        assert row["wer"] == word_errors([one.text for one in load_speech(folder, row["split"])[0]], row["texts"]).rate
+        if row["search"] != "greedy":
+            assert {word for text in row["texts"] for word in text.split()} <= set(WORDS)
+
+
+def test_missing_words(place):
+    folder, _ = place
+    spoken = Pronunciations(folder / "lexicon.txt")
+    utterances = [Utterance(name, text, b"") for name, text in (("a", "BAD CAB"), ("b", "BAD DOG CAT"), ("c", "DOG"))]
+    with pytest.raises(ValueError, match=r"lacks 2 words of the transcripts: DOG, CAT\. .* with --max_bad"):
+        as_phonemes(utterances, spoken, Skipped())
+    skipped = Skipped(2)
+    assert [one.text for one in as_phonemes(utterances, spoken, skipped)] == ["BH-AH-DH CH-AH-BH"]
+    assert skipped.reasons["b"] == "has words that the lexicon lacks: DOG, CAT"
+    with pytest.raises(ValueError, match="lacks: DOG"):
+        as_phonemes(utterances, spoken, Skipped(1))
+    with pytest.raises(ValueError, match="of 3 utterances 2 cannot be used"):
+        as_phonemes(utterances, spoken, Skipped(0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lexicon", "none.txt"], "lexicon must be a text in UTF-8"),
+        (["--lexicon", "lexicon.txt", "--tokenizer_type", "char"], "with lexicon the tokens are its phonemes"),
+        (["--lexicon", "lexicon.txt", "--architecture", "whisper"], "lexicon is for --architecture ctc"),
+        (["--lexicon", "other.txt", "--model_name_or_path", "model"], "no word whose phonemes are tokens of the model"),
+    ],
+)
+def test_what_is_refused(place, tmp_path, monkeypatch, options, message):
+    folder, _ = place
+    monkeypatch.chdir(folder)
+    (folder / "other.txt").write_text("".join(f"{word}\tX\n" for word in WORDS))
+    words = ["--data_dir", ".", "--model_name_or_path", "whisper", "--architecture", "ctc", "--max_train_steps", "1"]
+    words += ["--encoder_learning_rate", "0", "--output_dir", str(tmp_path / "run"), *options]
+    with pytest.raises(ValueError, match=message):
+        asr.main(words)
