@@ -49,7 +49,7 @@ def fork(module: str, *words: object, processes: int = 1) -> str:
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
         started = start(module, words, logs)
-        wait_all(started)
+        wait(started)
         printed = "".join(log.read_text(errors="replace") for log in logs)
         assert all(process.exitcode == 0 for process in started), printed[-3000:]
     return printed
@@ -87,8 +87,8 @@ def _program(module: str, words: list[str], log: Path, environment: dict[str, ob
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def wait_all(processes: Sequence[multiprocessing.Process]) -> None:
-    """Waits for processes that need each other: when one fails, the others are ended."""
+def wait(processes: Sequence[multiprocessing.Process]) -> None:
+    """Waits for processes that need each other: when one fails, or none ends in time, all others are killed."""
     left = list(processes)
     while left:
         ready = connection.wait([process.sentinel for process in left], timeout=SECONDS)
@@ -99,14 +99,6 @@ def wait_all(processes: Sequence[multiprocessing.Process]) -> None:
                 process.kill()
                 process.join()
             return
-
-
-def wait(process: multiprocessing.Process) -> None:
-    """Waits for the end of a process, with a limit of time."""
-    process.join(SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        raise TimeoutError(f"a program has not ended after {SECONDS} seconds")
 
 
 def free_port() -> int:
@@ -127,7 +119,7 @@ class Forked:
         module = len(command) - 1 - command[::-1].index("favor.train.glue")
         log = Path(stdout.name)
         (process,) = start(command[module], command[module + 1 :], [log])
-        wait(process)
+        wait([process])
         return subprocess.CompletedProcess(command, process.exitcode)
 
 

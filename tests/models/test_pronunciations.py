@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
+from marks import HAS_SEARCH, needs_search
+from tiny_ctc import says_each_frame
 
 from favor.models.conformer import (
-    ConformerConfig,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerProcessor,
@@ -27,7 +27,6 @@ from favor.models.conformer.lexicon_beam import lexicon_emissions
 
 LINES = ["SEE\tS I", "SEA\tS I", "EITHER\tI S", "EITHER\tS S", "IS\tI S", "EYE\tI", "LACKING\tS Z"]
 TEXTS = ["EYE SEE EITHER", "EYE IS EITHER", "THE SEA IS", "EITHER SEE IS", "EYE SEE"]
-needs_search = pytest.mark.skipif(find_spec("flashlight") is None, reason="needs flashlight-text, of the extra lm")
 
 
 @pytest.fixture(scope="module")
@@ -206,21 +205,14 @@ def test_refusals(spoken, tmp_path, arpa):
     letters = train_tokenizer(["A B"], "char")
     with pytest.raises(ValueError, match=r"no word whose phonemes are tokens of the model.* SEE S-I"):
         spoken.check(letters)
-    if find_spec("flashlight") is not None:
+    if HAS_SEARCH:
         with pytest.raises(ValueError, match="no word that the tokenizer can pronounce; one of its words is 'EITHER'"):
             WordLexicon(letters, arpa, pronunciations=spoken)
 
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "num_mel_bins": 10, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    model = ConformerForCTC(ConformerConfig(**sizes)).eval()
-    with torch.no_grad():
-        model.ctc_head.weight.mul_(3)
-        model.ctc_head.bias[1:3] -= 99
-    return model
+    return says_each_frame(len(tokenizer))
 
 
 def test_transcribe_looks_words_up(model, tokenizer, path, spoken):

@@ -9,11 +9,11 @@ import zlib
 
 import pytest
 import torch
+from tiny_ctc import SIZES, says_each_frame
 
 from favor.models.conformer import (
     ConformerConfig,
     ConformerFeatureExtractor,
-    ConformerForCTC,
     ConformerForTransducer,
     ConformerProcessor,
     NgramModel,
@@ -314,14 +314,8 @@ def test_refusals_of_the_search(tokenizer):
 @pytest.fixture(scope="module")
 def models(tokenizer):
     """A CTC model that says one letter per frame, a Transducer, and their processor."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "num_mel_bins": 10, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    ctc = ConformerForCTC(ConformerConfig(**sizes)).eval()
-    with torch.no_grad():
-        ctc.ctc_head.weight.mul_(3)
-        ctc.ctc_head.bias[1:3] -= 99
-    transducer = ConformerForTransducer(ConformerConfig(**sizes, prediction_hidden_size=8, joint_hidden_size=8))
+    ctc, networks = says_each_frame(len(tokenizer)), {"prediction_hidden_size": 8, "joint_hidden_size": 8}
+    transducer = ConformerForTransducer(ConformerConfig(**SIZES, vocab_size=len(tokenizer), **networks))
     return ctc, transducer, ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
 
 

@@ -1,9 +1,9 @@
 """Training with phonemes as tokens: transcripts, what is saved, the next stage, evaluation by words, refusals."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
+from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import make_processor, save
 
@@ -16,8 +16,6 @@ from favor.train.speech.data import Skipped, Utterance
 from favor.train.speech.lexicon import as_phonemes
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
-
-needs_search = pytest.mark.skipif(find_spec("flashlight") is None, reason="needs flashlight-text, of the extra lm")
 
 
 def lines(words):

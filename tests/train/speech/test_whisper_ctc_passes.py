@@ -1,10 +1,10 @@
 """Error rates of CTC on Whisper's encoder, pass by pass, and the second scores against transformers' own loss."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
+from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import SPECIAL, make_processor, save
 
@@ -19,8 +19,6 @@ from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
-
-needs_search = pytest.mark.skipif(find_spec("flashlight") is None, reason="needs flashlight-text, of the extra lm")
 
 
 @pytest.fixture(scope="module")
