@@ -19,7 +19,6 @@ from favor.eval.speech.rescoring import best_texts, text_scores
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
-    NgramModel,
     Pronunciations,
     WordLexicon,
     ctc_align,
@@ -164,7 +163,7 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
     }
     chosen: dict[str, Any] = {}
     if arguments.language_model is not None:
-        lexicon = WordLexicon(tokenizer, NgramModel(arguments.language_model), pronunciations=spoken)
+        lexicon = WordLexicon(tokenizer, arguments.language_model, pronunciations=spoken)
         pairs = list(zip(logits["tune"], parts["tune"], strict=True))
         few: Any = asr.evenly_spaced(pairs, arguments.tune_utterances)  # type: ignore[arg-type]
         few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))

@@ -37,7 +37,9 @@ from favor.train.speech.whisper import LARGEST_RATE, fitting, normalizer
 from favor.train.speech.word_errors import character_errors, word_errors
 
 
-def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
+def load_data(
+    arguments: Arguments, lexicon: Pronunciations | None = None
+) -> tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]]:
     """Loads the utterances to train on, those of each evaluation split, and a report on what each of them left out.
 
     With a lexicon the transcripts to train on are phonemes.
@@ -54,7 +56,7 @@ def load_data(arguments: Arguments) -> tuple[list[Utterance], dict[str, list[Utt
     for number, manifest in enumerate(data.extra_manifests):
         train += load(manifest, None, f"extra_{number}", None)
     evaluation = {split: load(source, split, split, data.max_eval_samples) for split in data.eval_splits}
-    if (lexicon := run_lexicon(arguments)) is not None:
+    if lexicon is not None:
         train = as_phonemes(train, lexicon, reports[data.train_split])
     return train, evaluation, reports
 
@@ -164,6 +166,7 @@ def train_model(
     data: tuple[list[Utterance], dict[str, list[Utterance]], dict[str, Skipped]],
     folder: Path,
     acoustics: Acoustics | None = None,
+    lexicon: Pronunciations | None = None,
 ) -> dict[str, Any]:
     """Runs the whole training and saves the model and the processor in `folder`; returns the entries of the results.
 
@@ -172,12 +175,12 @@ def train_model(
         data: what `load_data` gave.
         folder: where the run is.
         acoustics: what `make_acoustics` gave. Default None: no noise, no reverberation, no change of volume.
+        lexicon: what `run_lexicon` gave. Default None: the tokens are not phonemes.
     """
     train, seed = arguments.train, DEFAULT_SEED if arguments.train.seed is None else arguments.train.seed
     accelerator = loop.make_accelerator(train, folder)
     utterances, _, reports = data
-    processor = make_processor(arguments, utterances)
-    lexicon = run_lexicon(arguments)
+    processor = make_processor(arguments, utterances, lexicon)
     if lexicon is not None:
         lexicon.check(processor.tokenizer)
     model = make_model(arguments, processor, seed)
@@ -283,15 +286,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
     for path in (arguments.model.model_name_or_path, arguments.model.processor_name_or_path):
         check_model(path)
-    acoustics = make_acoustics(arguments.data)
+    acoustics, lexicon = make_acoustics(arguments.data), run_lexicon(arguments)
     with accelerator.main_process_first():
-        data = load_data(arguments)
+        data = load_data(arguments, lexicon)
     hours = sum(utterance.seconds or 0 for utterance in data[0]) / 3600
     accelerator.print(f"{len(data[0])} utterances to train on, {hours:.2f} hours")
     if accelerator.is_main_process:
         checkpoint.start_run(folder, settings, train.overwrite_output_dir)
     accelerator.wait_for_everyone()
-    results = train_model(arguments, data, folder, acoustics) | {
+    results = train_model(arguments, data, folder, acoustics, lexicon) | {
         "arguments": arguments.to_dict(),
         "command": shlex.join(["python", "-m", "favor.train.asr", *(sys.argv[1:] if argv is None else argv)]),
         "num_processes": accelerator.num_processes,

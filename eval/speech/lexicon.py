@@ -10,6 +10,7 @@ from favor.eval.options.lexicon import parse_arguments
 from favor.eval.speech.letters_to_sounds import LetterToSound, possessive, without_stress
 from favor.eval.speech.texts import read_text, transcripts
 from favor.models.conformer import normalize_transcript
+from favor.models.conformer.pronunciations import write_lexicon
 from favor.train.common.program import program
 from favor.train.speech.sources import load_speech
 
@@ -43,7 +44,7 @@ def add_words(spoken: Spoken, words: Iterable[str], network: LetterToSound | Non
     Args:
         spoken: pronunciations of words, which gets more.
         words: in capitals.
-        network: for words that are no possessives of known ones. Default None: they stay unknown.
+        network: for words that are no possessives of known ones; with None they stay unknown.
     """
     left = []
     for word in sorted({*words} - spoken.keys()):
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words |= {word for one in load_speech(arguments.data_dir, split)[0] for word in one.text.split()}
     left = add_words(spoken, words, LetterToSound.installed())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{word}\t{one}\n" for word, own in spoken.items() for one in own]
-    arguments.output.write_text("".join(lines), encoding="utf-8")
+    write_lexicon(spoken, arguments.output)
     print(f"{known} words of the dictionary and {len(spoken) - known} more, in {arguments.output}")
     if left:
         shown = ", ".join(left[:10])

@@ -158,9 +158,9 @@ def ctc_lexicon_beam(
     The decoder of flashlight-text (Pratap et al., "Wav2Letter++", arXiv:1812.07625) with a lexicon. It is much faster
     than `ctc_word_beam`, which finds other words too. The score of each text that is found is exact: its CTC
     probability is the sum over all alignments, of the pronunciation that the search has found for the text. The search
-    itself sees one frame of each run of almost sure blanks. A
-    row of more than `piece` frames is searched in pieces, cut in the middle of a long run of blanks; each piece is a
-    text of its own for the language model. Needs the extra `lm`.
+    itself sees one frame of each run of almost sure blanks. A row of more than `piece` frames is searched in pieces,
+    cut in the middle of a long run of blanks; each piece is a text of its own for the language model. Needs the extra
+    `lm`.
 
     Args:
         logits: `[B, L, V]`, before or after log-softmax.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -129,10 +129,15 @@ class Pronunciations:
 
     def save(self, folder: str | Path) -> Path:
         """Writes the file `lexicon.txt` in a folder, where `model.transcribe` finds it; gives its path."""
-        lines = [f"{word}\t{' '.join(one)}\n" for word, own in self.spoken.items() for one in own]
         path = Path(folder) / LEXICON_FILE
-        path.write_text("".join(lines), encoding="utf-8")
+        write_lexicon({word: map(" ".join, own) for word, own in self.spoken.items()}, path)
         return path
+
+
+def write_lexicon(spoken: Mapping[str, Iterable[str]], path: Path) -> None:
+    """Writes the file that `Pronunciations` reads, from the pronunciations of each word, phonemes between spaces."""
+    lines = [f"{word}\t{one}\n" for word, own in spoken.items() for one in own]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def lexicon_of(lexicon: str | Path | Pronunciations | None, folder: str | Path | None) -> Pronunciations | None:

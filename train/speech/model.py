@@ -40,11 +40,14 @@ _OF_FEATURES = ("num_mel_bins", "normalize")
 OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", *_OF_FEATURES)
 
 
-def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> ConformerProcessor | WhisperProcessor:
+def make_processor(
+    arguments: Arguments, utterances: Sequence[Utterance], lexicon: Pronunciations | None = None
+) -> ConformerProcessor | WhisperProcessor:
     """Loads the processor of a folder, or makes a new one with a tokenizer of the transcripts and features as given.
 
     With `normalize` "none" the constants are mean and standard deviation over the first 200 utterances. CTC on the
-    encoder of a Whisper gets the features of the Whisper and a new tokenizer.
+    encoder of a Whisper gets the features of the Whisper and a new tokenizer. With a lexicon the tokens of a new
+    tokenizer are its phonemes.
 
     Raises:
         ValueError: for options of a new model together with a checkpoint, or a vocabulary that the transcripts do not
@@ -54,7 +57,8 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
     if path is not None and architecture_of(arguments.model) == WHISPER:
         return WhisperProcessor.from_pretrained(path)
     if has_new_head(arguments.model):
-        return ConformerProcessor(WhisperCTCFeatureExtractor.from_pretrained(path), _new_tokenizer(data, utterances))
+        features = WhisperCTCFeatureExtractor.from_pretrained(path)
+        return ConformerProcessor(features, _new_tokenizer(data, utterances, lexicon))
     if path is not None:
         processor = ConformerProcessor.from_pretrained(path)
         if isinstance(processor.feature_extractor, ConformerFeatureExtractor):
@@ -66,13 +70,15 @@ def make_processor(arguments: Arguments, utterances: Sequence[Utterance]) -> Con
         extractor = ConformerFeatureExtractor.measured(waveforms, feature_size=data.num_mel_bins)
     else:
         extractor = ConformerFeatureExtractor(feature_size=data.num_mel_bins, normalize=data.normalize)
-    return ConformerProcessor(extractor, _new_tokenizer(data, utterances))
+    return ConformerProcessor(extractor, _new_tokenizer(data, utterances, lexicon))
 
 
-def _new_tokenizer(data: SpeechDataArguments, utterances: Sequence[Utterance]) -> ConformerTokenizer:
+def _new_tokenizer(
+    data: SpeechDataArguments, utterances: Sequence[Utterance], lexicon: Pronunciations | None
+) -> ConformerTokenizer:
     """Makes a tokenizer of the phonemes of the lexicon, or one of the transcripts."""
-    if data.lexicon is not None:
-        return Pronunciations(data.lexicon).tokenizer()
+    if lexicon is not None:
+        return lexicon.tokenizer()
     return train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
 
 
