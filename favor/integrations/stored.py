@@ -158,18 +158,21 @@ def train_directions(model: nn.Module) -> list[nn.Parameter]:
     """Makes the learned directions of a model parameters, which an optimizer can train, and returns them."""
     found = []
     for module in model.modules():
-        if DIRECTIONS in module._buffers:
-            directions = nn.Parameter(module._buffers.pop(DIRECTIONS))  # type: ignore[arg-type]
-            module.register_parameter(DIRECTIONS, directions)
-            found.append(directions)
+        directions = getattr(module, DIRECTIONS, None)
+        if directions is not None:
+            delattr(module, DIRECTIONS)
+            found.append(nn.Parameter(directions))
+            module.register_parameter(DIRECTIONS, found[-1])
     return found
 
 
 def fix_directions(model: nn.Module) -> None:
     """Makes directions that `train_directions` has made parameters buffers again."""
     for module in model.modules():
-        if DIRECTIONS in module._parameters:
-            module.register_buffer(DIRECTIONS, module._parameters.pop(DIRECTIONS).detach())  # type: ignore[union-attr]
+        directions = getattr(module, DIRECTIONS, None)
+        if isinstance(directions, nn.Parameter):
+            delattr(module, DIRECTIONS)
+            module.register_buffer(DIRECTIONS, directions.detach())
 
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:

@@ -52,11 +52,9 @@ class AttentionStudent(nn.Module):
             self.layers[f"factor_{number}"] = nn.Parameter(torch.zeros(heads, head_dim, head_dim))
             self.layers[f"shift_{number}"] = nn.Parameter(torch.zeros(heads, head_dim))
             if learn_directions:
-                drawn = Draw(
-                    *(features.draws_like, options["num_features"], head_dim, heads, options["orthogonal"]),
-                    *(options["seed"], number, 0, torch.device("cpu"), torch.float32),
-                )
-                self.directions[str(number)] = nn.Parameter(drawn_directions(drawn).clone())
+                numbers = (options["num_features"], head_dim, heads, options["orthogonal"], options["seed"], number, 0)
+                drawn = drawn_directions(Draw(features.draws_like, *numbers, torch.device("cpu"), torch.float32))
+                self.directions[str(number)] = nn.Parameter(drawn.clone())
 
     def correction(self, number: int) -> Parameters:
         """Gives the correction of a layer, `[Hk, d, d]` and `[Hk, d]`."""
@@ -101,7 +99,7 @@ class AttentionStudent(nn.Module):
             scale=seen.scale,
             seed=options["seed"],
             layer=seen.layer,
-            redraw=draw,
+            redraw=0 if str(seen.layer) in self.directions else draw,  # learned ones need no new draw
             orthogonal=options["orthogonal"],
             parameters=base,
             correction=self.correction(seen.layer),

@@ -26,12 +26,16 @@ class Pairs:
 
     def __init__(self, tokenizer: Any, before: int, after: int, probability: float) -> None:
         self.before, self.after, self.probability = before, after, probability
-        (word,) = tokenizer("a", add_special_tokens=False)["input_ids"][:1]
-        joined = dict(tokenizer("a", "a"))
-        self.template = torch.tensor(joined["input_ids"])
+        if not probability:
+            return
+        word = tokenizer("a", add_special_tokens=False)["input_ids"][0]
+        joined = {name: torch.tensor(own) for name, own in tokenizer("a", "a").items()}
+        template = joined["input_ids"]
+        # What stands around the two texts, and one token in the place of each.
+        self.templates = {"input_ids": template, "labels": torch.full_like(template, IGNORED)}
         self.types = joined.get("token_type_ids")
-        places = (self.template == word).nonzero()[:, 0].tolist()
-        if probability and (len(places) != 2 or places[1] == places[0] + 1):
+        places = (template == word).nonzero()[:, 0].tolist()
+        if len(places) != 2 or places[1] == places[0] + 1:
             raise ValueError(
                 f"pair_probability needs a tokenizer that sets special tokens between two texts, which "
                 f"{type(tokenizer).__name__} does not: leave it out"
@@ -48,23 +52,21 @@ class Pairs:
         if not self.probability:
             return batch
         made = {name: own.clone() for name, own in batch.items()}
-        made["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+        if self.types is not None:
+            made["token_type_ids"] = torch.zeros_like(batch["input_ids"])
         length = batch["input_ids"].shape[1]
-        words = length - len(self.template) + 2  # of both texts
+        words = length - len(self.templates["input_ids"]) + 2  # of both texts
         for row in range(len(batch["input_ids"])):
             if words < 4 or torch.rand((), generator=generator) >= self.probability:
                 continue
             first = int(torch.randint(words // 4, words - words // 4 + 1, (), generator=generator))
             start = int(torch.randint(first + 1, (), generator=generator))
-            for name, special in (("input_ids", self.template), ("labels", torch.full_like(self.template, IGNORED))):
-                if name in made:
-                    text = batch[name][row, self.before : length - self.after]
-                    made[name][row] = self._join(text[:first], text[start : start + words - first], special)
-            kinds = torch.tensor(self.types or [0] * len(self.template))
-            texts = (kinds[self.places[0]].expand(first), kinds[self.places[1]].expand(words - first))
-            made["token_type_ids"][row] = self._join(*texts, kinds)
-        if self.types is None:
-            del made["token_type_ids"]
+            for name in self.templates.keys() & batch.keys():
+                text = batch[name][row, self.before : length - self.after]
+                made[name][row] = self._join(text[:first], text[start : start + words - first], self.templates[name])
+            if self.types is not None:
+                kinds = (self.types[self.places[0]].expand(first), self.types[self.places[1]].expand(words - first))
+                made["token_type_ids"][row] = self._join(*kinds, self.types)
         return made
 
     def _join(self, first: Tensor, second: Tensor, special: Tensor) -> Tensor:
