@@ -105,8 +105,8 @@ class WordLexicon:
         self, tokenizer: ConformerTokenizer, pronunciations: Pronunciations | None
     ) -> Iterator[tuple[str, float, tuple[int, ...]]]:
         """Gives words with their log probabilities and tokens, the most probable words first."""
-        start = self.model.start()
-        log_probs = {word: self.model.score(start, word)[1] for word in self.model.words}
+        anywhere = self.model.start(in_text=True)
+        log_probs = {word: self.model.score(anywhere, word)[1] for word in self.model.words}
         words, written = [], []
         for word in sorted(log_probs, key=lambda one: (-log_probs[one], one)):
             for text in [word] if pronunciations is None else pronunciations.spellings(word):

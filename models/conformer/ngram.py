@@ -70,9 +70,9 @@ class NgramModel:
         """Gives the number of a word in `kenlm`, that of `<unk>` for a word that is not known."""
         return self._index[word if word in self.words else UNKNOWN]
 
-    def start(self) -> Any:
-        """Gives the state at the beginning of a text."""
-        return self._model.start(False)
+    def start(self, in_text: bool = False) -> Any:
+        """Gives the state at the beginning of a text; with `in_text` that in a text after words that are not known."""
+        return self._model.start(in_text)
 
     def score(self, state: Any, word: str) -> tuple[Any, float]:
         """Gives the state after one more word, and the log probability of the word."""

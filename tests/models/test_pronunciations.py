@@ -125,9 +125,21 @@ def test_the_most_probable_homophones_can_be_found(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("".join(f"{name}\tP\n" for name in names))
     spoken = Pronunciations(path)
-    texts = [name for count, name in enumerate(names, 1) for _ in range(count)]
+    texts = [f"{before} {name}" for count, name in enumerate(names, 1) for before in names[:count]]
     lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
     assert set(lexicon.names.values()) == set(names[2:])
+
+
+@needs_search
+def test_a_word_that_never_begins_a_text_counts_as_probable(tmp_path):
+    """Its place among words that sound alike is that in all texts, not that after their beginning."""
+    names = [f"W{letter}" for letter in "ABCDEFGH"]
+    path = tmp_path / "words.txt"
+    path.write_text("".join(f"{name}\tP\n" for name in names))
+    spoken = Pronunciations(path)
+    texts = [*9 * names[:-1], *(f"{name} {names[-1]}" for name in names[:-1])]
+    lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
+    assert names[-1] in lexicon.names.values()
 
 
 @needs_search

@@ -4,8 +4,10 @@ import base64
 import gzip
 import itertools
 import math
+import random
 import sys
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -234,14 +236,61 @@ def test_a_written_model_gives_a_probability_to_every_word(tmp_path, order):
 
 
 def test_a_written_model_by_hand(tmp_path):
-    """Two texts: 4 words of 3 kinds and 2 ends, 6 in all, over 5 kinds with `<unk>`; P(w | h) as in the docstring."""
+    """Two texts, too few for discounts of their own: 0.5 from all counts of 1, and 1 from counts of 2.
+
+    Before A are 1, before B 2, before C 1 and before the end 2 different words, in all 6, over 5 kinds with `<unk>`.
+    """
     model = NgramModel(write_arpa(["A B", "B C"], tmp_path / "lm.arpa", 2))
-    alone = {word: (count + 4 / 5) / (6 + 4) for word, count in {"A": 1, "B": 2, "C": 1, "</s>": 2, "D": 0}.items()}
-    after_begin = {word: (count + 2 * alone[word]) / (2 + 2) for word, count in {"A": 1, "B": 1, "D": 0}.items()}
+    before = {"A": 0.5, "B": 2 - 1, "C": 0.5, "</s>": 2 - 1, "D": 0}
+    alone = {word: (count + (0.5 + 1 + 0.5 + 1) / 5) / 6 for word, count in before.items()}
+    after_begin = {word: (count + 2 * 0.5 * alone[word]) / 2 for word, count in {"A": 0.5, "B": 0.5, "D": 0}.items()}
     for word, probability in after_begin.items():
         assert math.exp(model.score(model.start(), word)[1]) == pytest.approx(probability, abs=1e-5)
+        assert math.exp(model.score(model.start(in_text=True), word)[1]) == pytest.approx(alone[word], abs=1e-5)
     state, _ = model.score(model.start(), "B")
-    assert math.exp(model.finish(state)) == pytest.approx((1 + 2 * alone["</s>"]) / (2 + 2), abs=1e-5)
+    assert math.exp(model.finish(state)) == pytest.approx((0.5 + 2 * 0.5 * alone["</s>"]) / 2, abs=1e-5)
+
+
+def kneser_ney(texts, words, history, word):
+    """P(word | history) straight from the texts, by equations 26 and 27 of Chen and Goodman (1999), order 3."""
+    grams = [
+        [tuple(text[place : place + size]) for text in texts for place in range(len(text) - size + 1)]
+        for size in (1, 2, 3)
+    ]
+    counts = [Counter(found) for found in grams]
+    for size in (0, 1):
+        before = Counter(gram[1:] for gram in counts[size + 1])
+        counts[size] = {gram: counts[size][gram] if gram[0] == "<s>" else before[gram] for gram in counts[size]}
+    del counts[0][("<s>",)]
+
+    def probability(history):
+        own = {gram[-1]: count for gram, count in counts[len(history)].items() if gram[:-1] == history}
+        shorter = probability(history[1:]) if history else 1 / (len(words) + 2)
+        if not own:
+            return shorter
+        once, twice, thrice, often = (list(counts[len(history)].values()).count(number) for number in range(1, 5))
+        part = once / (once + 2 * twice)
+        taken = [0, 1 - 2 * part * twice / once, 2 - 3 * part * thrice / twice, 3 - 4 * part * often / thrice]
+        discounted = own.get(word, 0) - taken[min(3, own.get(word, 0))]
+        return (discounted + shorter * sum(taken[min(3, count)] for count in own.values())) / sum(own.values())
+
+    return probability(history)
+
+
+def test_a_written_model_is_smoothed_as_kneser_and_ney_do(tmp_path):
+    generator = random.Random(0)
+    words = [f"W{number}" for number in range(40)]
+    weights = [1 / (number + 1) for number in range(40)]
+    texts = [generator.choices(words, weights, k=generator.randint(1, 6)) for _ in range(120)]
+    model = NgramModel(write_arpa([" ".join(text) for text in texts], tmp_path / "lm.arpa", 3))
+    said = [["<s>", *text, "</s>"] for text in texts]
+    for text in texts[:12]:
+        state, history = model.start(), ("<s>",)
+        for word in [*text, "W0", "W7"]:
+            expected = kneser_ney(said, model.words, history, word)
+            state, log_prob = model.score(state, word)
+            assert math.exp(log_prob) == pytest.approx(expected, rel=1e-4)
+            history = (*history, word)[-2:]
 
 
 @pytest.mark.parametrize(
