@@ -18,7 +18,10 @@ from favor.eval import asr
 from favor.eval.common import report
 from favor.eval.options.whisper_ctc_long import parse_arguments
 from favor.eval.speech.long_form_cell import Failure, Recording, isolated
-from favor.models.conformer import ctc_greedy
+from favor.models.conformer import ctc_emissions
+from favor.models.conformer.pronunciations import lexicon_of
+from favor.models.conformer.transcription import Transcript
+from favor.models.conformer.word_search import search_emissions, searched_words, usual_beam
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
 from favor.train.speech.sources import load_speech
@@ -38,11 +41,18 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
         way: one of the ways of the program.
         arguments: of the program.
     """
+    spoken = lexicon_of(arguments.lexicon, arguments.model)
+    scorer = None
+    if arguments.language_model is not None:
+        weights = {name: getattr(arguments, name) for name in ("language_model", "lm_weight", "word_score")}
+        scorer = searched_words(model, processor.tokenizer, None, True, spoken, **weights)
     if way == "utterances":
-        return " ".join(asr.recognise(model, processor, recording.utterances, batch_seconds=60)[0])
+        search: Any = {"scorer": scorer, "beam_size": usual_beam(scorer) if scorer else 1, "lexicon": spoken}
+        return " ".join(asr.recognise(model, processor, recording.utterances, batch_seconds=60, **search)[0])
     if way == "stream":
         times = {"step": arguments.step, "look_ahead": arguments.look_ahead, "context": arguments.context}
-        stream, audio = model.stream(processor, **times), recording.samples()
+        stream = model.stream(processor, **times, scorer=scorer, lexicon=spoken)
+        audio = recording.samples()
         for start in range(0, len(audio), RATE):
             stream.feed(audio[start : start + RATE])
         stream.finish()
@@ -52,8 +62,9 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
         logits = model.window_logits(**inputs)[0]
     else:
         logits = one_pass(model, inputs["input_features"], way, arguments)
-    (tokens,) = ctc_greedy(logits, [logits.shape[1]], blank=model.config.pad_token_id)
-    return str(processor.tokenizer.decode(tokens, group_tokens=False))
+    given, blank = (logits, [logits.shape[1]]), model.config.pad_token_id
+    rows = ctc_emissions(*given, blank) if scorer is None else search_emissions(*given, scorer, blank=blank)
+    return Transcript.of(rows[0], processor, 1.0, spoken).text
 
 
 def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespace) -> Tensor:
@@ -117,8 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells.append(run_cell(minutes, recording, way, arguments))
             print(table_lines(cells[-1:])[-1], flush=True)
     times = f"step {arguments.step:g} s, look-ahead {arguments.look_ahead:g} s, context {arguments.context:g} s"
+    search = "Greedy search"
+    if arguments.language_model is not None:
+        weights = f"lm_weight {arguments.lm_weight:g}, word_score {arguments.word_score:g}"
+        search = f"Search among the words of {arguments.language_model.name}, {weights}, for the stream at its end"
     facts = (
-        f"Greedy search. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
+        f"{search}. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
         f"10 s of which are kept. Stream: {times}. Landmarks: {arguments.num_features} per head and a window of "
         f"{arguments.window}; positions go on, or are repeated every 30 s."
     )

@@ -2,10 +2,10 @@
 
     python -m favor.eval.whisper_ctc_long out/whisper_ctc --data_dir DATA --split dev+test --minutes 10 30
 
-Utterances one after another make a recording. Its text is found by greedy search in each way, and by utterances alone
-for comparison. Each way runs in a process of its own; its seconds are those of reading the files, features and search,
-and its memory is the greatest resident memory of the process, with libraries, model and audio. One pass of exact
-attention is quadratic in the length, so it has a limit.
+Utterances one after another make a recording. Its text is found in each way, and by utterances alone for comparison: by
+greedy search, or among the words of a language model. Each way runs in a process of its own; its seconds are those of
+reading the files, features and search, and its memory is the greatest resident memory of the process, with libraries,
+model and audio. One pass of exact attention is quadratic in the length, so it has a limit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--split", default="dev+test", help="split of the data; several are joined by +")
     add("--minutes", type=float, nargs="+", default=[10.0, 30.0], metavar="M", help="minutes of audio")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="how the text is found")
+    add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search")
+    add("--lm_weight", type=float, default=0.7, help="weight of the language model")
+    add("--word_score", type=float, default=0.0, help="score of each word")
+    add("--lexicon", type=Path, help="pronunciations for a model of phonemes; default: those in its folder, if any")
     add("--step", type=float, default=1.0, help="seconds of a step of the stream")
     add("--look_ahead", type=float, default=1.0, help="seconds that the stream looks ahead")
     add("--context", type=float, default=10.0, help="seconds that the stream looks back")

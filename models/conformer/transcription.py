@@ -45,6 +45,37 @@ class Transcript:
     text: str
     spans: list[Span]
 
+    @classmethod
+    def of(
+        cls,
+        emissions: list[Emission],
+        processor: ConformerProcessor,
+        seconds: float,
+        lexicon: Pronunciations | None = None,
+        return_timestamps: str | None = None,
+        pause: float = 0.5,
+    ) -> Transcript:
+        """Makes a transcript of the tokens of one recording.
+
+        Args:
+            emissions: tokens with frames, confidences, and words if a search among pronunciations has found them.
+            processor: that of the model.
+            seconds: that a frame lasts.
+            lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
+            return_timestamps: as for `transcribe`. Default None: text alone.
+            pause: as for `transcribe`. Default 0.5.
+        """
+        text = _text(emissions, processor, lexicon)
+        if return_timestamps is None:
+            return cls(text, [])
+        spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
+        if return_timestamps == "char":
+            return cls(text, spans)
+        words = join_words(spans)
+        if lexicon is not None:
+            words = [replace(word, text=own) for word, own in zip(words, text.split(), strict=True)]
+        return cls(text, join_segments(words, pause) if return_timestamps == "segment" else words)
+
 
 class Transcribes:
     """The methods `transcribe` and `transcribe_stream` of the models that recognise speech."""
@@ -150,11 +181,9 @@ class Transcribes:
                     rows = self.emissions(features, mask)
                 else:
                     rows = self.beam_emissions(features, mask, scorer, beam_size)
+                seconds = self.config.samples_per_frame / rate
                 for index, row in zip(chosen, rows, strict=True):
-                    text = _text(row, processor, lexicon)
-                    words = None if lexicon is None else text.split()
-                    seconds = self.config.samples_per_frame / rate
-                    found[index] = Transcript(text, _spans(row, processor, seconds, return_timestamps, pause, words))
+                    found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)
         finally:
             self.train(training)
         return [found[index] for index in range(len(recordings))]
@@ -230,23 +259,3 @@ def _text(emissions: list[Emission], processor: ConformerProcessor, lexicon: Pro
         return " ".join(one.word for one in emissions if one.word)
     text: str = processor.tokenizer.decode([one.token for one in emissions], group_tokens=False)
     return text if lexicon is None else lexicon.read(text)
-
-
-def _spans(
-    emissions: list[Emission],
-    processor: ConformerProcessor,
-    seconds: float,
-    times: str | None,
-    pause: float,
-    texts: list[str] | None,
-) -> list[Span]:
-    """What `times` asks for, in seconds; a frame lasts `seconds`; `texts` are the words if the tokens are phonemes."""
-    if times is None:
-        return []
-    spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
-    if times == "char":
-        return spans
-    words = join_words(spans)
-    if texts is not None:
-        words = [replace(word, text=text) for word, text in zip(words, texts, strict=True)]
-    return join_segments(words, pause) if times == "segment" else words

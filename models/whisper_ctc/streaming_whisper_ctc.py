@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +11,17 @@ from torch import Tensor
 from favor.models.conformer.ctc_alignment import ctc_emissions
 from favor.models.conformer.encoder_state import one_waveform
 from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission, Span, in_seconds, join_words
+from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
+from favor.models.conformer.spans import Emission, Span
+from favor.models.conformer.transcription import Transcript
+from favor.models.conformer.word_search import Scorer, search_emissions
 
 if TYPE_CHECKING:
     from favor.models.whisper_ctc.modeling_whisper_ctc import WhisperForCTC
 
 
 class WhisperCTCStream:
-    """Transcribes one recording piece by piece, by greedy search, with a model that was trained on whole utterances.
+    """Transcribes one recording piece by piece, with a model that was trained on whole utterances.
 
     After each `step` seconds the model hears a window: `context` seconds that it has transcribed before, the step, and
     `look_ahead` seconds more. Text of the step is then final. So text comes look_ahead to look_ahead + step seconds
@@ -29,6 +33,9 @@ class WhisperCTCStream:
         step: seconds. Default 1.
         look_ahead: seconds. Default 1.
         context: seconds. Default 10.
+        scorer: a `WordScorer` or a `WordLexicon` with a language model. Default None: greedy search.
+        lexicon: pronunciations of words, if the tokens are phonemes: a file or `Pronunciations`. Default None:
+            `lexicon.txt` in the folder of the model, if there is one.
 
     Raises:
         ValueError: for a model in training mode, times that are negative or no whole number of frames of 20 ms, or a
@@ -53,10 +60,15 @@ class WhisperCTCStream:
         step: float = 1.0,
         look_ahead: float = 1.0,
         context: float = 10.0,
+        scorer: Scorer | None = None,
+        lexicon: str | Path | Pronunciations | None = None,
     ) -> None:
         if model.training:
             raise ValueError("a stream needs a model in evaluation mode: call model.eval().")
-        self.model, self.processor = model, processor
+        self.model, self.processor, self.scorer = model, processor, scorer
+        self.lexicon = lexicon_of(lexicon, model.name_or_path)
+        if self.lexicon is not None:
+            self.lexicon.check(processor.tokenizer)
         self.samples_per_frame = model.config.samples_per_frame
         rate: int = processor.feature_extractor.sampling_rate
         self._frame = self.samples_per_frame / rate
@@ -91,18 +103,20 @@ class WhisperCTCStream:
         """Tokens so far, with frames of 20 ms and confidences."""
         if not self._logits:
             return []
-        return ctc_emissions(torch.cat(self._logits)[None], [self._frames], self.model.config.pad_token_id)[0]
+        logits, blank = torch.cat(self._logits)[None], self.model.config.pad_token_id
+        if self.scorer is None:
+            return ctc_emissions(logits, [self._frames], blank)[0]
+        return search_emissions(logits, [self._frames], self.scorer, blank=blank)[0]
 
     @property
     def text(self) -> str:
         """Text so far."""
-        found: str = self.processor.tokenizer.decode([one.token for one in self.emissions], group_tokens=False)
-        return found
+        return Transcript.of(self.emissions, self.processor, self._frame, self.lexicon).text
 
     @property
     def words(self) -> list[Span]:
         """Words so far, with times in seconds and confidences; the last one may go on."""
-        return join_words(in_seconds(self.processor.tokenizer.spans(self.emissions), self._frame))
+        return Transcript.of(self.emissions, self.processor, self._frame, self.lexicon, "word").spans
 
     def feed(self, audio: Any) -> None:
         """Takes the next samples of the recording: floats in [-1, 1], `[n]` at the rate of the model.

@@ -3,16 +3,17 @@
 import json
 
 import pytest
+import torch
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
-from favor.eval import whisper_ctc
-from favor.models.conformer import ConformerProcessor, Pronunciations, write_arpa
+from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.models.conformer import ConformerProcessor, Pronunciations, WordLexicon, write_arpa
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train import asr
-from favor.train.speech.data import Skipped, Utterance
+from favor.train.speech.data import Skipped, Utterance, read_audio
 from favor.train.speech.lexicon import as_phonemes
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
@@ -74,6 +75,34 @@ def test_words_are_found_by_their_pronunciation(place, tmp_path):
         assert row["wer"] == word_errors([one.text for one in load_speech(folder, row["split"])[0]], row["texts"]).rate
         if row["search"] != "greedy":
             assert {word for text in row["texts"] for word in text.split()} <= set(WORDS)
+
+
+@needs_search
+def test_streams_and_long_recordings_have_words(place, tmp_path):
+    """A window that holds all of a recording finds the words of `transcribe`, with their times; so does the program."""
+    folder, _ = place
+    model = WhisperForCTC.from_pretrained(folder / "model").eval()
+    processor = ConformerProcessor.from_pretrained(folder / "model")
+    utterance = load_speech(folder, "dev")[0][0]
+    audio = torch.from_numpy(read_audio(utterance, 16000))
+    lexicon = WordLexicon(processor.tokenizer, folder / "lm.arpa", 0.7, 0.0, Pronunciations(folder / "lexicon.txt"))
+    for scorer, weights in ((None, {}), (lexicon, {"language_model": folder / "lm.arpa", "lm_weight": 0.7})):
+        options = {**weights, "word_score": 0.0} if weights else {}
+        (expected,) = model.transcribe([audio], return_timestamps="word", **options)
+        stream = model.stream(processor, step=5.0, look_ahead=1.0, context=0.0, scorer=scorer)
+        stream.feed(audio)
+        stream.finish()
+        assert stream.text == expected.text
+        assert [word.text for word in stream.words] == expected.text.split() == [one.text for one in expected.spans]
+        assert [(one.start, one.end) for one in stream.words] == [(one.start, one.end) for one in expected.spans]
+    words = [str(folder / "model"), "--data_dir", str(folder), "--split", "dev", "--minutes", "0.04", "--context", "1"]
+    words += ["--language_model", str(folder / "lm.arpa"), "--num_features", "8", "--window", "8"]
+    assert whisper_ctc_long.main([*words, "--output_dir", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "whisper_ctc_long.json").read_text())
+    texts = {cell["way"]: cell["text"] for cell in content["cells"]}
+    assert texts["windows"] == texts["one pass, exact"]
+    assert {word for text in texts.values() for word in text.split()} <= set(WORDS)
+    assert content["facts"].startswith("Search among the words of lm.arpa, lm_weight 0.7, word_score 0")
 
 
 def test_missing_words(place):
