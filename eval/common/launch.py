@@ -1,4 +1,4 @@
-"""Starts `favor.train.glue` in a process of its own, so that its peak memory and its seeds are its own."""
+"""Starts a training program in a process of its own, so that its peak memory and its seeds are its own."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Backend:
         return slug
 
     def arguments(self) -> list[str]:
-        """Writes the backend as arguments of `favor.train.glue`; an adapted model brings its own."""
+        """Writes the backend as arguments of a training program; an adapted model brings its own."""
         if self.folder is not None:
             return []
         options = {"--features": self.features, "--num_features": self.num_features}
@@ -89,8 +89,8 @@ class Backend:
         return ["--attn_implementation", self.name, *given]
 
 
-def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str]:
-    """Makes the command `accelerate launch -m favor.train.glue`, with every value that accelerate would warn about.
+def launch_command(arguments: Sequence[str], num_processes: int = 1, program: str = "favor.train.glue") -> list[str]:
+    """Makes the command `accelerate launch -m PROGRAM`, with every value that accelerate would warn about.
 
     Without `--num_cpu_threads_per_process`, accelerate trains on a single CPU thread.
     """
@@ -100,28 +100,33 @@ def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str
     launcher += ["--num_cpu_threads_per_process", threads]
     if num_processes > 1:
         launcher.append("--multi_gpu")
-    return [*launcher, "-m", "favor.train.glue", *arguments]
+    return [*launcher, "-m", program, *arguments]
 
 
 def train(
-    arguments: Sequence[str], output_dir: Path, num_processes: int = 1, environment: dict[str, str] | None = None
+    arguments: Sequence[str],
+    output_dir: Path,
+    num_processes: int = 1,
+    environment: dict[str, str] | None = None,
+    program: str = "favor.train.glue",
 ) -> dict[str, Any]:
     """Runs one training to its end and returns its `all_results.json`.
 
     The output of the program goes to `log.txt` in the output folder.
 
     Args:
-        arguments: of `favor.train.glue`.
+        arguments: of the program.
         output_dir: its output folder.
         num_processes: number of processes.
         environment: further environment variables.
+        program: module of the training. Default: favor.train.glue.
 
     Raises:
         RuntimeError: if the program fails; the message ends with the last lines that it printed.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "log.txt"
-    command = launch_command([*arguments, "--output_dir", str(output_dir)], num_processes)
+    command = launch_command([*arguments, "--output_dir", str(output_dir)], num_processes, program)
     with log.open("w") as stream:
         done = subprocess.run(
             command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}

@@ -28,11 +28,19 @@ SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGAT
 
 @dataclass
 class Progress:
-    """Keeps the progress of a run: optimizer steps done, sum of their losses, and one entry for each finished epoch."""
+    """Keeps the progress of a run.
+
+    Attributes:
+        step: optimizer steps done.
+        loss_sum: sum of their losses.
+        history: one entry for each finished epoch.
+        before: metrics before the training, if the program measures them.
+    """
 
     step: int = 0
     loss_sum: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
+    before: dict[str, float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the progress as a dictionary, for `States`."""
@@ -40,7 +48,8 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state."""
-        self.step, self.loss_sum, self.history = state["step"], state["loss_sum"], state["history"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass

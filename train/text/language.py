@@ -187,7 +187,8 @@ def train_model(
     run = loop.start(accelerator, prepared, arguments.train, seed, folder, clipped)
     progress = run.progress
     if not progress.history and not progress.step:
-        accelerator.print(f"before training: {report.describe(evaluate(run, eval_loader, objective.shift))}")
+        progress.before = evaluate(run, eval_loader, objective.shift)
+        accelerator.print(f"before training: {report.describe(progress.before)}")
     with loop.stoppable(run):
         for epoch in loop.epochs(run, arguments.train):
             metrics = evaluate(run, eval_loader, objective.shift)
@@ -232,6 +233,7 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
     backend = model.config._attn_implementation
     results = {
         "metrics": run.progress.history[-1]["metrics"],
+        "metrics_before": run.progress.before,
         "train_loss": run.progress.loss_sum / run.progress.step,
         "steps": run.progress.step,
         "history": run.progress.history,

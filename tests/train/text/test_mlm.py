@@ -174,7 +174,8 @@ def test_resume_repeats_the_uninterrupted_run(head, adapt, tmp_path, monkeypatch
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halved"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert resumed["history"] == whole["history"]
-    assert len(whole["history"]) == 2
+    assert [entry["epoch"] for entry in whole["history"]] == [1, 2]
+    assert resumed["metrics_before"] == whole["metrics_before"]
     # A finished run is not trained again.
     assert adapt("halved", (*flags, "resume"), **settings) == json.loads(
         (tmp_path / "halved" / "all_results.json").read_text()
