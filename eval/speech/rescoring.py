@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.whisper import label_ids
 
 Texts = Sequence[Sequence[tuple[str, float]]]
+
+TEXTS = 32  # scored at once: the probabilities of all tokens take 6 MB a word
 
 
 @torch.no_grad()
@@ -33,21 +37,29 @@ def text_scores(model: Any, processor: Any, utterances: Sequence[Utterance], tex
         audio = read_audio(utterance, extractor.sampling_rate)
         features = extractor(audio, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
         states = model.model.encoder(features).last_hidden_state
-        rows = [torch.tensor(ids) for ids in label_ids(processor.tokenizer, [text for text, _ in own])]
-        labels = pad_sequence(rows, True, -100)
         # All texts begin with one token, so keys and values of the audio are computed once and repeated.
         first = model.model.decoder(torch.tensor([[start]]), encoder_hidden_states=states, use_cache=True)
-        cache = first.past_key_values
-        cache.batch_repeat_interleave(len(rows))
-        states = states.expand(len(rows), -1, -1)
-        rest = model.model.decoder(
-            labels[:, :-1].clamp_min(0), encoder_hidden_states=states, past_key_values=cache, use_cache=True
-        )
-        begun = first.last_hidden_state.expand(len(rows), -1, -1)
-        log_probs = model.proj_out(torch.cat([begun, rest.last_hidden_state], 1)).log_softmax(-1)
-        said = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-        found.append(said.masked_fill(labels < 0, 0.0).sum(1).tolist())
+        rows = [torch.tensor(ids) for ids in label_ids(processor.tokenizer, [text for text, _ in own])]
+        scores: list[float] = []
+        for place in range(0, len(rows), TEXTS):
+            scores += _following(model, first, states, pad_sequence(rows[place : place + TEXTS], True, -100))
+        found.append(scores)
     return found
+
+
+def _following(model: Any, first: Any, states: Tensor, labels: Tensor) -> list[float]:
+    """Computes the log probabilities of texts `[n, U]`, padded with -100, after the first step of the decoder."""
+    cache = copy.deepcopy(first.past_key_values)
+    cache.batch_repeat_interleave(len(labels))
+    states = states.expand(len(labels), -1, -1)
+    rest = model.model.decoder(
+        labels[:, :-1].clamp_min(0), encoder_hidden_states=states, past_key_values=cache, use_cache=True
+    )
+    begun = first.last_hidden_state.expand(len(labels), -1, -1)
+    log_probs = model.proj_out(torch.cat([begun, rest.last_hidden_state], 1)).log_softmax(-1)
+    said = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    scores: list[float] = said.masked_fill(labels < 0, 0.0).sum(1).tolist()
+    return scores
 
 
 def best_texts(texts: Texts, scores: Sequence[Sequence[float]], weight: float) -> list[str]:

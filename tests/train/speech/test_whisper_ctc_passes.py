@@ -11,6 +11,7 @@ from tiny_whisper import SPECIAL, make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.options.whisper_ctc_long import WAYS
+from favor.eval.speech import rescoring
 from favor.eval.speech.rescoring import best_texts, text_scores
 from favor.eval.whisper import load
 from favor.models.conformer import write_arpa
@@ -72,7 +73,9 @@ def test_all_passes(place):
     assert content["utterances"]["split"][0] == 2
 
 
-def test_second_scores_are_those_of_transformers(place):
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
+    monkeypatch.setattr(rescoring, "TEXTS", at_once)
     model, processor = load(place / "whisper")
     utterances = load_speech(place, "dev")[0][:2]
     texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
