@@ -48,8 +48,8 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.step, self.loss_sum, self.history = state["step"], state["loss_sum"], state["history"]
+        self.before = state["before"]
 
 
 @dataclass
