@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from favor.eval.common import launch, report
 from favor.eval.options.mlm_steps import parse_arguments
 from favor.train.common.program import program
-
-
-def train(backend: launch.Backend, arguments: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """Gives the results of one backend, of a training now or of one that was finished before.
-
-    Raises:
-        ValueError: if the folder holds a finished run with other arguments.
-        RuntimeError: if the training fails.
-    """
-    folder = arguments.output_dir / backend.slug
-    record, finished = folder / "run.json", folder / "all_results.json"
-    words = ["--model_name_or_path", arguments.model, *backend.arguments(), *rest]
-    if not finished.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(words))
-        return launch.train([*words, "--overwrite_output_dir"], folder, program="favor.train.mlm")
-    if json.loads(record.read_text()) != words:
-        raise ValueError(f"{folder} holds a finished run with other arguments: choose another --output_dir")
-    found: dict[str, Any] = json.loads(finished.read_text())
-    return found
 
 
 def table_lines(curves: dict[str, dict[int, float]], seconds: dict[str, float]) -> list[str]:
@@ -63,21 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and writes the report after each run; returns the exit code."""
     arguments, rest = parse_arguments(argv)
     folder = arguments.results or arguments.output_dir
+    words = report.local_names(arguments.command)
+    command = report.shown_command("favor.eval.mlm_steps", words, [], ["--output_dir", "--results"])
+    facts = (
+        "Cross-entropy of masked words of the evaluation text, in nats; less is better. All rows begin with the "
+        f"weights of {Path(arguments.model).name}."
+    )
     curves: dict[str, dict[int, float]] = {}
     seconds: dict[str, float] = {}
     for backend in arguments.backends:
-        results = train(backend, arguments, rest)
+        given = ["--model_name_or_path", arguments.model, *backend.arguments(), *rest]
+        place = arguments.output_dir / backend.slug
+        results, _, _ = launch.train_once(given, backend, place, program="favor.train.mlm")
         curve = {0: results["metrics_before"]["loss"]}
         curve |= {entry["step"]: entry["metrics"]["loss"] for entry in results["history"]}
         curves[backend.label], seconds[backend.label] = curve, results["seconds_per_step"]
         print(f"{backend.label}: {', '.join(f'{loss:.3f}' for loss in curve.values())}", flush=True)
-        words = report.local_names(arguments.command)
-        command = report.shown_command("favor.eval.mlm_steps", words, [], ["--output_dir", "--results"])
         content = report.context(command, ("transformers",)) | {"curves": curves, "seconds_per_step": seconds}
-        facts = (
-            f"Cross-entropy of masked words of the evaluation text, in nats; less is better. All rows begin with the "
-            f"weights of {Path(arguments.model).name}, which had exact attention."
-        )
         lines = ["# Loss of masked words against training steps", "", facts, "", *table_lines(curves, seconds)]
         report.write(folder, arguments.name, lines, content, [])
         plot(curves, folder / f"{arguments.name}.png")

@@ -18,7 +18,6 @@ from favor.eval import asr
 from favor.eval.common import report
 from favor.eval.options.whisper_ctc_long import parse_arguments
 from favor.eval.speech.long_form_cell import Failure, Recording, isolated
-from favor.models.conformer import ctc_emissions
 from favor.models.conformer.pronunciations import lexicon_of
 from favor.models.conformer.transcription import Transcript
 from favor.models.conformer.word_search import search_emissions, searched_words, usual_beam
@@ -62,9 +61,8 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
         logits = model.window_logits(**inputs)[0]
     else:
         logits = one_pass(model, inputs["input_features"], way, arguments)
-    given, blank = (logits, [logits.shape[1]]), model.config.pad_token_id
-    rows = ctc_emissions(*given, blank) if scorer is None else search_emissions(*given, scorer, blank=blank)
-    return Transcript.of(rows[0], processor, 1.0, spoken).text
+    (emissions,) = search_emissions(logits, [logits.shape[1]], scorer, blank=model.config.pad_token_id)
+    return Transcript.of(emissions, processor, 1.0, spoken).text
 
 
 def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespace) -> Tensor:

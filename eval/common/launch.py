@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -135,6 +136,44 @@ def train(
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise RuntimeError(f"training ended with code {done.returncode}; the end of {log}:\n{tail}")
     return json.loads((output_dir / "all_results.json").read_text())
+
+
+def train_once(
+    arguments: Sequence[str], backend: Backend, folder: Path, num_processes: int = 1, program: str = "favor.train.glue"
+) -> tuple[dict[str, Any], str, bool]:
+    """Runs one training of a table, or takes its results if it was finished before.
+
+    `cell.json` in the folder records the backend, the arguments and the machine. A stopped training goes on from its
+    last checkpoint.
+
+    Args:
+        arguments: of the program.
+        backend: the attention.
+        folder: of the run.
+        num_processes: processes of the training.
+        program: module of the training. Default: favor.train.glue.
+
+    Returns:
+        The results, the machine of the training, and whether it was trained now.
+
+    Raises:
+        ValueError: if the folder holds a finished run with other arguments.
+        RuntimeError: if the training fails.
+    """
+    record, finished = folder / "cell.json", folder / "all_results.json"
+    if not finished.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {"backend": backend.label, "arguments": list(arguments), "machine": machine()}
+        record.write_text(json.dumps(written, indent=2))
+        again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
+        return train([*arguments, again], folder, num_processes, program=program), machine(), True
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if before.get("arguments") != list(arguments):
+        raise ValueError(
+            f"{folder} holds a finished run with other arguments:\n  then {shlex.join(before.get('arguments', []))}\n"
+            f"  now  {shlex.join(arguments)}\nchoose another --output_dir, or remove that folder to train again"
+        )
+    return json.loads(finished.read_text()), before["machine"], False
 
 
 def available_cores() -> int:

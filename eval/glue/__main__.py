@@ -57,22 +57,8 @@ def train_cell(
         RuntimeError: if the training fails.
     """
     arguments = ["--task_name", task, *backend.arguments(), "--seed", str(seed), *common]
-    record, finished = folder / "cell.json", folder / "all_results.json"
-    if not finished.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(
-            json.dumps({"backend": backend.label, "arguments": arguments, "machine": launch.machine()}, indent=2)
-        )
-        again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
-        results = launch.train([*arguments, again], folder, num_processes)
-        return run_from_results(results, backend.label, launch.machine()), True
-    before = json.loads(record.read_text()) if record.exists() else {}
-    if before.get("arguments") != arguments:
-        raise ValueError(
-            f"{folder} holds a finished run with other arguments:\n  then {shlex.join(before.get('arguments', []))}\n"
-            f"  now  {shlex.join(arguments)}\nchoose another --output_dir, or remove that folder to train again"
-        )
-    return run_from_results(json.loads(finished.read_text()), backend.label, before["machine"]), False
+    results, machine, trained = launch.train_once(arguments, backend, folder, num_processes)
+    return run_from_results(results, backend.label, machine), trained
 
 
 def model_in_words(path: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from favor.models.conformer.ctc_alignment import ctc_emissions
 from favor.models.conformer.ctc_decoding import Hypothesis
 from favor.models.conformer.lexicon_beam import LEXICON_BEAM, WordLexicon, ctc_lexicon_beam, lexicon_emissions
 from favor.models.conformer.pronunciations import Pronunciations
@@ -33,9 +34,13 @@ def search_words(
 
 
 def search_emissions(
-    logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer, beam_size: int | None = None, blank: int = 0
+    logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer | None, beam_size: int | None = None, blank: int = 0
 ) -> list[list[Emission]]:
-    """Finds the tokens of the best text of `search_words`, with their frames and confidences."""
+    """Finds the tokens of the best text of `search_words`, with their frames and confidences; without a scorer those of
+    greedy search.
+    """
+    if scorer is None:
+        return ctc_emissions(logits, lengths, blank)
     size = usual_beam(scorer) if beam_size is None else beam_size
     if isinstance(scorer, WordLexicon):
         return lexicon_emissions(logits, lengths, scorer, size, blank)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from favor.models.conformer.ctc_alignment import ctc_emissions
 from favor.models.conformer.encoder_state import one_waveform
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
@@ -104,8 +103,6 @@ class WhisperCTCStream:
         if not self._logits:
             return []
         logits, blank = torch.cat(self._logits)[None], self.model.config.pad_token_id
-        if self.scorer is None:
-            return ctc_emissions(logits, [self._frames], blank)[0]
         return search_emissions(logits, [self._frames], self.scorer, blank=blank)[0]
 
     @property

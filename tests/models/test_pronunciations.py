@@ -119,27 +119,29 @@ def test_the_language_model_decides_between_homophones(tmp_path, tokenizer, spok
         assert [one.token for one in emissions] == row[0].tokens == ids
 
 
+ALIKE = [f"W{letter}" for letter in "ABCDEFGH"]
+
+
+def found_of_alike(texts, tmp_path):
+    """The words of ALIKE, all spoken in the same way, that a lexicon with a model of the texts can find."""
+    path = tmp_path / "words.txt"
+    path.write_text("".join(f"{name}\tP\n" for name in ALIKE))
+    spoken = Pronunciations(path)
+    lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
+    return set(lexicon.names.values())
+
+
 @needs_search
 def test_the_most_probable_homophones_can_be_found(tmp_path):
-    names = [f"W{letter}" for letter in "ABCDEFGH"]
-    path = tmp_path / "words.txt"
-    path.write_text("".join(f"{name}\tP\n" for name in names))
-    spoken = Pronunciations(path)
-    texts = [f"{before} {name}" for count, name in enumerate(names, 1) for before in names[:count]]
-    lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
-    assert set(lexicon.names.values()) == set(names[2:])
+    texts = [f"{before} {name}" for count, name in enumerate(ALIKE, 1) for before in ALIKE[:count]]
+    assert found_of_alike(texts, tmp_path) == set(ALIKE[2:])
 
 
 @needs_search
 def test_a_word_that_never_begins_a_text_counts_as_probable(tmp_path):
     """Its place among words that sound alike is that in all texts, not that after their beginning."""
-    names = [f"W{letter}" for letter in "ABCDEFGH"]
-    path = tmp_path / "words.txt"
-    path.write_text("".join(f"{name}\tP\n" for name in names))
-    spoken = Pronunciations(path)
-    texts = [*9 * names[:-1], *(f"{name} {names[-1]}" for name in names[:-1])]
-    lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
-    assert names[-1] in lexicon.names.values()
+    texts = [*9 * ALIKE[:-1], *(f"{name} {ALIKE[-1]}" for name in ALIKE[:-1])]
+    assert ALIKE[-1] in found_of_alike(texts, tmp_path)
 
 
 @needs_search
