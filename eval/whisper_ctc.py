@@ -1,11 +1,11 @@
-"""Word error rates of CTC on Whisper's encoder: greedy, with a language model, rescored by Whisper's decoder."""
+"""Word error rates of CTC on Whisper's encoder: greedy, with a language model, rescored."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from favor.eval import asr
 from favor.eval.common import report
+from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc import parse_arguments
-from favor.eval.speech.rescoring import best_texts, text_scores
+from favor.eval.speech.rescoring import language_scores, rescored, text_scores
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
@@ -148,6 +149,21 @@ def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return report.table(header, cells)
 
 
+def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]]:
+    """Gives the models that score the texts of the search, each by its name, with the weights to choose from."""
+    found: dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]] = {}
+    if arguments.causal_model is not None:
+        causal = load_language_model(arguments.causal_model)
+        found[Path(arguments.causal_model).name] = (
+            arguments.causal_weights,
+            lambda _, texts: language_scores(*causal, texts),
+        )
+    if arguments.whisper is not None:
+        whisper = load_whisper(arguments.whisper)
+        found["Whisper"] = (arguments.whisper_weights, lambda part, texts: text_scores(*whisper, part, texts))
+    return found
+
+
 def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measures all searches; gives the rows of the table and what was chosen."""
     names = {"tune": arguments.tune, "split": arguments.split}
@@ -162,6 +178,7 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         "greedy": {name: greedy(own, tokenizer, blank, spoken) for name, own in logits.items()}
     }
     chosen: dict[str, Any] = {}
+    beams: dict[str, Texts] = {}
     if arguments.language_model is not None:
         lexicon = WordLexicon(tokenizer, arguments.language_model, pronunciations=spoken)
         pairs = list(zip(logits["tune"], parts["tune"], strict=True))
@@ -172,16 +189,17 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         lexicon = lexicon.weighted(*weights)
         beams = {name: beam(own, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
         searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
-    if arguments.whisper is not None:
-        whisper = load_whisper(arguments.whisper)
-        beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
-        scores = {name: text_scores(*whisper, parts[name], beams[name]) for name in parts}
+    beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
+    for name, (weights, score) in second_passes(arguments).items():
+        scores = {part: score(parts[part], own) for part, own in beams.items()}
         rates = {}
-        for weight in arguments.whisper_weights:
-            rates[weight] = errors(parts["tune"], best_texts(beams["tune"], scores["tune"], weight))["wer"]
-            print(f"whisper_weight {weight:g}: {100 * rates[weight]:.2f} %", flush=True)
-        best = chosen["whisper_weight"] = min(rates, key=lambda weight: rates[weight])
-        searches["rescored by Whisper"] = {name: best_texts(beams[name], scores[name], best) for name in parts}
+        for weight in weights:
+            texts = [best_text(own) for own in rescored(beams["tune"], scores["tune"], weight)]
+            rates[weight] = errors(parts["tune"], texts)["wer"]
+            print(f"{name}, weight {weight:g}: {100 * rates[weight]:.2f} %", flush=True)
+        best = chosen[f"weight of {name}"] = min(rates, key=lambda weight: rates[weight])
+        beams = {part: rescored(own, scores[part], best) for part, own in beams.items()}
+        searches[f"rescored by {name}"] = {part: [best_text(own) for own in found] for part, found in beams.items()}
     rows = [
         {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}
         for name in ("tune", "split")

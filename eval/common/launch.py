@@ -67,15 +67,15 @@ class Backend:
 
     @property
     def label(self) -> str:
-        """The backend as it is written on the command line and in tables."""
+        """The backend as it is written on the command line and in tables; an adapted model has the name of its folder."""
         label = ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
         window = f", window {self.window}" if self.window else ""
-        return label if self.folder is None else f"{label}{window}, adapted"
+        return label if self.folder is None else f"{label}{window}, adapted: {Path(self.folder).absolute().name}"
 
     @property
     def slug(self) -> str:
         """The label as a folder name."""
-        changes = {"+": "_plus", "#": "_sharp", ":": "-", ", ": "-", " ": "_"}
+        changes = {"+": "_plus", "#": "_sharp", ", ": "-", ": ": "_", ":": "-", " ": "_"}
         slug = self.label
         for old, new in changes.items():
             slug = slug.replace(old, new)

@@ -1,11 +1,11 @@
-"""Word error rates of CTC on Whisper's encoder, pass by pass: greedy search, a language model, Whisper's decoder.
+"""Word error rates of CTC on Whisper's encoder, pass by pass: greedy search, language models, Whisper's decoder.
 
     python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
 
 The first pass is greedy search. The second is the beam search among the words of a language model. The third takes the
-best texts of the second, and adds to their scores the log probability that a Whisper gives them (its own encoder and
-decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
-trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
+best texts of the second, and adds to their scores the log probability that a causal language model gives them. The
+fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang et al.
+2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
 those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
 (`--lexicon`), and greedy search looks them up. Transcripts are compared word by word, in capitals. Bootstrap intervals
 draw speakers.
@@ -36,6 +36,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--beam_size", type=int, default=500, help="hypotheses of the beam search")
     add("--tune_beam_size", type=int, default=100, help="the same while weights are chosen")
     add("--tune_utterances", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
+    add("--causal_model", help="folder of a causal language model that rescores, or gemma; default: none")
+    add(
+        "--causal_weights",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
+        help="weights of its log probability to choose from",
+    )
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
     add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
     add(
@@ -51,6 +59,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     sizes = (arguments.beam_size, arguments.tune_beam_size, arguments.texts, arguments.max_samples or 1)
     if min(*sizes, arguments.tune_utterances or 1) < 1:
         parser.error("--beam_size, --tune_beam_size, --tune_utterances, --texts and --max_samples must be at least 1")
-    if arguments.whisper is not None and arguments.language_model is None:
-        parser.error("--whisper rescores the texts of the beam search, so it needs --language_model")
+    second = {"--causal_model": arguments.causal_model, "--whisper": arguments.whisper}
+    for name, model in second.items():
+        if model is not None and arguments.language_model is None:
+            parser.error(f"{name} rescores the texts of the beam search, so it needs --language_model")
     return arguments

@@ -1,9 +1,9 @@
-"""Texts of a beam search, scored a second time by a Whisper."""
+"""Texts of a beam search, scored a second time: by a causal language model, or by a Whisper."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,38 @@ from favor.train.speech.whisper import label_ids
 
 Texts = Sequence[Sequence[tuple[str, float]]]
 
-TEXTS = 32  # scored at once: the probabilities of all tokens take 6 MB a word
+TEXTS = 32  # scored at once: the probabilities of Whisper's tokens take 6 MB a word, those of a larger vocabulary more
+
+
+@torch.no_grad()
+def language_scores(model: Any, tokenizer: Any, texts: Texts) -> list[list[float]]:
+    """Computes the log probability that a causal language model gives to each text, the end of its line included.
+
+    Each text stands alone, after the first token of the tokenizer (its beginning of texts, else their end). Texts in
+    capitals alone become small letters.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: that of the model.
+        texts: of each utterance, with the scores of the search, which are not used.
+
+    Raises:
+        ValueError: if the tokenizer has no token for the beginning or the end of a text.
+    """
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise ValueError("the tokenizer must have a bos_token or an eos_token, which the first word of a text follows")
+    found = []
+    for own in texts:
+        lines = [(text.lower() if text.isupper() else text) + "\n" for text, _ in own]
+        scores: list[float] = []
+        for some in _pieces(lines):
+            rows = [torch.tensor([start, *ids]) for ids in tokenizer(some, add_special_tokens=False).input_ids]
+            labels = pad_sequence(rows, True, -100)
+            ids, real = labels.clamp_min(0), (labels >= 0).long()
+            scores += _said(model(input_ids=ids, attention_mask=real).logits[:, :-1], labels[:, 1:])
+        found.append(scores)
+    return found
 
 
 @torch.no_grad()
@@ -41,8 +72,8 @@ def text_scores(model: Any, processor: Any, utterances: Sequence[Utterance], tex
         first = model.model.decoder(torch.tensor([[start]]), encoder_hidden_states=states, use_cache=True)
         rows = [torch.tensor(ids) for ids in label_ids(processor.tokenizer, [text for text, _ in own])]
         scores: list[float] = []
-        for place in range(0, len(rows), TEXTS):
-            scores += _following(model, first, states, pad_sequence(rows[place : place + TEXTS], True, -100))
+        for some in _pieces(rows):
+            scores += _following(model, first, states, pad_sequence(some, True, -100))
         found.append(scores)
     return found
 
@@ -56,16 +87,28 @@ def _following(model: Any, first: Any, states: Tensor, labels: Tensor) -> list[f
         labels[:, :-1].clamp_min(0), encoder_hidden_states=states, past_key_values=cache, use_cache=True
     )
     begun = first.last_hidden_state.expand(len(labels), -1, -1)
-    log_probs = model.proj_out(torch.cat([begun, rest.last_hidden_state], 1)).log_softmax(-1)
-    said = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    return _said(model.proj_out(torch.cat([begun, rest.last_hidden_state], 1)), labels)
+
+
+def _pieces(rows: list[Any]) -> Iterator[list[Any]]:
+    """Splits rows into those that are scored at once."""
+    for place in range(0, len(rows), TEXTS):
+        yield rows[place : place + TEXTS]
+
+
+def _said(logits: Tensor, labels: Tensor) -> list[float]:
+    """Sums the log probabilities of labels `[n, U]`, padded with -100, given logits `[n, U, V]`."""
+    said = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0].float() - logits.float().logsumexp(-1)
     scores: list[float] = said.masked_fill(labels < 0, 0.0).sum(1).tolist()
     return scores
 
 
-def best_texts(texts: Texts, scores: Sequence[Sequence[float]], weight: float) -> list[str]:
-    """Chooses the text with the best sum of the score of the search and `weight` times the second score."""
-    chosen = []
-    for own, second in zip(texts, scores, strict=True):
-        sums = [score + weight * other for (_, score), other in zip(own, second, strict=True)]
-        chosen.append(own[max(range(len(own)), key=lambda place: sums[place])][0])
-    return chosen
+def rescored(texts: Texts, scores: Sequence[Sequence[float]], weight: float) -> list[list[tuple[str, float]]]:
+    """Adds `weight` times second scores to those of the search; gives the texts again, the best sum first."""
+    return [
+        sorted(
+            ((text, score + weight * other) for (text, score), other in zip(own, second, strict=True)),
+            key=lambda pair: -pair[1],
+        )
+        for own, second in zip(texts, scores, strict=True)
+    ]

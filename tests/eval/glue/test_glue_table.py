@@ -163,8 +163,8 @@ def test_an_adapted_model_is_a_row(tmp_path):
     arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 64, "window": 32}
     (tmp_path / "all_results.json").write_text(json.dumps({"arguments": arguments}))
     adapted = Backend.adapted(str(tmp_path))
-    assert adapted.label == "favor#:sderf:64, window 32, adapted"
-    assert adapted.slug == "favor_sharp-sderf-64-window_32-adapted"
+    assert adapted.label == f"favor#:sderf:64, window 32, adapted: {tmp_path.name}"
+    assert adapted.slug == f"favor_sharp-sderf-64-window_32-adapted_{tmp_path.name}"
     assert adapted.arguments() == []
     (tmp_path / "all_results.json").write_text(json.dumps({"arguments": {"seed": 0}}))
     for folder in (tmp_path, tmp_path / "nothing"):
@@ -191,7 +191,7 @@ def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, t
     common = ["--tasks", "sst2", "--name", "table"]
     train = [*common, "--data_dir", str(glue_folder), "--output_dir", str(tmp_path / "runs")]
     assert glue.main([*train, "--adapted", str(adapted), "--exact_below", "0", "--max_train_steps", "2"]) == 0
-    row = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]["favor#:8, adapted"]["sst2"]
+    row = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]["favor#:8, adapted: adapted"]["sst2"]
     options = row["details"][0]["options"]
     assert (options["num_features"], options["statistics"], options["exact_below"]) == (8, "corrected", 0)
     again = ["--checkpoints", str(tmp_path / "runs"), *common, "--output_dir", str(tmp_path / "again")]

@@ -7,12 +7,15 @@ import torch
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import SPECIAL, make_processor, save
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
+from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc_long import WAYS
+from favor.eval.small_decoder import make_tokenizer
 from favor.eval.speech import rescoring
-from favor.eval.speech.rescoring import best_texts, text_scores
+from favor.eval.speech.rescoring import language_scores, rescored, text_scores
 from favor.eval.whisper import load
 from favor.models.conformer import write_arpa
 from favor.train import asr
@@ -35,6 +38,18 @@ def place(tmp_path_factory):
     return place
 
 
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """The folder of a causal language model."""
+    folder = tmp_path_factory.mktemp("causal") / "llama"
+    tokenizer = make_tokenizer("bad cab face ace\nBAD CAB", 60)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def call(place, *words):
     assert whisper_ctc.main([str(place / "model"), "--data_dir", str(place), "--output_dir", str(place), *words]) == 0
     return json.loads((place / "whisper_ctc.json").read_text())
@@ -51,25 +66,15 @@ def test_greedy_search(place):
 
 
 @needs_search
-def test_all_passes(place):
-    options = ["--lm_weights", "0", "1", "--word_scores", "1", "--beam_size", "6", "--tune_beam_size", "4"]
-    options += [
-        "--whisper",
-        str(place / "whisper"),
-        "--texts",
-        "3",
-        "--whisper_weights",
-        "0",
-        "1",
-        "--max_samples",
-        "2",
-    ]
-    content = call(place, "--language_model", str(place / "lm.arpa"), *options)
-    names = ["greedy", "language model", "rescored by Whisper"]
+def test_all_passes(place, causal):
+    options = "--lm_weights 0 1 --word_scores 1 --beam_size 6 --tune_beam_size 4 --texts 3 --max_samples 2"
+    options += f" --causal_model {causal} --causal_weights 0 1 --whisper {place / 'whisper'} --whisper_weights 0 1"
+    content = call(place, "--language_model", str(place / "lm.arpa"), *options.split())
+    names = ["greedy", "language model", "rescored by llama", "rescored by Whisper"]
     assert [row["search"] for row in content["rows"]] == names * 2
-    assert set(content["chosen"]) == {"lm_weight", "word_score", "whisper_weight"}
-    tuned = {row["search"]: row["wer"] for row in content["rows"] if row["split"] == "dev"}
-    assert tuned["rescored by Whisper"] <= tuned["language model"]
+    assert set(content["chosen"]) == {"lm_weight", "word_score", "weight of llama", "weight of Whisper"}
+    tuned = [row["wer"] for row in content["rows"] if row["split"] == "dev"][1:]
+    assert tuned == sorted(tuned, reverse=True)
     assert content["utterances"]["split"][0] == 2
 
 
@@ -91,16 +96,36 @@ def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
             assert score == pytest.approx(-float(loss) * labels.numel(), rel=1e-4)
 
 
-def test_the_best_sum_is_chosen():
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch, at_once):
+    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    model, tokenizer = load_language_model(str(causal))
+    found = language_scores(model, tokenizer, [[("BAD CAB", -1.0), ("FACE", -2.0)], [("Ace", -1.0)]])
+    for text, score in zip(["bad cab", "face", "Ace"], [*found[0], *found[1]], strict=True):
+        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text + "\n").input_ids]])
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=ids).loss
+        assert score == pytest.approx(-float(loss) * (ids.shape[1] - 1), rel=1e-4)
+
+
+def test_a_causal_model_without_a_first_token_is_refused(causal):
+    model, tokenizer = load_language_model(str(causal))
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="bos_token or an eos_token"):
+        language_scores(model, tokenizer, [[("A", 0.0)]])
+
+
+def test_the_best_sum_comes_first():
     texts = [[("A", -1.0), ("B", -2.0)], [("C", 0.0)]]
-    assert best_texts(texts, [[-9.0, -1.0], [-3.0]], 0.0) == ["A", "C"]
-    assert best_texts(texts, [[-9.0, -1.0], [-3.0]], 1.0) == ["B", "C"]
+    assert rescored(texts, [[-9.0, -1.0], [-3.0]], 0.0) == texts
+    assert rescored(texts, [[-9.0, -1.0], [-3.0]], 1.0) == [[("B", -3.0), ("A", -10.0)], [("C", -3.0)]]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--whisper", "w"], "--whisper rescores the texts of the beam search, so it needs --language_model"),
+        (["--causal_model", "m"], "--causal_model rescores the texts of the beam search, so it needs --language_model"),
         (["--texts", "0"], "--texts and --max_samples must be at least 1"),
     ],
 )
