@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from favor.models.conformer import ConformerProcessor
+from favor.models.conformer.pronunciations import lexicon_of
+from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.pretrained import check_model
@@ -139,6 +141,26 @@ def own_processor(task: Task) -> str | None:
     return model.model_name_or_path or model.processor_name_or_path
 
 
+def make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: ConformerProcessor) -> Scorer | None:
+    """Makes what scores the words of a teacher's search; None if nothing does.
+
+    Args:
+        nst: the arguments of this program.
+        teacher: folder of the model.
+        model: the teacher.
+        processor: that of the teacher.
+
+    Raises:
+        ValueError: for a teacher of phonemes without a language model, or one whose search takes no language model.
+    """
+    lexicon = lexicon_of(None, teacher)
+    if lexicon is not None and nst.language_model is None:
+        raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
+    options = {"language_model": nst.language_model, "lm_weight": nst.lm_weight, "word_score": nst.word_score}
+    given = {name: value for name, value in options.items() if value is not None}
+    return searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **given)
+
+
 def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence[Utterance]]) -> ConformerProcessor:
     """Labels each part of the speech, all processes together; returns the teacher's processor.
 
@@ -150,7 +172,10 @@ def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence
     """
     accelerator, student = task.accelerator, task.student
     model, processor = load_teacher(teacher, accelerator)
-    identity = fingerprint(teacher)
+    identity, scorer = fingerprint(teacher), make_scorer(task.nst, teacher, model, processor)
+    beam_size = task.nst.beam_size or (8 if scorer is None else usual_beam(scorer))
+    if scorer is not None:
+        identity += f", {task.nst.language_model}, {task.nst.lm_weight}, {task.nst.word_score}"
     for name, utterances in parts.items():
         label(
             model,
@@ -158,7 +183,8 @@ def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence
             utterances,
             folder / name,
             teacher=identity,
-            beam_size=task.nst.beam_size,
+            beam_size=beam_size,
+            scorer=scorer,
             max_batch_seconds=student.train.max_batch_seconds,
             resample=student.data.resample,
             num_workers=student.data.num_workers,
@@ -194,6 +220,7 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
             ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
             fastest=max(data.speeds),
             max_seconds=train.max_batch_seconds * min(data.speeds),
+            lexicon=lexicon_of(data.lexicon, own or teacher),
         )
         write_manifest(selection.kept, folder / MANIFEST)
         checkpoint.write_json(

@@ -67,7 +67,7 @@ class Backend:
 
     @property
     def label(self) -> str:
-        """The backend as it is written on the command line and in tables; an adapted model has the name of its folder."""
+        """The backend as it is written on the command line and in tables; an adapted model has its folder's name."""
         label = ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
         window = f", window {self.window}" if self.window else ""
         return label if self.folder is None else f"{label}{window}, adapted: {Path(self.folder).absolute().name}"

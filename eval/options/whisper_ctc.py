@@ -2,13 +2,13 @@
 
     python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
 
-The first pass is greedy search. The second is the beam search among the words of a language model. The third takes the
-best texts of the second, and adds to their scores the log probability that a causal language model gives them. The
-fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang et al.
-2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
-those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
-(`--lexicon`), and greedy search looks them up. Transcripts are compared word by word, in capitals. Bootstrap intervals
-draw speakers.
+The first pass is greedy search. The second is the beam search among the words of a language model. The third takes
+the best texts of the second, and adds to their scores the log probability that a causal language model gives them.
+The fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang
+et al. 2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the
+split `--tune`, so error rates of that split are too good; those of `--split` are not. If the tokens of the model are
+phonemes, words are found by their pronunciations (`--lexicon`), and greedy search looks them up. Transcripts are
+compared word by word, in capitals. Bootstrap intervals draw speakers.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@ r"""Noisy student training: a teacher transcribes unlabelled speech, and a stude
         --unlabelled_split train-clean-360 --data_dir LibriSpeech --train_split train-clean-100 \
         --eval_splits dev-clean --preset small --output_dir out/nst
 
-Every other argument is one of `favor.train.asr`, for every student. A new student takes the tokenizer and the features
-of its teacher. Generation 0 is the given teacher, or a model that is trained on the transcribed speech alone.
-Generation g is trained on the transcribed speech and on pseudo-labels of generation g - 1 for the untranscribed speech:
-hypotheses of a beam search without augmentation, those with the best score of confidence. Only the student has noise:
-SpecAugment, changes of speed, dropout. After Park et al. 2020, arXiv:2005.09629, without its language model, balancing
-and gradual schedules. If the untranscribed split has transcripts, they are only used to report the error rate of the
-pseudo-labels.
+Every other argument is one of `favor.train.asr`, for every student. A new student takes the tokenizer and the
+features of its teacher. Generation 0 is the given teacher, or a model that is trained on the transcribed speech
+alone. Generation g is trained on the transcribed speech and on pseudo-labels of generation g - 1 for the
+untranscribed speech: hypotheses of a beam search without augmentation, those with the best score of confidence. Only
+the student has noise: SpecAugment, changes of speed, dropout. After Park et al. 2020, arXiv:2005.09629, without its
+balancing and gradual schedules. With `--language_model` the search of a CTC teacher scores words, and if its tokens
+are phonemes it finds words by their pronunciations. With `--model_name_or_path` every student begins as that model:
+so a model adapts to the voices of recordings that nobody has transcribed. If the untranscribed split has transcripts,
+they are only used to report the error rate of the pseudo-labels.
 
 In the output folder `nst.json` holds the results, and `gen_1` and so on hold the models. `--resume` continues a run
 that was killed.
@@ -50,13 +52,26 @@ class NstArguments:
     fit_split: str | None = option(
         None, "Transcribed split whose hypotheses the score is fitted on, as in the paper. Default: the pseudo-labels."
     )
-    beam_size: int = option(8, "Hypotheses that the teacher's beam search keeps.")
+    beam_size: int | None = option(
+        None,
+        "Hypotheses that the teacher's beam search keeps. Default: 8, but 50 with a language model, and 200 if the "
+        "tokens are phonemes.",
+    )
+    language_model: str | None = option(
+        None, "ARPA file or binary file of KenLM for the search of a CTC teacher; phonemes need one. Default: none."
+    )
+    lm_weight: float | None = option(None, "Weight of its log probability. Default: 0.5.")
+    word_score: float | None = option(None, "Added for each word, with a language model. Default: 1.5.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
         check_positive(self, "generations", "beam_size", "keep")
         if self.keep > 1:
             raise ValueError(f"keep must be a fraction of the pseudo-labels, at most 1, got {self.keep}")
+        if self.language_model is None and (self.lm_weight, self.word_score) != (None, None):
+            raise ValueError("lm_weight and word_score have no effect without language_model: add it or leave them out")
+        if self.language_model is not None and not Path(self.language_model).is_file():
+            raise ValueError(f"language_model must be a file, got {self.language_model}")
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments, list[str]]:

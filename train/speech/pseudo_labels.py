@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from favor.models.conformer import ConformerProcessor, normalize_transcript
+from favor.models.conformer import ConformerProcessor, Hypothesis, WordLexicon, normalize_transcript
+from favor.models.conformer.pronunciations import Pronunciations
+from favor.models.conformer.word_search import Scorer
 from favor.train.speech.batches import Key
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import evaluation_loader
@@ -78,6 +80,7 @@ def label(
     *,
     teacher: str,
     beam_size: int = 8,
+    scorer: Scorer | None = None,
     max_batch_seconds: float = 200.0,
     resample: bool = False,
     num_workers: int = 0,
@@ -94,8 +97,9 @@ def label(
         processor: the model's.
         utterances: with their lengths, which `prepare` finds, each in an audio file of its own: a label has its path.
         folder: where labels are kept; it is made if needed.
-        teacher: identity of the model, from `fingerprint`.
+        teacher: identity of the model, from `fingerprint`, and of what the scorer has, if there is one.
         beam_size: hypotheses kept by the search. Default 8.
+        scorer: language model, or known words, for the search of a CTC model. Default None: without.
         max_batch_seconds: padded seconds of a batch. Default 200.
         resample: whether audio of another rate is resampled. Default False.
         num_workers: processes that read audio ahead. Default 0: none.
@@ -120,7 +124,8 @@ def label(
         loader = evaluation_loader(
             long, processor, max_batch_seconds, resample=resample, num_workers=num_workers, choose=mine
         )
-        records = itertools.chain(records, _transcribed(model, processor, long, loader, beam_size, process == 0))
+        found = _transcribed(model, processor, long, loader, beam_size, scorer, process == 0)
+        records = itertools.chain(records, found)
     new = ([one for one in batch if one.id in todo] for batch in records)
     _append(folder / PART.format(process), settings, new)
 
@@ -146,7 +151,13 @@ def _by_length(
 
 
 def _transcribed(
-    model: Any, processor: ConformerProcessor, utterances: Sequence[Utterance], loader: Any, beam_size: int, show: bool
+    model: Any,
+    processor: ConformerProcessor,
+    utterances: Sequence[Utterance],
+    loader: Any,
+    beam_size: int,
+    scorer: Scorer | None,
+    show: bool,
 ) -> Iterator[list[PseudoLabel]]:
     """Yields the labels of each batch.
 
@@ -156,13 +167,20 @@ def _transcribed(
         utterances: those of the loader.
         loader: batches with `index`.
         beam_size: hypotheses kept by the search.
+        scorer: for the search, if any.
         show: show a progress bar.
     """
     model.eval()
     for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
         indices = batch.pop("index").tolist()
-        best = [beam[0] for beam in search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size)]
-        texts = [processor.tokenizer.decode(list(one.tokens), group_tokens=False) for one in best]
+        beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
+        best = [beam[0] if beam else Hypothesis([], 0.0) for beam in beams]
+        texts = [
+            " ".join(one.words)
+            if isinstance(scorer, WordLexicon)
+            else processor.tokenizer.decode(list(one.tokens), group_tokens=False)
+            for one in best
+        ]
         yield [
             _record(utterances[index], text, one.log_prob, len(one.tokens))
             for index, text, one in zip(indices, texts, best, strict=True)
@@ -327,6 +345,7 @@ def select(
     ctc: bool = True,
     fastest: float = 1.0,
     max_seconds: float = math.inf,
+    lexicon: Pronunciations | None = None,
 ) -> Selection:
     """Drops labels that a training cannot use, then labels with low scores.
 
@@ -340,16 +359,20 @@ def select(
         ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         max_seconds: longest audio that the training takes. Default: no limit.
+        lexicon: pronunciations of words, if the tokens of the training are phonemes. Default None: they are not.
 
     Raises:
         ValueError: for `keep` outside (0, 1], or if nothing is left; the message counts the reasons.
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be a fraction, above 0 and at most 1, got {keep}.")
-    dropped = {one.id: reason for one in labels if (reason := _unusable(one, max_seconds))}
+    dropped = {one.id: reason for one in labels if (reason := _unusable(one, max_seconds, lexicon))}
     usable = [one for one in labels if one.id not in dropped]
     if usable:
-        utterances = [Utterance(one.id, one.text, Path(one.audio), one.seconds) for one in usable]
+        texts = [one.text if lexicon is None else lexicon.write(one.text) for one in usable]
+        utterances = [
+            Utterance(one.id, text, Path(one.audio), one.seconds) for one, text in zip(usable, texts, strict=True)
+        ]
         fitting = {u.id for u in check_lengths(utterances, processor, Skipped(1.0), ctc=ctc, fastest=fastest)}
         dropped |= {one.id: "more tokens than frames" for one in usable if one.id not in fitting}
         usable = [one for one in usable if one.id in fitting]
@@ -372,7 +395,7 @@ def select(
     return Selection(kept, dropped, fit)
 
 
-def _unusable(one: PseudoLabel, max_seconds: float) -> str | None:
+def _unusable(one: PseudoLabel, max_seconds: float, lexicon: Pronunciations | None) -> str | None:
     """Says why no training can use a label, whatever its score; None if a training can."""
     words = " ".join(one.text.split())
     if not words:
@@ -380,6 +403,8 @@ def _unusable(one: PseudoLabel, max_seconds: float) -> str | None:
     # Such as `<unk>`, which would be read as a word.
     if normalize_transcript(words) != words:
         return "symbols that no transcript has"
+    if lexicon is not None and lexicon.missing(words):
+        return "words without a pronunciation"
     return "longer than a batch" if one.seconds > max_seconds else None
 
 

@@ -24,16 +24,26 @@ from favor.train.speech.whisper import say
 
 
 @torch.no_grad()
-def search(model: Any, batch: dict[str, Any], beam_size: int, chunks: Chunks | None = None) -> list[list[Hypothesis]]:
+def search(
+    model: Any,
+    batch: dict[str, Any],
+    beam_size: int | None,
+    chunks: Chunks | None = None,
+    scorer: Scorer | None = None,
+) -> list[list[Hypothesis]]:
     """Runs a beam search; returns the hypotheses of each utterance, the most probable first.
 
     Args:
         model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
-        beam_size: number of hypotheses that are kept.
+        beam_size: number of hypotheses that are kept; None, with a scorer alone, is its usual number.
         chunks: as in `transcribe`.
+        scorer: as in `transcribe`. With a `WordLexicon` there can be no hypothesis.
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
+    if scorer is not None:
+        return search_words(*_logits(model, features, mask, chunks), scorer, beam_size, model.config.pad_token_id)
+    beam_size = 1 if beam_size is None else beam_size
     if isinstance(model, ConformerForTransducer):
         return transducer_beam(model, *model.encode(features, mask, chunks), beam_size=beam_size)
     return ctc_prefix_beam(
@@ -69,8 +79,7 @@ def transcribe(
         return say(model, batch["input_features"], tokenizer)
     features, mask = batch["input_features"], batch.get("attention_mask")
     if scorer is not None:
-        logits, lengths = _logits(model, features, mask, chunks)
-        beams = search_words(logits, lengths, scorer, beam_size, model.config.pad_token_id)
+        beams = search(model, batch, beam_size, chunks, scorer)
         if isinstance(scorer, WordLexicon):
             return [" ".join(beam[0].words) if beam else "" for beam in beams]
         tokens = [beam[0].tokens for beam in beams]

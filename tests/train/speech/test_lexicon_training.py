@@ -12,7 +12,7 @@ from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.models.conformer import ConformerProcessor, Pronunciations, WordLexicon, write_arpa
 from favor.models.whisper_ctc import WhisperForCTC
-from favor.train import asr
+from favor.train import asr, nst
 from favor.train.speech.data import Skipped, Utterance, read_audio
 from favor.train.speech.lexicon import as_phonemes
 from favor.train.speech.sources import load_speech
@@ -48,6 +48,48 @@ def test_both_stages_have_phonemes(place):
     tokenizer = ConformerProcessor.from_pretrained(folder / "model").tokenizer
     assert set(tokenizer.get_vocab()) == {"<pad>", "</s>", "<unk>", "▁", *(f"{one}H" for one in "ABCDEF")}
     assert WhisperForCTC.from_pretrained(folder / "model").config.vocab_size == len(tokenizer)
+
+
+def student(folder, output, *more):
+    """Words of a run in which a model labels dev and test and learns from its labels."""
+    words = ["--data_dir", str(folder), "--unlabelled_split", "dev+test", "--eval_splits", "dev", "--ema_decay", "0"]
+    words += ["--teacher", str(folder / "model"), "--model_name_or_path", str(folder / "model"), "--generations", "1"]
+    return [
+        *words,
+        "--max_batch_seconds",
+        "24",
+        "--max_train_steps",
+        "2",
+        "--encoder_learning_rate",
+        "0",
+        *more,
+        "--output_dir",
+        str(output),
+    ]
+
+
+@needs_search
+def test_a_model_labels_speech_with_words_and_learns_from_them(place, tmp_path):
+    """The labels are what `transcribe` finds, and the student is a model of the same phonemes."""
+    folder, _ = place
+    search = {"language_model": str(folder / "lm.arpa"), "lm_weight": 1.0, "word_score": 2.0}
+    options = [word for name, value in search.items() for word in (f"--{name}", str(value))]
+    (_, generation) = nst.main(student(folder, tmp_path / "nst", *options))["generations"]
+    files = [one.audio for one in load_speech(folder, "dev+test")[0]]
+    expected = WhisperForCTC.from_pretrained(folder / "model").eval().transcribe(files, **search)
+    made = tmp_path / "nst" / "gen_1"
+    found = [json.loads(line) for line in (made / "labels" / "labels.jsonl").read_text().splitlines()[1:]]
+    texts = {label["audio"]: label["text"] for label in found}
+    assert texts == {str(file): one.text for file, one in zip(files, expected, strict=True)}
+    kept = [json.loads(line)["text"] for line in (made / "pseudo_labels.jsonl").read_text().splitlines()]
+    assert sorted(kept) == sorted(filter(None, texts.values())) != []
+    assert generation["utterances"]["train"] == 10 + len(kept)
+    assert (made / "lexicon.txt").read_text() == (folder / "model" / "lexicon.txt").read_text()
+
+
+def test_a_teacher_of_phonemes_needs_a_language_model(place, tmp_path):
+    with pytest.raises(ValueError, match=r"model are phonemes: add --language_model"):
+        nst.main(student(place[0], tmp_path / "nst"))
 
 
 def test_the_evaluation_looks_words_up(place, tmp_path):

@@ -216,10 +216,10 @@ def stop_at(patch, place, count):
     owner, name = {"labelling": (pseudo_labels, "search"), "training": (loop, "mix")}[place]
     original, calls = getattr(owner, name), itertools.count(1)
 
-    def call(*given):
+    def call(*given, **options):
         if next(calls) == count:
             raise StoppedError
-        return original(*given)
+        return original(*given, **options)
 
     patch.setattr(owner, name, call)
 
@@ -297,6 +297,8 @@ def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
         "keep must be greater than 0": {"keep": 0},
         "generations must be greater": {"generations": 0},
         "beam_size must be greater": {"beam_size": 0},
+        "have no effect without language_model": {"word_score": 1},
+        "language_model must be a file": {"language_model": tmp_path / "none"},
         "unlabelled_dir must be a folder or a manifest": {"unlabelled_dir": tmp_path / "none"},
         r"expected the folder of a saved model, got .*, which holds no config\.json": {"teacher": tmp_path},
     }.items():

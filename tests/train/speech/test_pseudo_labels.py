@@ -100,11 +100,11 @@ def stop_after(monkeypatch, batches):
     """Lets so many batches through and then ends; a list of the number of utterances in each."""
     seen = []
 
-    def searched(model, batch, beam_size):
+    def searched(model, batch, beam_size, **options):
         if len(seen) == batches:
             raise StoppedError
         seen.append(len(batch["input_features"]))
-        return search(model, batch, beam_size)
+        return search(model, batch, beam_size, **options)
 
     monkeypatch.setattr(pseudo_labels, "search", searched)
     return seen
