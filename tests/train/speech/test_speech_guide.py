@@ -12,18 +12,20 @@ import soundfile
 from fake_synthesizers import install, install_piper
 from speech import WORDS, write_corpus
 from speech_corpus import write_shard
+from tiny_causal import save_causal
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.eval import chunks, whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, lexicon, synthesize
 from favor.models.conformer import write_arpa
-from favor.train import asr, distill
+from favor.train import asr, distill, nst
 
 GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
 PROGRAMS = {
     "favor.train.asr": asr.main,
     "favor.train.distill": distill.main,
+    "favor.train.nst": nst.main,
     "favor.eval.asr": evaluation.main,
     "favor.eval.chunks": chunks.main,
     "favor.eval.speech.language_model": language_model.main,
@@ -58,6 +60,7 @@ def smaller(program, words):
     if program == "favor.eval.speech.synthesize":
         return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.002"]]
     if program == "favor.eval.whisper_ctc":
+        words = ["causal" if word == "gemma" else word for word in words]
         return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
         return [*words, "--minutes", "0.02"]
@@ -95,6 +98,7 @@ def place(tmp_path, monkeypatch):
     install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
     install_piper(monkeypatch)
     save(tmp_path / "whisper", make_processor())
+    save_causal(tmp_path / "causal")
     return tmp_path
 
 
@@ -116,7 +120,7 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
         name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)
-    assert {"out/whisper", "synthetic", "out/mixed", "out/final", "out/phonemes"} <= set(ran)
+    assert {"out/whisper", "synthetic", "out/mixed", "out/final", "out/phonemes", "out/voices"} <= set(ran)
 
 
 def test_shards_train_the_model_of_the_files(place, fresh_accelerator):

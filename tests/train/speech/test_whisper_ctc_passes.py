@@ -6,14 +6,13 @@ import pytest
 import torch
 from marks import needs_search
 from speech import WORDS, write_corpus
+from tiny_causal import save_causal
 from tiny_whisper import SPECIAL, make_processor, save
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc_long import WAYS
-from favor.eval.small_decoder import make_tokenizer
 from favor.eval.speech import rescoring
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores
 from favor.eval.whisper import load
@@ -42,11 +41,7 @@ def place(tmp_path_factory):
 def causal(tmp_path_factory):
     """The folder of a causal language model."""
     folder = tmp_path_factory.mktemp("causal") / "llama"
-    tokenizer = make_tokenizer("bad cab face ace\nBAD CAB", 60)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_causal(folder)
     return folder
 
 
