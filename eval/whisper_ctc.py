@@ -167,6 +167,7 @@ def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequ
 
 def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measures all searches; gives the rows of the table and what was chosen."""
+    passes = second_passes(arguments)
     names = {"tune": arguments.tune, "split": arguments.split}
     parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
     parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
@@ -191,7 +192,7 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         beams = {name: beam(own, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
         searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
     beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
-    for name, (weights, score) in second_passes(arguments).items():
+    for name, (weights, score) in passes.items():
         scores = {part: score(parts[part], own) for part, own in beams.items()}
         rates = {}
         for weight in weights:
