@@ -157,8 +157,7 @@ def make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: Conform
     if lexicon is not None and nst.language_model is None:
         raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
     options = {"language_model": nst.language_model, "lm_weight": nst.lm_weight, "word_score": nst.word_score}
-    given = {name: value for name, value in options.items() if value is not None}
-    return searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **given)
+    return searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **options)
 
 
 def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence[Utterance]]) -> ConformerProcessor:

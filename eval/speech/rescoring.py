@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from favor.train.speech.data import Utterance, read_audio
@@ -98,8 +99,8 @@ def _pieces(rows: list[Any]) -> Iterator[list[Any]]:
 
 def _said(logits: Tensor, labels: Tensor) -> list[float]:
     """Sums the log probabilities of labels `[n, U]`, padded with -100, given logits `[n, U, V]`."""
-    said = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0].float() - logits.float().logsumexp(-1)
-    scores: list[float] = said.masked_fill(labels < 0, 0.0).sum(1).tolist()
+    losses = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    scores: list[float] = (-losses.view_as(labels).sum(1)).tolist()
     return scores
 
 

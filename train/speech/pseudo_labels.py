@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from favor.models.conformer import ConformerProcessor, Hypothesis, WordLexicon, normalize_transcript
+from favor.models.conformer import ConformerProcessor, normalize_transcript
 from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.word_search import Scorer
 from favor.train.speech.batches import Key
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import evaluation_loader
-from favor.train.speech.transcribe import search
+from favor.train.speech.transcribe import best_of, search
 
 FINAL, PART = "labels.jsonl", "labels.part-{}.jsonl"
 IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
@@ -174,16 +174,9 @@ def _transcribed(
     for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
         indices = batch.pop("index").tolist()
         beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
-        best = [beam[0] if beam else Hypothesis([], 0.0) for beam in beams]
-        texts = [
-            " ".join(one.words)
-            if isinstance(scorer, WordLexicon)
-            else processor.tokenizer.decode(list(one.tokens), group_tokens=False)
-            for one in best
-        ]
         yield [
             _record(utterances[index], text, one.log_prob, len(one.tokens))
-            for index, text, one in zip(indices, texts, best, strict=True)
+            for index, (one, text) in zip(indices, best_of(beams, processor.tokenizer), strict=True)
         ]
 
 

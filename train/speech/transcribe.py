@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from favor.models.conformer import (
     transducer_greedy,
 )
 from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.word_search import Scorer, search_words
+from favor.models.conformer.word_search import Scorer, search_words, usual_beam
 from favor.train.speech.whisper import say
 
 
@@ -27,7 +28,7 @@ from favor.train.speech.whisper import say
 def search(
     model: Any,
     batch: dict[str, Any],
-    beam_size: int | None,
+    beam_size: int,
     chunks: Chunks | None = None,
     scorer: Scorer | None = None,
 ) -> list[list[Hypothesis]]:
@@ -36,19 +37,27 @@ def search(
     Args:
         model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
         batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
-        beam_size: number of hypotheses that are kept; None, with a scorer alone, is its usual number.
+        beam_size: number of hypotheses that are kept.
         chunks: as in `transcribe`.
         scorer: as in `transcribe`. With a `WordLexicon` there can be no hypothesis.
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
     if scorer is not None:
         return search_words(*_logits(model, features, mask, chunks), scorer, beam_size, model.config.pad_token_id)
-    beam_size = 1 if beam_size is None else beam_size
     if isinstance(model, ConformerForTransducer):
         return transducer_beam(model, *model.encode(features, mask, chunks), beam_size=beam_size)
     return ctc_prefix_beam(
         *_logits(model, features, mask, chunks), beam_size=beam_size, blank=model.config.pad_token_id
     )
+
+
+def best_of(beams: Sequence[Sequence[Hypothesis]], tokenizer: Any) -> list[tuple[Hypothesis, str]]:
+    """Gives the first hypothesis of each utterance, one without tokens if there is none, and its text."""
+    best = [beam[0] if beam else Hypothesis([], 0.0) for beam in beams]
+    return [
+        (one, " ".join(one.words) if one.words else tokenizer.decode(list(one.tokens), group_tokens=False))
+        for one in best
+    ]
 
 
 @torch.no_grad()
@@ -78,19 +87,19 @@ def transcribe(
     if isinstance(model, WhisperForConditionalGeneration):
         return say(model, batch["input_features"], tokenizer)
     features, mask = batch["input_features"], batch.get("attention_mask")
-    if scorer is not None:
-        beams = search(model, batch, beam_size, chunks, scorer)
-        if isinstance(scorer, WordLexicon):
-            return [" ".join(beam[0].words) if beam else "" for beam in beams]
-        tokens = [beam[0].tokens for beam in beams]
-    elif beam_size is not None and beam_size > 1:
-        tokens = [beam[0].tokens for beam in search(model, batch, beam_size, chunks)]
-    elif isinstance(model, ConformerForTransducer):
-        tokens = transducer_greedy(model, *model.encode(features, mask, chunks))
+    if beam_size is None:
+        beam_size = 1 if scorer is None else usual_beam(scorer)
+    if scorer is not None or beam_size > 1:
+        texts = [text for _, text in best_of(search(model, batch, beam_size, chunks, scorer), tokenizer)]
     else:
-        tokens = ctc_greedy(*_logits(model, features, mask, chunks), blank=model.config.pad_token_id)
-    texts = [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
-    return texts if lexicon is None else [lexicon.read(text) for text in texts]
+        if isinstance(model, ConformerForTransducer):
+            tokens = transducer_greedy(model, *model.encode(features, mask, chunks))
+        else:
+            tokens = ctc_greedy(*_logits(model, features, mask, chunks), blank=model.config.pad_token_id)
+        texts = [tokenizer.decode(list(ids), group_tokens=False) for ids in tokens]
+    if lexicon is None or isinstance(scorer, WordLexicon):
+        return texts
+    return [lexicon.read(text) for text in texts]
 
 
 def _logits(model: ConformerForCTC, features: Any, mask: Any, chunks: Chunks | None) -> tuple[Any, Any]:

@@ -52,20 +52,10 @@ def test_both_stages_have_phonemes(place):
 
 def student(folder, output, *more):
     """Words of a run in which a model labels dev and test and learns from its labels."""
-    words = ["--data_dir", str(folder), "--unlabelled_split", "dev+test", "--eval_splits", "dev", "--ema_decay", "0"]
-    words += ["--teacher", str(folder / "model"), "--model_name_or_path", str(folder / "model"), "--generations", "1"]
-    return [
-        *words,
-        "--max_batch_seconds",
-        "24",
-        "--max_train_steps",
-        "2",
-        "--encoder_learning_rate",
-        "0",
-        *more,
-        "--output_dir",
-        str(output),
-    ]
+    words = f"--data_dir {folder} --unlabelled_split dev+test --eval_splits dev --teacher {folder / 'model'}"
+    words += f" --model_name_or_path {folder / 'model'} --generations 1 --ema_decay 0 --max_batch_seconds 24"
+    words += f" --max_train_steps 2 --encoder_learning_rate 0 --output_dir {output}"
+    return [*words.split(), *more]
 
 
 @needs_search
