@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import favor
 from favor.eval import asr
@@ -66,14 +66,12 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
 
 
 def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespace) -> Tensor:
-    """Computes the logits of a recording in one pass, with positions that go on, or begin again every 30 seconds."""
-    if "landmark" in way:
+    """Computes the logits of a recording in one pass."""
+    if "local" in way:
+        model.config.sliding_window = arguments.sliding_window
+    if "exact" not in way:  # every FAVOR backend runs local attention in linear time
         options = {"num_features": arguments.num_features, "window": arguments.window, "exact_below": 0}
         favor.configure(model, "landmark", **options)
-    if "repeated" in way:
-        table = model.encoder.embed_positions.weight
-        times = -(-features.shape[1] // (2 * len(table)))
-        model.encoder.embed_positions = nn.Embedding.from_pretrained(table.repeat(times, 1))
     logits: Tensor = model(features).logits
     return logits
 
@@ -132,8 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         search = f"Search among the words of {arguments.language_model.name}, {weights}, for the stream at its end"
     facts = (
         f"{search}. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
-        f"10 s of which are kept. Stream: {times}. Landmarks: {arguments.num_features} per head and a window of "
-        f"{arguments.window}; positions go on, or are repeated every 30 s."
+        f"10 s of which are kept. Stream: {times}. Positions begin again every 30 s. Local "
+        f"attention: {arguments.sliding_window} frames of 20 ms before and after each. Landmarks: "
+        f"{arguments.num_features} per head and a window of {arguments.window}."
     )
     command = report.shown_command(
         "favor.eval.whisper_ctc_long", report.local_names(words), ["--data_dir"], ["--output_dir"]

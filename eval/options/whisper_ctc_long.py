@@ -17,7 +17,7 @@ from pathlib import Path
 from favor.eval.common.program import add_results
 from favor.train.common.program import Parser
 
-WAYS = ("utterances", "windows", "stream", "one pass, exact", "one pass, landmark", "one pass, landmark, repeated")
+WAYS = ("utterances", "windows", "stream", "one pass, local", "one pass, exact", "one pass, landmark")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -36,6 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--step", type=float, default=1.0, help="seconds of a step of the stream")
     add("--look_ahead", type=float, default=1.0, help="seconds that the stream looks ahead")
     add("--context", type=float, default=10.0, help="seconds that the stream looks back")
+    add("--sliding_window", type=int, default=375, help="frames before and after each that local attention sees")
     add("--num_features", type=int, default=256, help="landmarks per head")
     add("--window", type=int, default=64, help="frames of the exact blocks beside landmarks")
     add("--max_exact_minutes", type=float, default=10.0, help="longest recording for one pass of exact attention")
@@ -43,6 +44,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add_results(parser, "whisper_ctc_long")
     arguments = parser.parse_args(argv)
     arguments.minutes = sorted(set(arguments.minutes))
-    if min(*arguments.minutes, arguments.num_features, arguments.threads) <= 0 or arguments.window < 0:
-        parser.error("--minutes, --num_features and --threads must be positive, --window at least 0")
+    positive = (*arguments.minutes, arguments.num_features, arguments.sliding_window, arguments.threads)
+    if min(positive) <= 0 or arguments.window < 0:
+        parser.error("--minutes, --num_features, --sliding_window and --threads must be positive, --window at least 0")
     return arguments

@@ -25,6 +25,9 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
         head_layers: convolutions of the head, in front of its linear layer. Default 4.
         head_kernel_size: frames that each of them sees, an odd number. Default 15, 0.3 seconds.
         head_dropout: of the head. Default 0.1.
+        sliding_window: a frame sees the frames at most this many before and after it, for recordings that are longer
+            than `max_source_positions`; with a FAVOR backend that takes linear time and memory. 375 (7.5 seconds) is a
+            good choice. Default None: all frames.
         feature_hop_length: samples between two feature frames. Default 160. Says how far apart the outputs are.
         favor: options of the FAVOR backends, as in `favor.FavorConfig`; None (default) takes its defaults.
         attn_implementation: "sdpa" (default), "eager" or a FAVOR backend; saved with the model.
@@ -51,6 +54,7 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
     head_layers: int = 4
     head_kernel_size: int = 15
     head_dropout: float | int = 0.1
+    sliding_window: int | None = None
     feature_hop_length: int = 160
     favor: dict[str, Any] | None = None
 
@@ -63,6 +67,8 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
                 "head_layers must be at least 0 and head_kernel_size an odd number, so that a frame is in the middle; "
                 f"got {self.head_layers} and {self.head_kernel_size}."
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1 frame, or None; got {self.sliding_window}.")
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "sdpa"
         super().__post_init__(**kwargs)

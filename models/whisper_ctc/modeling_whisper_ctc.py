@@ -10,9 +10,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCTC, WhisperForConditionalGeneration, WhisperModel
 from transformers import initialization as init
-from transformers.masking_utils import create_bidirectional_mask
+from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder, WhisperPreTrainedModel, sinusoids
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -26,6 +27,8 @@ from favor.models.conformer.word_search import Scorer, search_emissions
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
+
+_logger = logging.get_logger(__name__)
 
 # Fields of a Whisper's configuration that describe its encoder.
 OF_ENCODER = (
@@ -47,8 +50,8 @@ OF_ENCODER = (
 class WhisperCTCEncoder(WhisperEncoder):
     """Whisper's encoder for features of any length, with padding that has no effect.
 
-    For 30 seconds the outputs are those of transformers' `WhisperEncoder`. Positions beyond the table of
-    `max_source_positions` are the sinusoids that go on.
+    For 30 seconds the outputs are those of transformers' `WhisperEncoder`. After `max_source_positions` frames the
+    positions begin again, and `config.sliding_window` keeps attention to the frames nearby.
     """
 
     config: WhisperCTCConfig
@@ -81,7 +84,9 @@ class WhisperCTCEncoder(WhisperEncoder):
         hidden_states, real = self.subsample(input_features, attention_mask)
         hidden_states = hidden_states + self.positions(hidden_states)
         hidden_states = functional.dropout(hidden_states, self.dropout, self.training)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real)
+        local = self.config.sliding_window is not None
+        make_mask = create_bidirectional_sliding_window_mask if local else create_bidirectional_mask
+        mask = make_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=real)
         for layer in self.layers:
             if self.training and self.layerdrop > 0 and torch.rand([]) < self.layerdrop:
                 continue
@@ -106,10 +111,13 @@ class WhisperCTCEncoder(WhisperEncoder):
     def positions(self, frames: Tensor) -> Tensor:
         """Gives the embeddings of positions `[L, C]` for frames `[B, L, C]`."""
         length, table = frames.shape[1], self.embed_positions.weight
-        if length > len(table):
-            more = sinusoids(length, table.shape[1])[len(table) :].to(table)
-            table = torch.cat([table, more])
-        return table[:length].to(frames.dtype)
+        if length > len(table) and self.config.sliding_window is None:
+            _logger.warning_once(
+                f"WhisperForCTC got {length} frames and was trained on at most {len(table)}: with attention over more "
+                "than that it recognises little. Use transcribe or window_logits, which read windows, or set "
+                f"config.sliding_window, for example to {len(table) // 4}."
+            )
+        return table.repeat(-(-length // len(table)), 1)[:length].to(frames.dtype)
 
 
 class WhisperForCTC(Transcribes, WhisperPreTrainedModel):

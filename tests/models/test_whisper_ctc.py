@@ -14,7 +14,12 @@ from transformers.models.whisper.modeling_whisper import sinusoids
 
 import favor
 from favor.models.conformer import ConformerProcessor, ctc_align, ctc_greedy, join_words, train_tokenizer
-from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+from favor.models.whisper_ctc import (
+    WhisperCTCConfig,
+    WhisperCTCFeatureExtractor,
+    WhisperForCTC,
+    modeling_whisper_ctc,
+)
 
 SIZES = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
 POSITIONS = 100
@@ -94,12 +99,49 @@ def test_loss_is_that_of_torch_and_reaches_every_weight():
     assert not model.encoder.embed_positions.weight.requires_grad
 
 
-def test_positions_go_on():
-    model = make(dropout=0.0)
-    table = sinusoids(3 * POSITIONS, 32)
-    for length in (1, POSITIONS, 3 * POSITIONS):
-        frames = torch.zeros(1, length, 32)
-        assert torch.allclose(model.encoder.positions(frames), table[:length], atol=1e-6)
+def test_positions_begin_again():
+    model = make(sliding_window=5)
+    table = sinusoids(POSITIONS, 32)
+    for length in (1, POSITIONS, 3 * POSITIONS - 1):
+        expected = torch.stack([table[frame % POSITIONS] for frame in range(length)])
+        assert torch.allclose(model.encoder.positions(torch.zeros(1, length, 32)), expected, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "landmark", "favor#"])
+def test_a_sliding_window_keeps_attention_to_the_frames_nearby(backend):
+    """In one pass over what is longer than the positions, with padding; the truth is attention with a dense mask."""
+    model, reach = make(attn_implementation=backend, sliding_window=7, favor={"exact_below": 0, "num_features": 8}), 7
+    given, mask = features(2 * 2 * POSITIONS + 30, 91)
+    frames = torch.arange(2 * POSITIONS + 15)
+    near = (frames[:, None] - frames).abs() <= reach
+    dense = make(attn_implementation="eager")
+    hidden, real = dense.encoder.subsample(given, mask)
+    seen = near & real[:, None, None].bool()
+    hidden = hidden + dense.encoder.positions(hidden)
+    for layer in dense.encoder.layers:
+        hidden = layer(hidden, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min))
+    expected = dense.encoder.layer_norm(hidden)
+    found = model.encoder(given, mask).last_hidden_state
+    for row, length in enumerate(real.sum(1).tolist()):
+        torch.testing.assert_close(found[row, :length], expected[row, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_more_frames_than_positions_are_reported_without_a_sliding_window(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_whisper_ctc._logger, "warning_once", said.append)
+    with torch.no_grad():
+        make()(features(2 * POSITIONS)[0])
+        make(sliding_window=5)(features(2 * POSITIONS + 2)[0])
+        assert said == []
+        make()(features(2 * POSITIONS + 2)[0])
+    assert f"got {POSITIONS + 1} frames" in said[0]
+    assert f"set config.sliding_window, for example to {POSITIONS // 4}." in said[0]
+
+
+def test_a_sliding_window_of_no_frames_is_refused():
+    with pytest.raises(ValueError, match="sliding_window must be at least 1 frame, or None; got 0"):
+        WhisperCTCConfig(sliding_window=0)
 
 
 def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():
