@@ -21,6 +21,7 @@ from favor.models.conformer import (
     ConformerProcessor,
     train_tokenizer,
 )
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -101,6 +102,9 @@ def test_the_examples_of_speech_run(tmp_path, monkeypatch, capsys):
     tokenizer = train_tokenizer(["GOOD MORNING"], "char")
     ConformerForCTC(ConformerConfig.preset("tiny", vocab_size=len(tokenizer))).save_pretrained("out/asr")
     ConformerProcessor(ConformerFeatureExtractor(), tokenizer).save_pretrained("out/asr")
+    sizes = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    WhisperForCTC(WhisperCTCConfig(**sizes, vocab_size=len(tokenizer))).save_pretrained("out/phonemes")
+    ConformerProcessor(WhisperCTCFeatureExtractor(), tokenizer).save_pretrained("out/phonemes")
     for name in ("one.flac", "two.mp3"):
         soundfile.write(name, 0.1 * torch.randn(24000).numpy(), 16000)
     names = {}
@@ -109,6 +113,7 @@ def test_the_examples_of_speech_run(tmp_path, monkeypatch, capsys):
         if has_decoder or "language_model" not in snippet:
             exec(snippet, names)
     assert len(names["results"]) == 2
+    assert names["logits"].shape == (1, 75, len(tokenizer))
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["GOOD", "MORNING"]
 
 
