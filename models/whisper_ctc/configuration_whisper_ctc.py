@@ -25,9 +25,9 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
         head_layers: convolutions of the head, in front of its linear layer. Default 4.
         head_kernel_size: frames that each of them sees, an odd number. Default 15, 0.3 seconds.
         head_dropout: of the head. Default 0.1.
-        sliding_window: a frame sees the frames at most this many before and after it, for recordings that are longer
-            than `max_source_positions`; with a FAVOR backend that takes linear time and memory. 375 (7.5 seconds) is a
-            good choice. Default None: all frames.
+        sliding_window: a frame sees the frames at most this many before and after it, in short recordings too. It is
+            meant for those that are longer than `max_source_positions`; 375 (7.5 seconds) measured well. With a FAVOR
+            backend it takes linear time and memory. Default None: all frames.
         feature_hop_length: samples between two feature frames. Default 160. Says how far apart the outputs are.
         favor: options of the FAVOR backends, as in `favor.FavorConfig`; None (default) takes its defaults.
         attn_implementation: "sdpa" (default), "eager" or a FAVOR backend; saved with the model.

@@ -117,7 +117,7 @@ class WhisperCTCEncoder(WhisperEncoder):
                 "than that it recognises little. Use transcribe or window_logits, which read windows, or set "
                 f"config.sliding_window, for example to {len(table) // 4}."
             )
-        return table.repeat(-(-length // len(table)), 1)[:length].to(frames.dtype)
+        return table[torch.arange(length, device=table.device) % len(table)].to(frames.dtype)
 
 
 class WhisperForCTC(Transcribes, WhisperPreTrainedModel):

@@ -111,7 +111,8 @@ def test_positions_begin_again():
 @pytest.mark.parametrize("backend", ["sdpa", "landmark", "favor#"])
 def test_a_sliding_window_keeps_attention_to_the_frames_nearby(backend):
     """In one pass over what is longer than the positions, with padding; the truth is attention with a dense mask."""
-    model, reach = make(attn_implementation=backend, sliding_window=7, favor={"exact_below": 0, "num_features": 8}), 7
+    reach = 7
+    model = make(attn_implementation=backend, sliding_window=reach, favor={"exact_below": 0, "num_features": 8})
     given, mask = features(2 * 2 * POSITIONS + 30, 91)
     frames = torch.arange(2 * POSITIONS + 15)
     near = (frames[:, None] - frames).abs() <= reach
