@@ -16,10 +16,12 @@ from favor.eval import asr
 from favor.eval.common import report
 from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc import parse_arguments
+from favor.eval.speech.frame_scores import check_alike, frame_scores
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
+    ConformerProcessor,
     Pronunciations,
     WordLexicon,
     ctc_align,
@@ -29,27 +31,13 @@ from favor.models.conformer import (
     join_words,
 )
 from favor.models.conformer.pronunciations import lexicon_of
-from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import program
 from favor.train.speech.data import Utterance
-from favor.train.speech.loaders import evaluation_loader
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
 NEAR = 0.08  # seconds
 Texts = list[list[tuple[str, float]]]
-
-
-@torch.no_grad()
-def logits_of(model: Any, processor: Any, utterances: Sequence[Utterance]) -> list[Tensor]:
-    """Computes the logits `[L, V]` of each utterance."""
-    found: dict[int, Tensor] = {}
-    for batch in evaluation_loader(utterances, processor, 100.0):
-        rows = model(batch["input_features"], batch["attention_mask"]).logits
-        lengths = model.subsampled_lengths(batch["attention_mask"].sum(1))
-        for index, row, length in zip(batch["index"].tolist(), rows, lengths.tolist(), strict=True):
-            found[index] = row[:length].clone()
-    return [found[index] for index in range(len(utterances))]
 
 
 def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int, spoken: Pronunciations | None) -> list[str]:
@@ -149,6 +137,15 @@ def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return report.table(header, cells)
 
 
+def described(models: Sequence[dict[str, Any]]) -> str:
+    """Says which models were measured, and that their log probabilities were averaged if they are several."""
+    kind, attention = (" and ".join(dict.fromkeys(one[name] for one in models)) for name in ("kind", "attention"))
+    mean, together = "", ""
+    if len(models) > 1:
+        mean, together = f"Mean of the log probabilities of {len(models)} models: ", " together"
+    return f"{mean}{kind}, {sum(one['parameters'] for one in models):,} parameters{together}, attention {attention}"
+
+
 def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]]:
     """Gives the models that score the texts of the search, each by its name, with the weights to choose from."""
     found: dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]] = {}
@@ -165,17 +162,20 @@ def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequ
     return found
 
 
-def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measures all searches; gives the rows of the table and what was chosen."""
+def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measures all searches; gives the rows of the table, and what was chosen with facts about models and data."""
+    check_alike(arguments.models, arguments.lexicon)
     passes = second_passes(arguments)
     names = {"tune": arguments.tune, "split": arguments.split}
     parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
     parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
-    blank, tokenizer = model.config.pad_token_id, processor.tokenizer
-    spoken = lexicon_of(arguments.lexicon, arguments.model)
+    first = arguments.models[0]
+    config, processor = asr.speech_config(first), ConformerProcessor.from_pretrained(first)
+    blank, tokenizer = config.pad_token_id, processor.tokenizer
+    spoken = lexicon_of(arguments.lexicon, first)
     if spoken is not None:
         spoken.check(tokenizer)
-    logits = {name: logits_of(model, processor, part) for name, part in parts.items()}
+    logits, models = frame_scores(arguments.models, parts)
     searches: dict[str, dict[str, list[str]]] = {
         "greedy": {name: greedy(own, tokenizer, blank, spoken) for name, own in logits.items()}
     }
@@ -208,23 +208,20 @@ def measure(arguments: Any, model: Any, processor: Any) -> tuple[list[dict[str, 
         for search, texts in searches.items()
     ]
     facts = {name: (len(part), sum(one.seconds or 0 for one in part) / 60) for name, part in parts.items()}
-    times = {name: time_errors(logits[name], part, processor, model.config, spoken) for name, part in parts.items()}
-    return rows, {"chosen": chosen, "utterances": facts, "times": times}
+    times = {name: time_errors(logits[name], part, processor, config, spoken) for name, part in parts.items()}
+    return rows, {"models": models, "chosen": chosen, "utterances": facts, "times": times}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the report."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    model, processor = asr.load(arguments.model, BackendArguments())
-    rows, found = measure(arguments, model.eval(), processor)
-    kind, parameters = type(model).__name__, model.num_parameters()
+    rows, found = measure(arguments)
     sizes = ", ".join(f"{number} of {minutes:.1f} minutes" for number, minutes in found["utterances"].values())
     chosen = ", ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
     facts = (
-        f"{kind}, {parameters:,} parameters, attention {model.config._attn_implementation}; utterances: {sizes}. Less "
-        f"is better. 95 %: bootstrap intervals that draw speakers. Chosen on {arguments.tune}, so its rates are too "
-        f"good: {chosen or 'nothing'}."
+        f"{described(found['models'])}; utterances: {sizes}. Less is better. 95 %: bootstrap intervals that draw "
+        f"speakers. Chosen on {arguments.tune}, so its rates are too good: {chosen or 'nothing'}."
     )
     near = " and ".join(f"{100 * own['within']:.1f} % of {own['words']}" for own in found["times"].values())
     facts += f" Greedy search: {near} words that are right have start and end within 80 ms of the forced alignment."
@@ -232,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "favor.eval.whisper_ctc", report.local_names(words), ["--data_dir"], ["--output_dir"]
     )
     content = report.context(command, ("transformers", "jiwer")) | found | {"rows": rows, "facts": facts}
-    lines = [f"# {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(rows)]
+    names = ", ".join(Path(folder).resolve().name for folder in arguments.models)
+    lines = [f"# {names}", "", facts, "", *table_lines(rows)]
     report.write(arguments.output_dir, arguments.name, lines, content, [])
     print("\n".join(["", *lines]))
     return 0

@@ -7,8 +7,9 @@ the best texts of the second, and adds to their scores the log probability that 
 The fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang
 et al. 2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the
 split `--tune`, so error rates of that split are too good; those of `--split` are not. If the tokens of the model are
-phonemes, words are found by their pronunciations (`--lexicon`), and greedy search looks them up. Transcripts are
-compared word by word, in capitals. Bootstrap intervals draw speakers.
+phonemes, words are found by their pronunciations (`--lexicon`), and greedy search looks them up. Several folders are
+measured as one model: the mean of their log probabilities in each frame, for which they must share their tokens.
+Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc", __doc__)
     add = parser.add_argument
-    add("model", help="folder of a model that favor.train.asr has saved")
+    add(
+        "models",
+        nargs="+",
+        metavar="model",
+        help="folder of a model that favor.train.asr has saved; of several, log probabilities of tokens are averaged",
+    )
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--tune", default="dev", help="split on which weights are chosen")
     add("--split", default="test", help="split to evaluate; several are joined by +")
