@@ -107,7 +107,7 @@ def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[
     backends = [launch.Backend.parse(text) for text in arguments.backends or default]
     backends += [launch.Backend.adapted(folder) for folder in arguments.adapted]
     options = parse_task_options(arguments.task_options)
-    model = arguments.model_name_or_path or str(minilm_path())
+    model = arguments.model_name_or_path or (str(minilm_path()) if any(not one.folder for one in backends) else "")
     data = ["--data_dir", arguments.data_dir] if arguments.data_dir else []
     cells = [(s, t, b) for s in arguments.seeds or [0] for t in arguments.tasks for b in backends]
     runs: list[table.Run] = []
