@@ -45,7 +45,7 @@ def device_of_the_kernel(request):
     """Makes tensors on the device of the kernels: a GPU for tests of Triton kernels, if there is one."""
     on_gpu = torch.cuda.is_available() and request.module.__name__.startswith("test_triton")
     with torch.device("cuda" if on_gpu else "cpu"):
-        torch.empty(0)  # torch lists what makes tensors here, before `poisoned` puts other functions in the place of some
+        torch.empty(0)  # torch now lists what makes tensors, before `poisoned` replaces some of it
         yield
 
 
