@@ -17,7 +17,7 @@ from favor.eval.common import report
 from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc import parse_arguments
 from favor.eval.speech.frame_scores import check_alike, frame_scores
-from favor.eval.speech.rescoring import language_scores, rescored, text_scores
+from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.conformer import (
@@ -154,7 +154,9 @@ def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequ
         causal = (model.to(torch.bfloat16), tokenizer)  # half the memory and time; sums differ by some tenths
         found[Path(arguments.causal_model).name] = (
             arguments.causal_weights,
-            lambda _, texts: language_scores(*causal, texts),
+            lambda part, texts: language_scores(
+                *causal, texts, texts_before(part, [best_text(own) for own in texts], arguments.context_texts)
+            ),
         )
     if arguments.whisper is not None:
         whisper = load_whisper(arguments.whisper)

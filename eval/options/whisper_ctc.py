@@ -50,6 +50,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
         help="weights of its log probability to choose from",
     )
+    add("--context_texts", type=int, default=0, help="texts of a chapter that the causal model reads before each text")
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
     add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
     add(
@@ -65,6 +66,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     sizes = (arguments.beam_size, arguments.tune_beam_size, arguments.texts, arguments.max_samples or 1)
     if min(*sizes, arguments.tune_utterances or 1) < 1:
         parser.error("--beam_size, --tune_beam_size, --tune_utterances, --texts and --max_samples must be at least 1")
+    if arguments.context_texts < 0:
+        parser.error(f"--context_texts must be at least 0, got {arguments.context_texts}")
+    if arguments.context_texts and arguments.causal_model is None:
+        parser.error("--context_texts is what the causal model reads, so it needs --causal_model")
     second = {"--causal_model": arguments.causal_model, "--whisper": arguments.whisper}
     for name, model in second.items():
         if model is not None and arguments.language_model is None:

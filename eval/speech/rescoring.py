@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,17 +21,37 @@ Texts = Sequence[Sequence[tuple[str, float]]]
 TEXTS = 32  # scored at once: the probabilities of Whisper's tokens take 6 MB a word, those of a larger vocabulary more
 
 
+def texts_before(utterances: Sequence[Utterance], texts: Sequence[str], most: int) -> list[list[str]]:
+    """Gives for each utterance the texts of up to `most` utterances before it in its chapter, the nearest last.
+
+    Args:
+        utterances: in their order. One without a chapter has nothing before it.
+        texts: of each utterance.
+        most: at least 0.
+    """
+    found = []
+    said: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
+    for one, text in zip(utterances, texts, strict=True):
+        own = said[one.speaker, one.chapter]
+        found.append(own[max(0, len(own) - most) :] if one.chapter else [])
+        own.append(text)
+    return found
+
+
 @torch.no_grad()
-def language_scores(model: Any, tokenizer: Any, texts: Texts) -> list[list[float]]:
+def language_scores(
+    model: Any, tokenizer: Any, texts: Texts, before: Sequence[Sequence[str]] | None = None
+) -> list[list[float]]:
     """Computes the log probability that a causal language model gives to each text, the end of its line included.
 
-    Each text stands alone, after the first token of the tokenizer (its beginning of texts, else their end). Texts in
-    capitals alone become small letters.
+    Each text follows the first token of the tokenizer (its beginning of texts, else their end) and the texts before
+    it, one a line. Texts in capitals alone become small letters.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: that of the model.
         texts: of each utterance, with the scores of the search, which are not used.
+        before: what was said before each utterance. Default None: nothing, each text stands alone.
 
     Raises:
         ValueError: if the tokenizer has no token for the beginning or the end of a text.
@@ -38,16 +60,33 @@ def language_scores(model: Any, tokenizer: Any, texts: Texts) -> list[list[float
     if start is None:
         raise ValueError("the tokenizer must have a bos_token or an eos_token, which the first word of a text follows")
     found = []
-    for own in texts:
-        lines = [(text.lower() if text.isupper() else text) + "\n" for text, _ in own]
+    for own, said in zip(texts, before or [[]] * len(texts), strict=True):
+        first = [start, *itertools.chain.from_iterable(_line_ids(tokenizer, said))]
+        # All texts follow the same tokens, so keys and values of these are computed once and repeated.
+        cache = model(input_ids=torch.tensor([first[:-1]])).past_key_values if said else None
         scores: list[float] = []
-        for some in _pieces(lines):
-            rows = [torch.tensor([start, *ids]) for ids in tokenizer(some, add_special_tokens=False).input_ids]
-            labels = pad_sequence(rows, True, -100)
-            ids, real = labels.clamp_min(0), (labels >= 0).long()
-            scores += _said(model(input_ids=ids, attention_mask=real).logits[:, :-1], labels[:, 1:])
+        for some in _pieces(_line_ids(tokenizer, [text for text, _ in own])):
+            labels = pad_sequence([torch.tensor([first[-1], *ids]) for ids in some], True, -100)
+            rows = _repeated(cache, len(some))
+            logits = model(input_ids=labels[:, :-1].clamp_min(0), past_key_values=rows).logits
+            scores += _said(logits, labels[:, 1:])
         found.append(scores)
     return found
+
+
+def _line_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Gives the tokens of each text and of the end of its line, in small letters if it is in capitals alone."""
+    lines = [(text.lower() if text.isupper() else text) + "\n" for text in texts]
+    ids: list[list[int]] = tokenizer(lines, add_special_tokens=False).input_ids if lines else []
+    return ids
+
+
+def _repeated(cache: Any, rows: int) -> Any:
+    """Copies keys and values of one row for several rows."""
+    if cache is not None:
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(rows)
+    return cache
 
 
 @torch.no_grad()
@@ -81,8 +120,7 @@ def text_scores(model: Any, processor: Any, utterances: Sequence[Utterance], tex
 
 def _following(model: Any, first: Any, states: Tensor, labels: Tensor) -> list[float]:
     """Computes the log probabilities of texts `[n, U]`, padded with -100, after the first step of the decoder."""
-    cache = copy.deepcopy(first.past_key_values)
-    cache.batch_repeat_interleave(len(labels))
+    cache = _repeated(first.past_key_values, len(labels))
     states = states.expand(len(labels), -1, -1)
     rest = model.model.decoder(
         labels[:, :-1].clamp_min(0), encoder_hidden_states=states, past_key_values=cache, use_cache=True

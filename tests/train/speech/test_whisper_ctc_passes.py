@@ -1,6 +1,7 @@
 """Error rates of CTC on Whisper's encoder, pass by pass, and the second scores against transformers' own loss."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.language.models import load as load_language_model
 from favor.eval.options.whisper_ctc_long import WAYS
 from favor.eval.speech import rescoring
-from favor.eval.speech.rescoring import language_scores, rescored, text_scores
+from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
 from favor.models.conformer import write_arpa
 from favor.train import asr
@@ -63,7 +64,8 @@ def test_greedy_search(place):
 @needs_search
 def test_all_passes(place, causal):
     options = "--lm_weights 0 1 --word_scores 1 --beam_size 6 --tune_beam_size 4 --texts 3 --max_samples 2"
-    options += f" --causal_model {causal} --causal_weights 0 1 --whisper {place / 'whisper'} --whisper_weights 0 1"
+    options += f" --causal_model {causal} --causal_weights 0 1 --context_texts 2"
+    options += f" --whisper {place / 'whisper'} --whisper_weights 0 1"
     content = call(place, "--language_model", str(place / "lm.arpa"), *options.split())
     names = ["greedy", "language model", "rescored by llama", "rescored by Whisper"]
     assert [row["search"] for row in content["rows"]] == names * 2
@@ -103,6 +105,33 @@ def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch,
         assert score == pytest.approx(-float(loss) * (ids.shape[1] - 1), rel=1e-4)
 
 
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_a_causal_model_reads_what_was_said_before(causal, monkeypatch, at_once):
+    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    model, tokenizer = load_language_model(str(causal))
+    texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
+    found = language_scores(model, tokenizer, texts, [["A BED", "DAD"], []])
+    ids = tokenizer("a bed\n").input_ids + tokenizer("dad\n").input_ids
+    for text, said, score in zip(["bad cab", "face", "ace"], [ids, ids, []], [*found[0], *found[1]], strict=True):
+        own = tokenizer(text + "\n").input_ids
+        row = torch.tensor([[tokenizer.eos_token_id, *said, *own]])
+        with torch.no_grad():
+            log_probs = model(input_ids=row).logits[0, :-1].log_softmax(-1)
+        true = log_probs.gather(-1, row[0, 1:, None])[-len(own) :].sum()
+        assert score == pytest.approx(float(true), rel=1e-4)
+
+
+def test_texts_before_are_those_of_the_chapter():
+    def at(speaker, chapter):
+        return Utterance("id", "A", Path("a.wav"), speaker=speaker, chapter=chapter)
+
+    utterances = [at("1", "1"), at("1", "1"), at("2", "1"), at("1", "1"), at(None, None), at(None, None)]
+    texts = ["A", "B", "C", "D", "E", "F"]
+    assert texts_before(utterances, texts, 1) == [[], ["A"], [], ["B"], [], []]
+    assert texts_before(utterances, texts, 9) == [[], ["A"], [], ["A", "B"], [], []]
+    assert texts_before(utterances, texts, 0) == [[]] * 6
+
+
 def test_a_causal_model_without_a_first_token_is_refused(causal):
     model, tokenizer = load_language_model(str(causal))
     tokenizer.bos_token = tokenizer.eos_token = None
@@ -121,6 +150,8 @@ def test_the_best_sum_comes_first():
     [
         (["--whisper", "w"], "--whisper rescores the texts of the beam search, so it needs --language_model"),
         (["--causal_model", "m"], "--causal_model rescores the texts of the beam search, so it needs --language_model"),
+        (["--context_texts", "2"], "--context_texts is what the causal model reads, so it needs --causal_model"),
+        (["--context_texts", "-1"], "--context_texts must be at least 0, got -1"),
         (["--texts", "0"], "--texts and --max_samples must be at least 1"),
     ],
 )
