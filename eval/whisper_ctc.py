@@ -126,6 +126,12 @@ def choose_words(
     return min(found, key=lambda pair: found[pair])
 
 
+def ngram_scores(lexicon: WordLexicon, texts: Texts) -> list[list[float]]:
+    """Gives the log probability of each text by the n-gram language model alone."""
+    alone = lexicon.weighted(1.0, 0.0)
+    return [[alone.score(text.split()) for text, _ in own] for own in texts]
+
+
 def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Makes the Markdown table."""
     header = ["split", "search", "WER %", "95 %", "S / D / I"]
@@ -195,14 +201,17 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
     beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
     for name, (weights, score) in passes.items():
-        scores = {part: score(parts[part], own) for part, own in beams.items()}
+        again = arguments.ngram_weights if name == next(iter(passes)) else None
+        scores = {part: [ngram_scores(lexicon, own), score(parts[part], own)] for part, own in beams.items()}
         rates = {}
-        for weight in weights:
-            texts = [best_text(own) for own in rescored(beams["tune"], scores["tune"], weight)]
-            rates[weight] = errors(parts["tune"], texts)["wer"]
-            print(f"{name}, weight {weight:g}: {100 * rates[weight]:.2f} %", flush=True)
-        best = chosen[f"weight of {name}"] = min(rates, key=lambda weight: rates[weight])
-        beams = {part: rescored(own, scores[part], best) for part, own in beams.items()}
+        for pair in itertools.product(again or [lexicon.lm_weight], weights):
+            own = rescored(beams["tune"], scores["tune"], (pair[0] - lexicon.lm_weight, pair[1]))
+            rates[pair] = errors(parts["tune"], [best_text(texts) for texts in own])["wer"]
+            print(f"n-gram, weight {pair[0]:g}; {name}, weight {pair[1]:g}: {100 * rates[pair]:.2f} %", flush=True)
+        ngram, best = min(rates, key=lambda pair: rates[pair])
+        chosen |= ({f"weight of the n-gram with {name}": ngram} if again else {}) | {f"weight of {name}": best}
+        changes = (ngram - lexicon.lm_weight, best)
+        beams = {part: rescored(own, scores[part], changes) for part, own in beams.items()}
         searches[f"rescored by {name}"] = {part: [best_text(own) for own in found] for part, found in beams.items()}
     rows = [
         {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}

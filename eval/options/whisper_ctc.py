@@ -3,7 +3,9 @@
     python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
 
 The first pass is greedy search. The second is the beam search among the words of a language model. The third takes
-the best texts of the second, and adds to their scores the log probability that a causal language model gives them.
+the best texts of the second, and adds to their scores the log probability that a causal language model gives them,
+after the texts found before them in the chapter (`--context_texts`). The n-gram model can have another weight beside it
+(`--ngram_weights`), since the two know much of the same.
 The fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang
 et al. 2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the
 split `--tune`, so error rates of that split are too good; those of `--split` are not. If the tokens of the model are
@@ -50,6 +52,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
         help="weights of its log probability to choose from",
     )
+    add(
+        "--ngram_weights",
+        type=float,
+        nargs="+",
+        help="weights of the n-gram model to choose from with those of the first model that rescores; default: that of "
+        "the search",
+    )
     add("--context_texts", type=int, default=0, help="texts of a chapter that the causal model reads before each text")
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
     add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
@@ -74,4 +83,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for name, model in second.items():
         if model is not None and arguments.language_model is None:
             parser.error(f"{name} rescores the texts of the beam search, so it needs --language_model")
+    if arguments.ngram_weights and not any(second.values()):
+        parser.error("--ngram_weights are for texts that are rescored, so they need --causal_model or --whisper")
     return arguments

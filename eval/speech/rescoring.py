@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -142,12 +143,19 @@ def _said(logits: Tensor, labels: Tensor) -> list[float]:
     return scores
 
 
-def rescored(texts: Texts, scores: Sequence[Sequence[float]], weight: float) -> list[list[tuple[str, float]]]:
-    """Adds `weight` times second scores to those of the search; gives the texts again, the best sum first."""
-    return [
-        sorted(
-            ((text, score + weight * other) for (text, score), other in zip(own, second, strict=True)),
-            key=lambda pair: -pair[1],
-        )
-        for own, second in zip(texts, scores, strict=True)
-    ]
+def rescored(
+    texts: Texts, scores: Sequence[Sequence[Sequence[float]]], weights: Sequence[float]
+) -> list[list[tuple[str, float]]]:
+    """Adds more scores to those of the search; gives the texts again, the best sum first.
+
+    Args:
+        texts: of each utterance, with the scores of the search.
+        scores: of each model, for each text of each utterance.
+        weights: of each model.
+    """
+    found = []
+    for own, *more in zip(texts, *scores, strict=True):
+        sums = [sum(map(operator.mul, weights, some)) for some in zip(*more, strict=True)]
+        both = ((text, score + extra) for (text, score), extra in zip(own, sums, strict=True))
+        found.append(sorted(both, key=lambda pair: -pair[1]))
+    return found

@@ -17,7 +17,7 @@ from favor.eval.options.whisper_ctc_long import WAYS
 from favor.eval.speech import rescoring
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
-from favor.models.conformer import write_arpa
+from favor.models.conformer import ConformerProcessor, WordLexicon, write_arpa
 from favor.train import asr
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance, read_audio
@@ -64,12 +64,13 @@ def test_greedy_search(place):
 @needs_search
 def test_all_passes(place, causal):
     options = "--lm_weights 0 1 --word_scores 1 --beam_size 6 --tune_beam_size 4 --texts 3 --max_samples 2"
-    options += f" --causal_model {causal} --causal_weights 0 1 --context_texts 2"
+    options += f" --causal_model {causal} --causal_weights 0 1 --context_texts 2 --ngram_weights 0 1"
     options += f" --whisper {place / 'whisper'} --whisper_weights 0 1"
     content = call(place, "--language_model", str(place / "lm.arpa"), *options.split())
     names = ["greedy", "language model", "rescored by llama", "rescored by Whisper"]
     assert [row["search"] for row in content["rows"]] == names * 2
-    assert set(content["chosen"]) == {"lm_weight", "word_score", "weight of llama", "weight of Whisper"}
+    weights = {"lm_weight", "word_score", "weight of the n-gram with llama"}
+    assert set(content["chosen"]) == {*weights, "weight of llama", "weight of Whisper"}
     tuned = [row["wer"] for row in content["rows"] if row["split"] == "dev"][1:]
     assert tuned == sorted(tuned, reverse=True)
     assert content["utterances"]["split"][0] == 2
@@ -141,8 +142,27 @@ def test_a_causal_model_without_a_first_token_is_refused(causal):
 
 def test_the_best_sum_comes_first():
     texts = [[("A", -1.0), ("B", -2.0)], [("C", 0.0)]]
-    assert rescored(texts, [[-9.0, -1.0], [-3.0]], 0.0) == texts
-    assert rescored(texts, [[-9.0, -1.0], [-3.0]], 1.0) == [[("B", -3.0), ("A", -10.0)], [("C", -3.0)]]
+    second, third = [[-9.0, -1.0], [-3.0]], [[8.0, 0.0], [2.0]]
+    assert rescored(texts, [second], [0.0]) == texts
+    assert rescored(texts, [second], [1.0]) == [[("B", -3.0), ("A", -10.0)], [("C", -3.0)]]
+    assert rescored(texts, [second, third], [1.0, 0.5]) == [[("B", -3.0), ("A", -6.0)], [("C", -2.0)]]
+
+
+@needs_search
+def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
+    tokenizer = ConformerProcessor.from_pretrained(place / "model").tokenizer
+    lexicon = WordLexicon(tokenizer, place / "lm.arpa", lm_weight=2.0, word_score=0.0)
+    logits = torch.randn(30, len(tokenizer), generator=torch.manual_seed(0)).mul(3).log_softmax(-1)
+    texts = whisper_ctc.beam([logits], 0, lexicon, 20)
+    found = rescored(texts, [whisper_ctc.ngram_scores(lexicon, texts)], [-2.0])[0]
+    assert len(found) > 5
+    assert [text for text, _ in found] != [text for text, _ in texts[0]]
+    for text, score in found:
+        labels = torch.tensor(tokenizer(text).input_ids)
+        loss = torch.nn.functional.ctc_loss(
+            logits, labels, torch.tensor(30), torch.tensor(len(labels)), reduction="sum"
+        )
+        assert score == pytest.approx(-float(loss), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +170,7 @@ def test_the_best_sum_comes_first():
     [
         (["--whisper", "w"], "--whisper rescores the texts of the beam search, so it needs --language_model"),
         (["--causal_model", "m"], "--causal_model rescores the texts of the beam search, so it needs --language_model"),
+        (["--ngram_weights", "0"], "--ngram_weights are for texts that are rescored, so they need --causal_model"),
         (["--context_texts", "2"], "--context_texts is what the causal model reads, so it needs --causal_model"),
         (["--context_texts", "-1"], "--context_texts must be at least 0, got -1"),
         (["--texts", "0"], "--texts and --max_samples must be at least 1"),
