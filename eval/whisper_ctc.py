@@ -207,7 +207,8 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         for pair in itertools.product(again or [lexicon.lm_weight], weights):
             own = rescored(beams["tune"], scores["tune"], (pair[0] - lexicon.lm_weight, pair[1]))
             rates[pair] = errors(parts["tune"], [best_text(texts) for texts in own])["wer"]
-            print(f"n-gram, weight {pair[0]:g}; {name}, weight {pair[1]:g}: {100 * rates[pair]:.2f} %", flush=True)
+            beside = f", n-gram model, weight {pair[0]:g}" if again else ""
+            print(f"{name}, weight {pair[1]:g}{beside}: {100 * rates[pair]:.2f} %", flush=True)
         ngram, best = min(rates, key=lambda pair: rates[pair])
         chosen |= ({f"weight of the n-gram with {name}": ngram} if again else {}) | {f"weight of {name}": best}
         changes = (ngram - lexicon.lm_weight, best)
