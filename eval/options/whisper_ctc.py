@@ -2,16 +2,16 @@
 
     python -m favor.eval.whisper_ctc out/whisper_ctc --data_dir DATA --language_model lm.arpa --whisper whisper
 
-The first pass is greedy search. The second is the beam search among the words of a language model. The third takes
-the best texts of the second, and adds to their scores the log probability that a causal language model gives them,
-after the texts found before them in the chapter (`--context_texts`). The n-gram model can have another weight beside it
-(`--ngram_weights`), since the two know much of the same.
-The fourth does the same with a Whisper (its own encoder and decoder, once for each text): rescoring as in U2 (Zhang
-et al. 2020, arXiv:2012.05481), but by a model that was not trained with the first one. All weights are chosen on the
-split `--tune`, so error rates of that split are too good; those of `--split` are not. If the tokens of the model are
-phonemes, words are found by their pronunciations (`--lexicon`), and greedy search looks them up. Several folders are
-measured as one model: the mean of their log probabilities in each frame, for which they must share their tokens.
-Transcripts are compared word by word, in capitals. Bootstrap intervals draw speakers.
+The first pass is greedy search. The second is the beam search among the words of a language model. The third takes the
+best texts of the second, and adds to their scores the log probability that a causal language model gives them, after
+the texts found before them in the chapter (`--context_texts`). The n-gram model can have another weight beside it
+(`--ngram_weights`), since the two know much of the same. The fourth does the same with a Whisper (its own encoder and
+decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
+trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
+those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
+(`--lexicon`), and greedy search looks them up. Several folders are measured as one model: the mean of their log
+probabilities in each frame, for which they must share their tokens. Transcripts are compared word by word, in capitals.
+Bootstrap intervals draw speakers.
 """
 
 from __future__ import annotations
