@@ -24,7 +24,7 @@ from favor import features as families
 from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
-from favor.integrations.stored import fix_directions, store_parameters, train_directions
+from favor.integrations.stored import fix_directions, store_parameters, train_directions, update_choices
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.average import weight_average
 from favor.train.common.pretrained import check_model, check_positions, load_exact
@@ -168,10 +168,35 @@ class Distillation:
         optimizer = torch.optim.Adam(groups, lr=arguments.attention_learning_rate)
         with observe(model, seen.append):
             losses, _ = self._stage("attention", arguments.attention_steps, student, optimizer, loss)
+            worst = self.worst_heads(student, seen)
         store_parameters(model, student.result(), name, kind)
         favor.configure(model, statistics=kind)
         self.measure("attention")
+        if worst:
+            update_choices(model, {number: {"exact_heads": heads} for number, heads in worst.items()})
+            self.accelerator.print(json.dumps({"exact heads by layer": worst}))
+            self.measure("exact heads")
         return losses
+
+    def worst_heads(self, student: AttentionStudent, seen: list[Observation]) -> dict[int, list[int]]:
+        """Finds the `exact_heads` key heads, by layer, that are estimated worst on the samples held out.
+
+        Args:
+            student: holds the learned parameters.
+            seen: collects what the attention layers of the model observe.
+        """
+        number, errors = self.arguments.exact_heads, dict[tuple[int, int], float]()
+        for inputs in map(self.moved, self.data.held_out) if number else ():
+            seen.clear()
+            with torch.no_grad():
+                self.model(**inputs)
+            for layer, own in student.head_errors(seen).items():
+                for head, error in enumerate(own.tolist()):
+                    errors[layer, head] = errors.get((layer, head), 0.0) + error
+        worst: dict[int, list[int]] = {}
+        for layer, head in sorted(errors, key=lambda place: errors[place], reverse=True)[:number]:
+            worst[layer] = sorted([*worst.get(layer, []), head])
+        return worst
 
     def learn_outputs(self) -> list[float]:
         """Trains all weights, and learned directions, so that the model matches its exact self; returns all losses."""

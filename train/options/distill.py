@@ -7,7 +7,8 @@ The stages, in one folder:
 
 1. The parameters of the estimator come from a closed form.
 2. `attention_steps` steps learn a correction of them, and directions in the place of random ones: each layer is
-   compared with exact attention on its own queries, keys and values. The weights of the model do not change.
+   compared with exact attention on its own queries, keys and values. The weights of the model do not change. With
+   `exact_heads`, the heads that are estimated worst afterwards keep exact attention.
    `--feature_weights` replaces this stage: it learns weights of the features, and parameters for exactly the directions
    that the model will use (`favor.calibrate`).
 3. `model_steps` steps train all weights, and the learned directions, so that hidden states and predictions match those
@@ -102,6 +103,11 @@ class DistillArguments:
         True, "The attention steps also learn the directions of each head, in the place of random ones."
     )
     directions_learning_rate: float = option(5e-2, "Peak learning rate of the directions.")
+    exact_heads: int = option(
+        0,
+        "After the attention steps, this many heads of all layers keep exact attention: those that are estimated worst "
+        "on the samples held out. Such heads, in a decoder, rule out a cache of constant size.",
+    )
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
     model_directions_learning_rate: float = option(
@@ -190,9 +196,14 @@ class DistillArguments:
             )
         if self.attention_steps is None:
             self.attention_steps = 0 if self.feature_weights or landmarks else 300
-        for name in ("attention_steps", "model_steps"):
+        for name in ("attention_steps", "model_steps", "exact_heads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.exact_heads and (not self.attention_steps or self.layers == "auto"):
+            raise ValueError(
+                "exact_heads are chosen after the attention steps, and layers auto chooses exact heads itself: set "
+                "attention_steps above 0 and layers to all"
+            )
         directions = self.learn_directions and self.attention_steps
         learns = landmarks or self.family.needs_statistics or self.feature_weights or directions
         if not (learns and self.family.supports_window):

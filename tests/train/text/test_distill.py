@@ -8,11 +8,13 @@ import torch
 from launching import fork
 from safetensors.torch import load_file
 from stopping import stopped_after
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel, AutoTokenizer, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import favor
 import favor.models
 from favor import features
+from favor.integrations.adapt.observe import Observation
 from favor.train import distill
 from favor.train.options.distill import parse_arguments
 from favor.train.text.attention_student import AttentionStudent
@@ -76,6 +78,41 @@ def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp
         plain = favor.configure(model, statistics="batch")(input_ids=ids).last_hidden_state
     assert not torch.equal(corrected, plain)
     assert (corrected - plain).norm() < 0.1 * plain.norm()
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_the_worst_heads_stay_exact(kind, bert_folder, decoder_folder, text, tmp_path, capsys):
+    folder = bert_folder if kind == "encoder" else decoder_folder
+    more = ["--attention_steps", "2", "--num_features", "4", "--held_out_samples", "2"]
+    results = {
+        number: distill.main(arguments(folder, text, tmp_path / number, *more, "--exact_heads", number))
+        for number in ("0", "1", "1000")
+    }
+    after = {number: own["errors"] for number, own in results.items()}
+    assert list(after["1"]) == ["closed form", "attention", "exact heads"]
+    assert '{"exact heads by layer": ' in capsys.readouterr().out
+    chosen = {name: own["exact_heads"] for name, own in results["1"]["layers"].items() if "exact_heads" in own}
+    assert [len(heads) for heads in chosen.values()] == [1]
+    assert after["1"]["exact heads"] < after["1"]["attention"] == after["0"]["attention"]
+    assert after["1000"]["exact heads"] < 1e-5
+
+
+def test_errors_of_heads_are_those_of_their_output():
+    torch.manual_seed(0)
+    sharpness = torch.tensor([0.1, 0.1, 2.0, 2.0]).view(1, 4, 1, 1)  # two query heads of each key head
+    query, key, value = torch.randn(3, 4, 20, 8) * sharpness, torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8)
+    exact = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    module = torch.nn.Module()
+    module.config = LlamaConfig()
+    seen = Observation(0, module, query, key, value, None, False, 8**-0.5, exact)
+    options = {"num_features": 12, "window": 0, "orthogonal": True, "seed": 0}
+    nothing = {"statistics": "batch", **options}
+    student = AttentionStudent({0: module}, features.get("wderf"), nothing, {0: (2, 8)})
+    found = student.head_errors([seen])[0]
+    estimate = favor.favor_attention(query, key, value, features="wderf", **options)
+    expected = [(estimate - exact)[n, h].norm() / exact[n, h].norm() for n in range(3) for h in range(4)]
+    torch.testing.assert_close(found, torch.stack(expected).view(3, 2, 2).mean((0, 2)))
+    assert found[1] > 2 * found[0]
 
 
 def test_the_model_steps_train_directions_too(bert_folder, text, tmp_path):
@@ -147,6 +184,9 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
     ("more", "message"),
     [
         (["--attention_steps", "-1"], "attention_steps must not be negative"),
+        (["--exact_heads", "-1"], "exact_heads must not be negative"),
+        (["--exact_heads", "1", "--attention_steps", "0"], "exact_heads are chosen after the attention steps"),
+        (["--exact_heads", "1", "--layers", "auto"], "layers auto chooses exact heads itself"),
         (["--start_length", "64"], "start_length must be at most max_length, got 64 and 32"),
         (["--ema_decay", "1"], "ema_decay must be at least 0 and less than 1"),
         (
@@ -181,7 +221,7 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
 @pytest.mark.parametrize("stop", [("attention", 2), ("attention", 4), ("model", 2)], ids=str)
 def test_a_stopped_run_ends_with_the_same_weights(stop, bert_folder, text, tmp_path):
     more = ["--attention_steps", "4", "--model_steps", "4", "--checkpointing_steps", "2", "--ema_decay", "0.9"]
-    more += ["--lengths", "8", "32", "--pair_probability", "0.5", "--model_learning_rate", "1e-3"]
+    more += ["--lengths", "8", "32", "--pair_probability", "0.5", "--exact_heads", "1", "--model_learning_rate", "1e-3"]
     whole = distill.main(arguments(bert_folder, text, tmp_path / "whole", *more))
     with stopped_after(stop[1], stop[0]):
         distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
