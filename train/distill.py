@@ -193,10 +193,8 @@ class Distillation:
             for layer, own in student.head_errors(seen).items():
                 for head, error in enumerate(own.tolist()):
                     errors[layer, head] = errors.get((layer, head), 0.0) + error
-        worst: dict[int, list[int]] = {}
-        for layer, head in sorted(errors, key=lambda place: errors[place], reverse=True)[:number]:
-            worst[layer] = sorted([*worst.get(layer, []), head])
-        return worst
+        worst = sorted(sorted(errors, key=lambda place: errors[place], reverse=True)[:number])
+        return {layer: [head for own, head in worst if own == layer] for layer, _ in worst}
 
     def learn_outputs(self) -> list[float]:
         """Trains all weights, and learned directions, so that the model matches its exact self; returns all losses."""

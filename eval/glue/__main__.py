@@ -15,7 +15,7 @@ from typing import Any
 from favor.eval.common import launch
 from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256, minilm_path
 from favor.eval.common.report import write_files
-from favor.eval.glue import table
+from favor.eval.glue import adaptation, table
 from favor.eval.options.glue import DEFAULT_BACKENDS, parse_arguments
 from favor.train.common.program import program
 
@@ -187,7 +187,7 @@ def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
 
 
 def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str) -> list[str]:
-    """Writes the Markdown report: settings, scores and costs.
+    """Writes the Markdown report: settings, scores, costs, and how models were adapted.
 
     Args:
         runs: all runs.
@@ -230,6 +230,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
         "## Cost: median seconds a training step, peak memory of the process",
         "",
         *table.cost_lines(runs),
+        *(adaptation.lines(adaptation.read(arguments.adapted)) if arguments.adapted else []),
     ]
     return lines
 
@@ -247,6 +248,7 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> No
             name: dict(zip((c.task for c in table.COLUMNS), values, strict=True))
             for name, values in table.PAPER.items()
         },
+        "adaptation": adaptation.read(arguments.adapted),
     }
     write_files(folder, arguments.name, report_lines(runs, arguments, command), content, indent=2)
     table.plot(runs, folder / f"{arguments.name}.png")

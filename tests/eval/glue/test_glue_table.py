@@ -13,7 +13,7 @@ from PIL import Image
 from favor.eval.common import launch
 from favor.eval.common.launch import Backend
 from favor.eval.glue import __main__ as glue
-from favor.eval.glue import table
+from favor.eval.glue import adaptation, table
 from favor.train import distill
 
 TASKS = [column.task for column in table.COLUMNS]
@@ -174,6 +174,23 @@ def test_an_adapted_model_is_a_row(tmp_path):
         glue.parse_arguments(["--checkpoints", "somewhere", "--adapted", str(tmp_path)])
 
 
+def test_the_report_says_how_models_were_adapted(tmp_path):
+    results = {
+        "command": "python -m favor.train.distill --num_features 8",
+        "seconds": 120.0,
+        "errors": {"closed form": 0.3, "attention": 0.2, "exact heads": 0.1},
+        "attention_loss": [float(step) for step in range(20)],
+        "model_loss": [],
+        "layers": {"a": {"key_heads": 4, "exact_heads": [1, 3]}, "b": {"key_heads": 4}},
+    }
+    (tmp_path / "all_results.json").write_text(json.dumps(results))
+    lines = adaptation.lines(adaptation.read([str(tmp_path)]))
+    assert f"- `{tmp_path.name}`: `{results['command']}`" in lines
+    assert f"| `{tmp_path.name}` | 2 | 2 of 8 | 0.3000 | 0.2000 | 0.1000 |  |" in lines
+    tenths = " | ".join(f"{2 * part + 0.5:.4f}" for part in range(10))
+    assert lines[-1] == f"| `{tmp_path.name}`, attention | {tenths} |"
+
+
 def test_task_options_win_over_common_ones():
     options = glue.parse_task_options(["cola:num_train_epochs=5", "cola:learning_rate=1e-4", "rte:max_length=64"])
     assert options == {
@@ -195,6 +212,8 @@ def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, t
     row = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]["favor#:8, adapted: adapted"]["sst2"]
     options = row["details"][0]["options"]
     assert (options["num_features"], options["statistics"], options["exact_below"]) == (8, "corrected", 0)
+    report = (tmp_path / "runs" / "table.md").read_text()
+    assert f"- `adapted`: `python -m favor.train.distill --model_name_or_path {bert_folder.name}" in report
     again = ["--checkpoints", str(tmp_path / "runs"), *common, "--output_dir", str(tmp_path / "again")]
     assert glue.main(again) == 0
     assert "as in training" in capsys.readouterr().out

@@ -32,10 +32,11 @@ def _type_of(value):
 
 
 @contextmanager
-def compiling(capability):
+def compiling(capability, configurations=None):
     """Replaces launches by ahead-of-time compilation for `capability` (80, 90). Yields the list of compiled kernels.
 
-    All configurations of an autotuned kernel are compiled. Outputs of the host functions hold nothing meaningful.
+    An autotuned kernel is compiled in so many of its configurations, None for all. Outputs of the host functions hold
+    nothing meaningful.
     """
     compiled = []
 
@@ -57,7 +58,7 @@ def compiling(capability):
         compiled.append(kernel)
 
     def tune(self, *args, **kwargs):
-        for config in self.configs:
+        for config in self.configs[:configurations]:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     every = patch("favor.kernels.gpu.common.FEW_ROWS", 0)
