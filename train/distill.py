@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -105,6 +105,11 @@ class Distillation:
             raise ValueError(
                 f"{type(self.model).__name__} makes no predictions: set task_weight to 0 and hidden_weight above 0"
             )
+        heads = sum(heads for heads, _ in self.shapes.values())
+        if arguments.exact_heads >= heads:
+            raise ValueError(
+                f"exact_heads must be less than the {heads} key heads of the model, got {arguments.exact_heads}"
+            )
         self.errors: dict[str, float] = {}
 
     def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +173,7 @@ class Distillation:
         optimizer = torch.optim.Adam(groups, lr=arguments.attention_learning_rate)
         with observe(model, seen.append):
             losses, _ = self._stage("attention", arguments.attention_steps, student, optimizer, loss)
-            worst = self.worst_heads(student, seen)
+            worst = self.worst_heads(student, seen) if arguments.exact_heads else {}
         store_parameters(model, student.result(), name, kind)
         favor.configure(model, statistics=kind)
         self.measure("attention")
@@ -179,21 +184,23 @@ class Distillation:
         return losses
 
     def worst_heads(self, student: AttentionStudent, seen: list[Observation]) -> dict[int, list[int]]:
-        """Finds the `exact_heads` key heads, by layer, that are estimated worst on the samples held out.
+        """Gives the `exact_heads` key heads, by layer, that are estimated worst on the samples of the calibration.
 
         Args:
             student: holds the learned parameters.
-            seen: collects what the attention layers of the model observe.
+            seen: is filled with what the attention layers observe, as long as they are observed.
         """
-        number, errors = self.arguments.exact_heads, dict[tuple[int, int], float]()
-        for inputs in map(self.moved, self.data.held_out) if number else ():
+        errors: dict[tuple[int, int], float] = {}
+        for inputs in map(self.moved, self.data.first(self.arguments.calibration_samples)):
             seen.clear()
             with torch.no_grad():
                 self.model(**inputs)
             for layer, own in student.head_errors(seen).items():
                 for head, error in enumerate(own.tolist()):
                     errors[layer, head] = errors.get((layer, head), 0.0) + error
-        worst = sorted(sorted(errors, key=lambda place: errors[place], reverse=True)[:number])
+        worst = sorted(sorted(errors, key=lambda place: errors[place], reverse=True)[: self.arguments.exact_heads])
+        # All processes take the choice of the first, however theirs round.
+        worst = broadcast_object_list([worst])[0]
         return {layer: [head for own, head in worst if own == layer] for layer, _ in worst}
 
     def learn_outputs(self) -> list[float]:

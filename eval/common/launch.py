@@ -25,7 +25,7 @@ class Backend:
 
     Attributes:
         name, features, num_features: of the attention.
-        window: of an adapted model.
+        window, exact_heads: of an adapted model.
         folder: of an adapted model, None for others.
     """
 
@@ -33,6 +33,7 @@ class Backend:
     features: str | None = None
     num_features: int | None = None
     window: int = 0
+    exact_heads: int = 0
     folder: str | None = None
 
     @classmethod
@@ -63,14 +64,15 @@ class Backend:
         if not arguments.keys() >= set(names):
             raise ValueError(f"expected a finished folder of favor.train.distill, got {folder}")
         name, features, num_features, window = (arguments[own] for own in names)
-        return cls(name, features, num_features, window, folder)
+        return cls(name, features, num_features, window, arguments.get("exact_heads", 0), folder)
 
     @property
     def label(self) -> str:
         """The backend as it is written on the command line and in tables; an adapted model has its folder's name."""
         label = ":".join(str(part) for part in (self.name, self.features, self.num_features) if part)
         window = f", window {self.window}" if self.window else ""
-        return label if self.folder is None else f"{label}{window}, adapted: {Path(self.folder).absolute().name}"
+        heads = f", {self.exact_heads} exact heads" if self.exact_heads else ""
+        return label if self.folder is None else f"{label}{window}{heads}, adapted: {Path(self.folder).absolute().name}"
 
     @property
     def slug(self) -> str:

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from favor.eval.common.report import write_files
 from favor.eval.glue import adaptation, table
 from favor.eval.options.glue import DEFAULT_BACKENDS, parse_arguments
 from favor.train.common.program import program
+
+Adapted = Mapping[str, Mapping[str, Any]]
 
 
 def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -101,7 +103,9 @@ def run_from_results(results: dict[str, Any], backend: str, machine: str) -> tab
     )
 
 
-def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
+def train_all(
+    arguments: argparse.Namespace, rest: Sequence[str], adapted: Adapted
+) -> tuple[list[table.Run], list[str]]:
     """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures."""
     default = () if arguments.adapted else DEFAULT_BACKENDS
     backends = [launch.Backend.parse(text) for text in arguments.backends or default]
@@ -126,7 +130,7 @@ def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[
         runs.append(run)
         took = f"{time.perf_counter() - start:.0f} s" if trained else "was finished before"
         print(f"{name}: {100 * run.value:.2f} (baseline {100 * (run.baseline or 0):.2f}), {took}", flush=True)
-        write_report(runs, arguments)
+        write_report(runs, arguments, adapted)
     return runs, failures
 
 
@@ -186,13 +190,14 @@ def lengths_lines(runs: Sequence[table.Run]) -> list[str]:
     return lines
 
 
-def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str) -> list[str]:
+def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, command: str, adapted: Adapted) -> list[str]:
     """Writes the Markdown report: settings, scores, costs, and how models were adapted.
 
     Args:
         runs: all runs.
         arguments: of the program.
         command: the command line.
+        adapted: from `adaptation.read`.
     """
     machines = sorted({run.details["machine"] for run in runs})
     sources = sorted({f"{run.task}: {', '.join(run.details['sources'].values())}" for run in runs})
@@ -230,12 +235,12 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
         "## Cost: median seconds a training step, peak memory of the process",
         "",
         *table.cost_lines(runs),
-        *(adaptation.lines(adaptation.read(arguments.adapted)) if arguments.adapted else []),
+        *(adaptation.lines(adapted) if adapted else []),
     ]
     return lines
 
 
-def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> None:
+def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace, adapted: Adapted) -> None:
     """Writes NAME.md, NAME.json and NAME.png into the results folder."""
     folder = arguments.results or arguments.output_dir
     command = "python -m favor.eval.glue " + shlex.join(arguments.command)
@@ -248,18 +253,19 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace) -> No
             name: dict(zip((c.task for c in table.COLUMNS), values, strict=True))
             for name, values in table.PAPER.items()
         },
-        "adaptation": adaptation.read(arguments.adapted),
+        "adaptation": adapted,
     }
-    write_files(folder, arguments.name, report_lines(runs, arguments, command), content, indent=2)
+    write_files(folder, arguments.name, report_lines(runs, arguments, command, adapted), content, indent=2)
     table.plot(runs, folder / f"{arguments.name}.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
     arguments, rest = parse_arguments(argv)
-    runs, failures = evaluate_all(arguments) if arguments.checkpoints else train_all(arguments, rest)
+    adapted = adaptation.read(arguments.adapted)
+    runs, failures = evaluate_all(arguments) if arguments.checkpoints else train_all(arguments, rest, adapted)
     if runs:
-        write_report(runs, arguments)
+        write_report(runs, arguments, adapted)
         print("\n".join(["", *table.score_lines(runs), "", *table.cost_lines(runs)]))
         print(f"\nwritten to {arguments.results or arguments.output_dir}")
     if failures:

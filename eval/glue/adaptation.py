@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from favor.eval.common.launch import Backend
 from favor.eval.common.report import local_names, table
 
 STAGES = ("closed form", "attention", "exact heads", "model")
@@ -17,40 +18,48 @@ PARTS = 10
 
 
 def read(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Reads what `favor.train.distill` wrote into its folders, without the losses of single steps.
+    """Reads what `favor.train.distill` wrote into its folders.
 
     Args:
         folders: finished ones.
 
     Returns:
-        by name of the folder: command, minutes, relative error of the hidden states after each stage, numbers of exact
-        heads and of all heads, and the mean losses of the tenths of each stage that was run.
+        by label of the row: command, minutes since the run began or was resumed, relative error of the hidden states
+        after each stage, number of key heads that are exact, and the losses of each stage of ten steps or more, as
+        means of ten parts.
+
+    Raises:
+        ValueError: for the folder of an older version, which lacks some of it.
     """
     found = {}
     for folder in folders:
         results = json.loads((Path(folder) / "all_results.json").read_text())
-        layers = (results["layers"] or {}).values()
-        losses = {name: tenths(results[f"{name}_loss"]) for name in ("attention", "model")}
-        found[Path(folder).absolute().name] = {
+        missing = {"command", "seconds", "errors", "layers", "attention_loss", "model_loss"} - results.keys()
+        if missing:
+            raise ValueError(
+                f"{folder}/all_results.json has no {', '.join(sorted(missing))}: run favor.train.distill again"
+            )
+        layers, losses = (results["layers"] or {}).values(), (results["attention_loss"], results["model_loss"])
+        found[Backend.adapted(folder).label] = {
             "command": shlex.join(local_names(shlex.split(results["command"]))),
             "minutes": results["seconds"] / 60,
             "errors": results["errors"],
             "exact_heads": sum(len(layer.get("exact_heads", ())) for layer in layers),
-            "heads": sum(layer.get("key_heads", 0) for layer in layers),
-            "losses": {name: own for name, own in losses.items() if own},
+            "losses": {
+                n: parts(own) for n, own in zip(("attention", "model"), losses, strict=True) if len(own) >= PARTS
+            },
         }
     return found
 
 
-def tenths(losses: Sequence[float]) -> list[float]:
-    """Gives the means of ten parts that are equally long, up to one step; without steps, nothing."""
+def parts(losses: Sequence[float]) -> list[float]:
+    """Cuts losses into ten parts, whose lengths differ by at most one step, and gives their means."""
     bounds = [place * len(losses) // PARTS for place in range(PARTS + 1)]
-    parts = [losses[begin:end] for begin, end in pairwise(bounds)]
-    return [statistics.fmean(part) for part in parts if part]
+    return [statistics.fmean(losses[begin:end]) for begin, end in pairwise(bounds)]
 
 
 def lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Writes commands, errors and learning curves as Markdown.
+    """Writes the section of the report.
 
     Args:
         adapted: from `read`.
@@ -59,7 +68,7 @@ def lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
         [
             f"`{name}`",
             f"{own['minutes']:.0f}",
-            f"{own['exact_heads']} of {own['heads']}" if own["heads"] else "",
+            str(own["exact_heads"]),
             *(f"{own['errors'][stage]:.4f}" if stage in own["errors"] else "" for stage in STAGES),
         ]
         for name, own in adapted.items()
@@ -68,8 +77,12 @@ def lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
         [f"`{name}`, {stage}", *(f"{loss:.4f}" for loss in losses)]
         for name, own in adapted.items()
         for stage, losses in own["losses"].items()
-        if len(losses) == PARTS
     ]
+    about = (
+        "Learning curves: the mean loss of each tenth of the steps. Attention: relative error of the output of a head. "
+        "Model: relative squared error of the hidden states and divergence of the predictions, as the weights in the "
+        "command say."
+    )
     return [
         "",
         "## Adaptation",
@@ -78,10 +91,6 @@ def lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "",
         "Relative error of the hidden states on samples that were held out, after each stage:",
         "",
-        *table(["model", "minutes", "exact heads", *STAGES], errors),
-        "",
-        "Learning curves, the mean loss of each tenth of the steps. Attention: relative error of the output of a head.",
-        "Model: relative squared error of the hidden states, with the divergence of predictions if there are any.",
-        "",
-        *table(["model, stage", *(str(part + 1) for part in range(PARTS))], curves),
+        *table(["model", "minutes", "number of exact heads", *(f"after {stage}" for stage in STAGES)], errors),
+        *(["", about, "", *table(["model, stage", *map(str, range(1, PARTS + 1))], curves)] if curves else []),
     ]

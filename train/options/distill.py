@@ -105,8 +105,9 @@ class DistillArguments:
     directions_learning_rate: float = option(5e-2, "Peak learning rate of the directions.")
     exact_heads: int = option(
         0,
-        "After the attention steps, this many heads of all layers keep exact attention: those that are estimated worst "
-        "on the samples held out. Such heads, in a decoder, rule out a cache of constant size.",
+        "After the attention steps, this many key heads of the whole model keep exact attention, with their query "
+        "heads: those that are estimated worst on the calibration samples. A decoder with exact heads cannot run with "
+        "a cache of constant size.",
     )
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
@@ -199,11 +200,15 @@ class DistillArguments:
         for name in ("attention_steps", "model_steps", "exact_heads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.exact_heads and (not self.attention_steps or self.layers == "auto"):
+        if self.exact_heads and (landmarks or self.feature_weights):
             raise ValueError(
-                "exact_heads are chosen after the attention steps, and layers auto chooses exact heads itself: set "
-                "attention_steps above 0 and layers to all"
+                "exact_heads are chosen after the attention steps, which landmarks and feature_weights do not have: "
+                "leave exact_heads out"
             )
+        if self.exact_heads and not self.attention_steps:
+            raise ValueError("exact_heads are chosen after the attention steps: set attention_steps above 0")
+        if self.exact_heads and self.layers == "auto":
+            raise ValueError("layers auto chooses exact heads itself: leave exact_heads out, or set layers to all")
         directions = self.learn_directions and self.attention_steps
         learns = landmarks or self.family.needs_statistics or self.feature_weights or directions
         if not (learns and self.family.supports_window):

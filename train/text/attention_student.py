@@ -87,13 +87,13 @@ class AttentionStudent(nn.Module):
 
     @torch.no_grad()
     def head_errors(self, observations: list[Observation]) -> dict[int, Tensor]:
-        """Computes the relative error of each key head, `[Hk]` by layer, mean over sequences and its query heads."""
-        errors = {
-            seen.layer: relative_error(self.estimate(seen, 0), seen).mean(0).unflatten(0, (seen.key.shape[1], -1))
-            for seen in observations
-            if seen.layer in self.choices
-        }
-        return {layer: own.mean(-1) for layer, own in errors.items()}
+        """Computes the relative error of each key head, `[Hk]` by layer, mean over calls, sequences and query heads."""
+        errors: dict[int, list[Tensor]] = {}
+        for seen in observations:
+            if seen.layer in self.choices:
+                found = relative_error(self.estimate(seen, 0), seen).unflatten(1, (seen.key.shape[1], -1))
+                errors.setdefault(seen.layer, []).append(found.mean((0, 2)))
+        return {layer: torch.stack(own).mean(0) for layer, own in errors.items()}
 
     def estimate(self, seen: Observation, draw: int) -> Tensor:
         """Computes the attention of a layer with the present parameters, `[B, H, L, dv]`."""

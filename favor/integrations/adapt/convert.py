@@ -161,4 +161,8 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
                 windows[layer] = wider
     # A layer with the common window gets no entry for it, so that a change of the option reaches the layer.
     own = {layer: {"window": window} for layer, window in windows.items() if window != costs.window}
-    return {layer: {"exact_heads": sorted(exact[layer]), **own.get(layer, {})} for layer in rho}
+    # The number of heads tells a layer whose heads are all exact, which needs no parameters.
+    return {
+        layer: {"exact_heads": sorted(exact[layer]), "key_heads": len(heads), **own.get(layer, {})}
+        for layer, heads in rho.items()
+    }

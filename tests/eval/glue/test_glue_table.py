@@ -176,19 +176,31 @@ def test_an_adapted_model_is_a_row(tmp_path):
 
 def test_the_report_says_how_models_were_adapted(tmp_path):
     results = {
+        "arguments": {
+            "attn_implementation": "favor#",
+            "features": "sderf",
+            "num_features": 8,
+            "window": 0,
+            "exact_heads": 3,
+        },
         "command": "python -m favor.train.distill --num_features 8",
         "seconds": 120.0,
         "errors": {"closed form": 0.3, "attention": 0.2, "exact heads": 0.1},
         "attention_loss": [float(step) for step in range(20)],
         "model_loss": [],
-        "layers": {"a": {"key_heads": 4, "exact_heads": [1, 3]}, "b": {"key_heads": 4}},
+        "layers": {"a": {"key_heads": 4, "exact_heads": [1, 2, 3]}, "b": {"key_heads": 4}},
     }
     (tmp_path / "all_results.json").write_text(json.dumps(results))
     lines = adaptation.lines(adaptation.read([str(tmp_path)]))
-    assert f"- `{tmp_path.name}`: `{results['command']}`" in lines
-    assert f"| `{tmp_path.name}` | 2 | 2 of 8 | 0.3000 | 0.2000 | 0.1000 |  |" in lines
+    name = f"favor#:sderf:8, 3 exact heads, adapted: {tmp_path.name}"
+    assert f"- `{name}`: `{results['command']}`" in lines
+    assert f"| `{name}` | 2 | 3 | 0.3000 | 0.2000 | 0.1000 |  |" in lines
     tenths = " | ".join(f"{2 * part + 0.5:.4f}" for part in range(10))
-    assert lines[-1] == f"| `{tmp_path.name}`, attention | {tenths} |"
+    assert lines[-1] == f"| `{name}`, attention | {tenths} |"
+    del results["errors"]
+    (tmp_path / "all_results.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=r"has no errors: run favor\.train\.distill again"):
+        adaptation.read([str(tmp_path)])
 
 
 def test_task_options_win_over_common_ones():
@@ -213,7 +225,10 @@ def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, t
     options = row["details"][0]["options"]
     assert (options["num_features"], options["statistics"], options["exact_below"]) == (8, "corrected", 0)
     report = (tmp_path / "runs" / "table.md").read_text()
-    assert f"- `adapted`: `python -m favor.train.distill --model_name_or_path {bert_folder.name}" in report
+    assert (
+        f"- `favor#:8, adapted: adapted`: `python -m favor.train.distill --model_name_or_path {bert_folder.name}"
+        in report
+    )
     again = ["--checkpoints", str(tmp_path / "runs"), *common, "--output_dir", str(tmp_path / "again")]
     assert glue.main(again) == 0
     assert "as in training" in capsys.readouterr().out

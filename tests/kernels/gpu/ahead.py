@@ -35,7 +35,7 @@ def _type_of(value):
 def compiling(capability, configurations=None):
     """Replaces launches by ahead-of-time compilation for `capability` (80, 90). Yields the list of compiled kernels.
 
-    An autotuned kernel is compiled in so many of its configurations, None for all. Outputs of the host functions hold
+    Of an autotuned kernel the first `configurations` are compiled, None for all. Outputs of the host functions hold
     nothing meaningful.
     """
     compiled = []

@@ -86,7 +86,7 @@ def test_the_worst_heads_stay_exact(kind, bert_folder, decoder_folder, text, tmp
     more = ["--attention_steps", "2", "--num_features", "4", "--held_out_samples", "2"]
     results = {
         number: distill.main(arguments(folder, text, tmp_path / number, *more, "--exact_heads", number))
-        for number in ("0", "1", "1000")
+        for number in ("0", "1")
     }
     after = {number: own["errors"] for number, own in results.items()}
     assert list(after["1"]) == ["closed form", "attention", "exact heads"]
@@ -94,7 +94,17 @@ def test_the_worst_heads_stay_exact(kind, bert_folder, decoder_folder, text, tmp
     chosen = {name: own["exact_heads"] for name, own in results["1"]["layers"].items() if "exact_heads" in own}
     assert [len(heads) for heads in chosen.values()] == [1]
     assert after["1"]["exact heads"] < after["1"]["attention"] == after["0"]["attention"]
-    assert after["1000"]["exact heads"] < 1e-5
+    with pytest.raises(ValueError, match=r"exact_heads must be less than the \d+ key heads of the model, got 1000"):
+        distill.main(arguments(folder, text, tmp_path / "1000", *more, "--exact_heads", "1000"))
+
+
+def test_layers_whose_heads_are_all_exact_learn_nothing(bert_folder, text, tmp_path):
+    more = ["--attention_steps", "2", "--num_features", "1", "--window", "0", "--layers", "auto"]
+    results = distill.main(arguments(bert_folder, text, tmp_path, *more, "--flop_budget", "1"))
+    assert any(len(own["exact_heads"]) == own["key_heads"] for own in results["layers"].values())
+    ids = samples(text, AutoTokenizer.from_pretrained(tmp_path), 32, 2)
+    with torch.no_grad():
+        assert AutoModel.from_pretrained(tmp_path).eval()(input_ids=ids).last_hidden_state.isfinite().all()
 
 
 def test_errors_of_heads_are_those_of_their_output():
@@ -108,7 +118,11 @@ def test_errors_of_heads_are_those_of_their_output():
     options = {"num_features": 12, "window": 0, "orthogonal": True, "seed": 0}
     nothing = {"statistics": "batch", **options}
     student = AttentionStudent({0: module}, features.get("wderf"), nothing, {0: (2, 8)})
-    found = student.head_errors([seen])[0]
+    quiet = seen._replace(
+        query=0.1 * query, output=scaled_dot_product_attention(0.1 * query, key, value, enable_gqa=True)
+    )
+    found, less = (student.head_errors(own)[0] for own in ([seen], [quiet]))
+    torch.testing.assert_close(student.head_errors([seen, quiet])[0], (found + less) / 2)  # a module that runs twice
     estimate = favor.favor_attention(query, key, value, features="wderf", **options)
     expected = [(estimate - exact)[n, h].norm() / exact[n, h].norm() for n in range(3) for h in range(4)]
     torch.testing.assert_close(found, torch.stack(expected).view(3, 2, 2).mean((0, 2)))
@@ -187,6 +201,7 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--exact_heads", "-1"], "exact_heads must not be negative"),
         (["--exact_heads", "1", "--attention_steps", "0"], "exact_heads are chosen after the attention steps"),
         (["--exact_heads", "1", "--layers", "auto"], "layers auto chooses exact heads itself"),
+        (["--exact_heads", "1", "--features", "landmark"], "which landmarks and feature_weights do not have"),
         (["--start_length", "64"], "start_length must be at most max_length, got 64 and 32"),
         (["--ema_decay", "1"], "ema_decay must be at least 0 and less than 1"),
         (
