@@ -32,11 +32,10 @@ def _type_of(value):
 
 
 @contextmanager
-def compiling(capability, configurations=None):
+def compiling(capability):
     """Replaces launches by ahead-of-time compilation for `capability` (80, 90). Yields the list of compiled kernels.
 
-    Of an autotuned kernel the first `configurations` are compiled, None for all. Outputs of the host functions hold
-    nothing meaningful.
+    All configurations of an autotuned kernel are compiled. Outputs of the host functions hold nothing meaningful.
     """
     compiled = []
 
@@ -58,7 +57,7 @@ def compiling(capability, configurations=None):
         compiled.append(kernel)
 
     def tune(self, *args, **kwargs):
-        for config in self.configs[:configurations]:
+        for config in self.configs:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     every = patch("favor.kernels.gpu.common.FEW_ROWS", 0)

@@ -1,4 +1,4 @@
-"""All kernels compile for GPUs on a machine that has none.
+"""All kernels compile for GPUs, with all their configurations, on a machine that has none.
 
 This needs a process of its own: in the others, kernels are defined for Triton's interpreter.
 """
@@ -12,16 +12,15 @@ import pytest
 
 # Modules of favor.kernels with `forward` and `backward`.
 MODULES = ("bidirectional", "causal.op")
-# Type, width, whether sequences are packed, and how many configurations are compiled (None: all). All of them in every
-# case would take minutes more.
+# Type, width, whether sequences are packed.
 CASES = {
-    80: (("float16", 64, True, None), ("float32", 128, False, None)),
-    90: (("bfloat16", 64, False, 1), ("bfloat16", 256, True, None)),
+    80: (("float16", 64, True), ("float32", 128, False)),
+    90: (("bfloat16", 64, False), ("bfloat16", 256, True)),
 }
-# The same for a window, and before the last whether attention is causal.
+# Type, width, whether sequences are packed and whether attention is causal, for a window.
 WINDOWED = {
-    80: (("float16", 64, True, False, None), ("float32", 128, False, True, 1)),
-    90: (("bfloat16", 64, False, True, 1), ("bfloat16", 128, True, False, None)),
+    80: (("float16", 64, True, False), ("float32", 128, False, True)),
+    90: (("bfloat16", 64, False, True), ("bfloat16", 128, True, False)),
 }
 # Type and width of keys that are selected.
 SELECTED = {
@@ -130,11 +129,11 @@ def compile_windowed(capability):
     from favor.kernels.gpu.window import op as triton_window
     from favor.kernels.operands import Geometry, Operands
 
-    for kind, width, packed, is_causal, configurations in WINDOWED[capability]:
+    for kind, width, packed, is_causal in WINDOWED[capability]:
         inputs, grad = make(kind, width, packed)
         operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
         bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
-        with compiling(capability, configurations) as kernels:
+        with compiling(capability) as kernels:
             triton_window.backward(grad, *bundles, triton_window.forward(*bundles))
         yield from kernels
 
@@ -145,11 +144,11 @@ def compile_all(capability):
 
     from favor.kernels.operands import Geometry, Operands
 
-    for kind, width, packed, configurations in CASES[capability]:
+    for kind, width, packed in CASES[capability]:
         inputs, grad = make(kind, width, packed)
         for name in MODULES:
             module = importlib.import_module(f"favor.kernels.gpu.{name}")
-            with compiling(capability, configurations) as kernels:
+            with compiling(capability) as kernels:
                 bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
                 module.backward(grad, *bundles, module.forward(*bundles))
             yield from kernels
