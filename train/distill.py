@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import heapq
 import json
 import shlex
 import sys
@@ -198,7 +199,7 @@ class Distillation:
             for layer, own in student.head_errors(seen).items():
                 for head, error in enumerate(own.tolist()):
                     errors[layer, head] = errors.get((layer, head), 0.0) + error
-        worst = sorted(sorted(errors, key=lambda place: errors[place], reverse=True)[: self.arguments.exact_heads])
+        worst = sorted(heapq.nlargest(self.arguments.exact_heads, errors, key=errors.__getitem__))
         # All processes take the choice of the first, however theirs round.
         worst = broadcast_object_list([worst])[0]
         return {layer: [head for own, head in worst if own == layer] for layer, _ in worst}

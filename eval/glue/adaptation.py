@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from favor.eval.common.launch import Backend
 from favor.eval.common.report import local_names, table
@@ -39,23 +39,21 @@ def read(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"{folder}/all_results.json has no {', '.join(sorted(missing))}: run favor.train.distill again"
             )
-        layers, losses = (results["layers"] or {}).values(), (results["attention_loss"], results["model_loss"])
+        layers = (results["layers"] or {}).values()
+        losses = {stage: results[f"{stage}_loss"] for stage in ("attention", "model")}
         found[Backend.adapted(folder).label] = {
             "command": shlex.join(local_names(shlex.split(results["command"]))),
             "minutes": results["seconds"] / 60,
             "errors": results["errors"],
             "exact_heads": sum(len(layer.get("exact_heads", ())) for layer in layers),
-            "losses": {
-                n: parts(own) for n, own in zip(("attention", "model"), losses, strict=True) if len(own) >= PARTS
-            },
+            "losses": {stage: parts(own) for stage, own in losses.items() if len(own) >= PARTS},
         }
     return found
 
 
 def parts(losses: Sequence[float]) -> list[float]:
     """Cuts losses into ten parts, whose lengths differ by at most one step, and gives their means."""
-    bounds = [place * len(losses) // PARTS for place in range(PARTS + 1)]
-    return [statistics.fmean(losses[begin:end]) for begin, end in pairwise(bounds)]
+    return [float(part.mean()) for part in np.array_split(losses, PARTS)]
 
 
 def lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
