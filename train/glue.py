@@ -224,6 +224,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with accelerator.main_process_first():
         data = load_glue(task.name, arguments.data.data_dir, arguments.data.skip_bad_rows)
     data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
+    data.add_distractors(arguments.data.distractors)
     announce(accelerator, arguments, data)
     command = shlex.join(["python", "-m", "favor.train.glue", *(sys.argv[1:] if argv is None else argv)])
     per_seed = []

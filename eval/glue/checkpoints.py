@@ -74,10 +74,12 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
         results: the run's `all_results.json`.
         data_dir: as in `favor.train.glue`. None: the data folder of the training, else the hub.
     """
-    arguments = DataArguments(**{field.name: results["arguments"][field.name] for field in fields(DataArguments)})
+    known = {field.name for field in fields(DataArguments)} & results["arguments"].keys()
+    arguments = DataArguments(**{name: results["arguments"][name] for name in known})
     task = get_task(results["task_name"])
     data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows)
     data.keep_first(None, arguments.max_eval_samples)
+    data.add_distractors(arguments.distractors)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
     encoded = tokenized(data.evaluation[task.eval_splits[0]], task, tokenizer, arguments)

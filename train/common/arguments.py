@@ -154,11 +154,16 @@ class DataArguments:
     pad_to_max_length: bool = option(False, "Pad every sample to max_length, not only to the longest of its batch.")
     max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.")
     max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.")
+    distractors: int = option(
+        0, "Texts of other samples around the one that holds the answer, for QNLI, MNLI and RTE: long documents."
+    )
     skip_bad_rows: bool = option(False, "Leave out malformed rows of TSV files and count them, instead of stopping.")
 
     def __post_init__(self) -> None:
         """Checks the numbers; raises ValueError."""
         check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
+        if self.distractors < 0:
+            raise ValueError(f"distractors must not be negative, got {self.distractors}")
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, load_dataset
 
 from favor.train.common.program import did_you_mean
@@ -36,6 +37,7 @@ class Task:
         tsv_label: header name of the label column.
         coded: whether the TSV files hold label numbers, not strings.
         headerless: columns of a TSV file without a header row (CoLA), in order.
+        document: the text column that may say more without changing a label. None: there is no such column.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Task:
     tsv_label: str = "label"
     coded: bool = False
     headerless: tuple[str, ...] | None = None
+    document: str | None = None
 
     @property
     def num_labels(self) -> int:
@@ -121,9 +124,10 @@ TASKS = {
             ("entailment", "neutral", "contradiction"),
             tsv_sentences=PAIR,
             tsv_label="gold_label",
+            document="premise",
         ),
-        Task("qnli", "QNLI", ("question", "sentence"), ENTAILMENT),
-        Task("rte", "RTE", PAIR, ENTAILMENT),
+        Task("qnli", "QNLI", ("question", "sentence"), ENTAILMENT, document="sentence"),
+        Task("rte", "RTE", PAIR, ENTAILMENT, document="sentence1"),
         Task("wnli", "WNLI", PAIR, ("not_entailment", "entailment"), coded=True),
     )
 }
@@ -174,6 +178,49 @@ class GlueData:
             self.train = self.train.take(train)
         if evaluation is not None:
             self.evaluation = {split: part.take(evaluation) for split, part in self.evaluation.items()}
+
+    def add_distractors(self, number: int) -> None:
+        """Makes documents: puts texts of other samples of the split around the text that holds the answer.
+
+        What follows from one text follows from a document with it; what does not follow from it seldom follows from
+        texts that are drawn by chance. So labels stay.
+
+        Args:
+            number: of texts that are added to each sample; 0 changes nothing. Their choice depends on the split alone.
+
+        Raises:
+            ValueError: if the task has no column for it, or a split has one sample.
+        """
+        if not number:
+            return
+        column = self.task.document
+        if column is None:
+            known = ", ".join(task.name for task in TASKS.values() if task.document)
+            raise ValueError(f"distractors would change the labels of {self.task.name}; tasks that have them: {known}")
+        self.train = with_distractors(self.train, column, number)
+        self.evaluation = {split: with_distractors(part, column, number) for split, part in self.evaluation.items()}
+
+
+def with_distractors(dataset: Dataset, column: str, number: int) -> Dataset:
+    """Gives a dataset whose `column` holds, in each row, `number` texts of other rows around its own.
+
+    The place of its own text and the other rows are drawn with a seed of their own.
+
+    Raises:
+        ValueError: for a dataset of one row.
+    """
+    texts = dataset[column][:]
+    if len(texts) < 2:
+        raise ValueError(f"distractors are texts of other samples, but the split has {len(texts)}")
+    generator = np.random.default_rng(0)
+
+    def document(row: dict[str, Any], index: int) -> dict[str, str]:
+        others = generator.integers(len(texts) - 1, size=number)
+        parts = [texts[other + (other >= index)] for other in others]
+        parts.insert(int(generator.integers(number + 1)), row[column])
+        return {column: " ".join(parts)}
+
+    return dataset.map(document, with_indices=True, load_from_cache_file=False)
 
 
 def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False) -> GlueData:

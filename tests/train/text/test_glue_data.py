@@ -218,3 +218,33 @@ def test_keep_first(glue_folder):
     data.keep_first(3, 1000)
     assert data.train["sentence"][:] == before
     assert data.evaluation["validation"].num_rows == 12
+
+
+def test_distractors_surround_the_text_that_holds_the_answer(tmp_path):
+    texts = [f"text{i}" for i in range(20)]
+    rows = [f"{i}\t{text}\thypothesis{i}\tentailment" for i, text in enumerate(texts)]
+    folder = write(tmp_path, {"train.tsv": rte(*rows), "dev.tsv": rte(*rows[:2])})
+    data, plain, again = (load_glue("rte", folder) for _ in range(3))
+    data.add_distractors(3)
+    again.add_distractors(3)
+    assert data.train[:] == again.train[:]
+    documents = [document.split() for document in data.train["sentence1"][:]]
+    assert all(len(document) == 4 and set(document) <= set(texts) for document in documents)
+    assert all(document.count(own) == 1 for own, document in zip(texts, documents, strict=True))
+    assert {document.index(own) for own, document in zip(texts, documents, strict=True)} == {0, 1, 2, 3}
+    assert data.evaluation["validation"]["sentence1"][1].split() in (
+        ["text0"] * n + ["text1"] + ["text0"] * (3 - n) for n in range(4)
+    )
+    for name in ("sentence2", "label"):
+        assert data.train[name][:] == plain.train[name][:]
+
+
+def test_distractors_that_cannot_be(tmp_path, glue_folder):
+    data = load_glue("sst2", glue_folder)
+    data.add_distractors(0)
+    with pytest.raises(ValueError, match="change the labels of sst2; tasks that have them: mnli, qnli, rte"):
+        data.add_distractors(1)
+    alone = rte("0\ta\tb\tentailment")
+    data = load_glue("rte", write(tmp_path, {"train.tsv": alone, "dev.tsv": alone}))
+    with pytest.raises(ValueError, match="the split has 1"):
+        data.add_distractors(1)

@@ -22,6 +22,7 @@ from transformers import (
     DistilBertForSequenceClassification,
 )
 
+from favor.eval.glue import checkpoints as saved_runs
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import glue
 from favor.train.common import checkpoint
@@ -140,6 +141,15 @@ def test_mnli_reports_both_development_sets(train, tmp_path, glue_folder):
     for name, split in (("accuracy", "validation_matched"), ("accuracy_mismatched", "validation_mismatched")):
         assert results["metrics"][name] == score_again(tmp_path / "run", "mnli", glue_folder, split)["accuracy"]
     assert results["eval_samples"] == {"validation_matched": 5, "validation_mismatched": 5}
+
+
+def test_distractors_are_trained_and_evaluated_with(train, tmp_path, glue_folder):
+    results = train("mnli", distractors=2)
+    scores, lengths = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
+    assert scores["accuracy"] == results["metrics"]["accuracy"]
+    del results["arguments"]["distractors"]  # a run of an earlier version
+    _, short = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
+    assert all(long >= own + 4 for long, own in zip(lengths, short, strict=True))
 
 
 def test_baseline_is_the_training_majority(tmp_path):
@@ -353,6 +363,7 @@ def test_skipped_rows_are_reported(train, tmp_path, glue_folder, capsys):
         ({"task": "mprc"}, "unknown GLUE task 'mprc'.*wnli"),
         ({"data_dir": "nowhere"}, "data_dir must be an existing folder, got nowhere"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
+        ({"distractors": -1}, "distractors must not be negative, got -1"),
         ({"max_length": 1000}, "max_length is 1000, but the model has 128 positions"),
         ({"exact_below": "short"}, "exact_below must be a number of tokens or auto, got 'short'"),
         ({"attn_implementation": "favor+", "num_features": 0}, "num_features"),
