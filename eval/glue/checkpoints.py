@@ -17,7 +17,7 @@ import favor.models  # registers the zoo, so that its checkpoints reload with th
 from favor.eval.common.launch import Backend
 from favor.models.stored_backend import keeps_backend
 from favor.train.common.arguments import DataArguments
-from favor.train.text.glue_data import get_task, load_glue
+from favor.train.text.glue_data import get_task, load_glue, with_distractors
 from favor.train.text.glue_loaders import tokenized
 from favor.train.text.metrics import load_glue_metric
 
@@ -79,10 +79,10 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
     task = get_task(results["task_name"])
     data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows)
     data.keep_first(None, arguments.max_eval_samples)
-    data.add_distractors(arguments.distractors)
+    evaluation = with_distractors(data.evaluation[task.eval_splits[0]], task, arguments.distractors)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
-    encoded = tokenized(data.evaluation[task.eval_splits[0]], task, tokenizer, arguments)
+    encoded = tokenized(evaluation, task, tokenizer, arguments)
     mixed = results["mixed_precision"]
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=None if mixed == "no" else 8)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)

@@ -155,7 +155,9 @@ class DataArguments:
     max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.")
     max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.")
     distractors: int = option(
-        0, "Texts of other samples around the one that holds the answer, for QNLI, MNLI and RTE: long documents."
+        0,
+        "Texts of other samples around the one that holds the answer, for QNLI, MNLI and RTE: long documents, which "
+        "need a larger max_length.",
     )
     skip_bad_rows: bool = option(False, "Leave out malformed rows of TSV files and count them, instead of stopping.")
 

@@ -191,24 +191,21 @@ class GlueData:
         Raises:
             ValueError: if the task has no column for it, or a split has one sample.
         """
-        if not number:
-            return
-        column = self.task.document
-        if column is None:
-            known = ", ".join(task.name for task in TASKS.values() if task.document)
-            raise ValueError(f"distractors would change the labels of {self.task.name}; tasks that have them: {known}")
-        self.train = with_distractors(self.train, column, number)
-        self.evaluation = {split: with_distractors(part, column, number) for split, part in self.evaluation.items()}
+        self.train = with_distractors(self.train, self.task, number)
+        self.evaluation = {name: with_distractors(part, self.task, number) for name, part in self.evaluation.items()}
 
 
-def with_distractors(dataset: Dataset, column: str, number: int) -> Dataset:
-    """Gives a dataset whose `column` holds, in each row, `number` texts of other rows around its own.
+def with_distractors(dataset: Dataset, task: Task, number: int) -> Dataset:
+    """Gives one split of a task as `GlueData.add_distractors` makes it, with the same errors.
 
-    The place of its own text and the other rows are drawn with a seed of their own.
-
-    Raises:
-        ValueError: for a dataset of one row.
+    The other rows and the place of the own text are drawn with a seed of their own.
     """
+    if not number:
+        return dataset
+    column = task.document
+    if column is None:
+        known = ", ".join(other.name for other in TASKS.values() if other.document)
+        raise ValueError(f"distractors would change the labels of {task.name}; tasks that have them: {known}")
     texts = dataset[column][:]
     if len(texts) < 2:
         raise ValueError(f"distractors are texts of other samples, but the split has {len(texts)}")
