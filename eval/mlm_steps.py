@@ -27,11 +27,11 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), marker="o", label=name)
     axes.set(xlabel="training steps", ylabel="loss of masked words, nats (less is better)")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -48,15 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     curves: dict[str, dict[int, float]] = {}
     seconds: dict[str, float] = {}
+    machines: set[str] = set()
+    versions: dict[str, set[str]] = {}
     for backend in arguments.backends:
         given = ["--model_name_or_path", arguments.model, *backend.arguments(), *rest]
         place = arguments.output_dir / backend.slug
-        results, _, _ = launch.train_once(given, backend, place, program="favor.train.mlm")
+        results, machine, _ = launch.train_once(given, backend, place, program="favor.train.mlm")
+        machines.add(machine)
+        for package, version in results["versions"].items():
+            versions.setdefault(package, set()).add(version)
         curve = {0: results["metrics_before"]["loss"]}
         curve |= {entry["step"]: entry["metrics"]["loss"] for entry in results["history"]}
         curves[backend.label], seconds[backend.label] = curve, results["seconds_per_step"]
         print(f"{backend.label}: {', '.join(f'{loss:.3f}' for loss in curve.values())}", flush=True)
-        content = report.context(command, ("transformers",)) | {"curves": curves, "seconds_per_step": seconds}
+        content = {
+            "command": command,
+            "machine": "; ".join(sorted(machines)),
+            "versions": {package: ", ".join(sorted(found)) for package, found in versions.items()},
+            "curves": curves,
+            "seconds_per_step": seconds,
+        }
         lines = ["# Loss of masked words against training steps", "", facts, "", *table_lines(curves, seconds)]
         report.write(folder, arguments.name, lines, content, [])
         plot(curves, folder / f"{arguments.name}.png")

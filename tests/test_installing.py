@@ -83,6 +83,13 @@ def test_the_core_does_without_packages_of_extras():
     assert run("-c", blocked + text) == "torch.Size([1, 1, 3, 4])\n"
 
 
+def test_programs_for_text_do_without_the_packages_of_speech():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['jiwer', 'soundfile', 'flashlight'])); "
+    names = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
+    names += ["favor.eval." + name for name in ("glue.__main__", "mlm_steps", "approximation.__main__")]
+    run("-c", f"{blocked}import {', '.join(names)}")
+
+
 @pytest.mark.parametrize(("missing", "module", "extra"), NEEDED)
 def test_a_missing_package_is_named_with_its_extra(without, missing, module, extra):
     package = "scikit-learn" if missing == "sklearn" else missing

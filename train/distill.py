@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,10 +32,12 @@ from favor.train.common.pretrained import check_model, check_positions, load_exa
 from favor.train.common.program import program
 from favor.train.common.teacher import Teacher, relative_squared_error
 from favor.train.options.distill import NAME, DistillArguments, parse_arguments
-from favor.train.speech.distill_data import Sounds, encoder_of
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
+
+if TYPE_CHECKING:
+    from favor.train.speech.distill_data import Sounds
 
 RESULTS = checkpoint.RESULTS
 
@@ -88,16 +90,18 @@ class Distillation:
 
     def __init__(self, accelerator: Accelerator, arguments: DistillArguments) -> None:
         self.accelerator, self.arguments, self.folder = accelerator, arguments, Path(arguments.output_dir)
-        path, hears = arguments.model_name_or_path, arguments.audio_dir is not None
+        path, processes = arguments.model_name_or_path, accelerator.num_processes
         self.whole = load_exact(path, performer=True).to(accelerator.device)
-        self.model = encoder_of(self.whole) if hears else self.whole
-        self.teacher = copy.deepcopy(self.model).eval()
-        processes = accelerator.num_processes
-        if hears:
+        if arguments.audio_dir is not None:
+            from favor.train.speech.distill_data import Sounds, encoder_of  # its packages are those of another extra
+
+            self.model = encoder_of(self.whole)
             self.data: Texts | Sounds = Sounds(arguments, processes)
         else:
             check_positions(self.whole, arguments.max_length)
+            self.model = self.whole
             self.data = Texts(arguments, AutoTokenizer.from_pretrained(path), processes)
+        self.teacher = copy.deepcopy(self.model).eval()
         inputs = self.moved(self.data.first(1)[0])
         self.shapes, self.decoder = layers_of(self.model, inputs)
         with torch.no_grad():
