@@ -25,7 +25,7 @@ from favor.train.common.teacher import Teacher
 from favor.train.options.glue import Arguments, TeacherArguments, parse_arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
-from favor.train.text.glue_loaders import make_loaders
+from favor.train.text.glue_loaders import cut_off, make_loaders
 from favor.train.text.metrics import load_glue_metric
 
 
@@ -96,6 +96,8 @@ def prepare_run(
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
+    if arguments.data.distractors and (note := cut_off(train_loader.dataset, arguments.data.max_length)):
+        accelerator.print(note)
     teacher = load_teacher(arguments.teacher, arguments.model, model, data.task) if arguments.teacher.teacher else None
     optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
     prepared = accelerator.prepare(model, optimizer, train_loader)

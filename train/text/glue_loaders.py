@@ -31,6 +31,22 @@ def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArgum
     return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
 
 
+def cut_off(samples: Dataset, max_length: int) -> str:
+    """Says how many documents have the greatest length, so that longer ones lost their end; empty if none has.
+
+    Args:
+        samples: token numbers, and their masks.
+        max_length: greatest length.
+    """
+    number = sum(sum(mask) == max_length for mask in samples["attention_mask"])  # not of padding
+    if not number:
+        return ""
+    return (
+        f"{number} of {len(samples)} documents to train reach --max_length and are cut off there, which may remove the "
+        f"sentence that counts; --max_length above {max_length} keeps more of them"
+    )
+
+
 def make_loaders(
     data: GlueData, tokenizer: Any, arguments: DataArguments, train: TrainArguments, seed: int, multiple: int | None
 ) -> tuple[DataLoader, dict[str, DataLoader]]:

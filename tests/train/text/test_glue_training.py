@@ -152,6 +152,15 @@ def test_distractors_are_trained_and_evaluated_with(train, tmp_path, glue_folder
     assert all(long >= own + 4 for long, own in zip(lengths, short, strict=True))
 
 
+def test_documents_that_are_cut_off_are_told_of(train, capsys):
+    results = train("mnli", distractors=2, max_length=12)
+    samples = results["train_samples"]
+    assert f"{samples} of {samples} documents" in (said := capsys.readouterr().out)
+    assert "--max_length above 12" in said
+    train("mnli", output="padded", distractors=2, flags=("pad_to_max_length",))
+    assert "cut off" not in capsys.readouterr().out
+
+
 def test_baseline_is_the_training_majority(tmp_path):
     labels = {"train": "1 1 0", "dev": "1 0 0 0"}
     for split, values in labels.items():
