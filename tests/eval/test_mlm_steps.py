@@ -28,9 +28,12 @@ def test_curves_begin_where_each_attention_takes_the_same_weights(bert_folder, t
     assert f"| favor+ | {random['0']:.3f} |" in report
     assert str(tmp_path) not in report
     assert (tmp_path / "mlm_steps.png").read_bytes()[1:4] == b"PNG"
-    # Finished runs are not trained again, and not taken for other ones.
+    # Finished runs are not trained again, and not taken for other ones. The report names the machine of their training.
     monkeypatch.setattr(mlm_steps.launch, "train", None)
+    cell = tmp_path / "runs" / "sdpa" / "cell.json"
+    cell.write_text(json.dumps(json.loads(cell.read_text()) | {"machine": "another machine"}))
     assert mlm_steps.main([*words, "--backends", *backends]) == 0
+    assert "another machine" in json.loads((tmp_path / "mlm_steps.json").read_text())["machine"]
     with pytest.raises(ValueError, match="holds a finished run with other arguments"):
         mlm_steps.main([*words, "--seed", "7"])
 
