@@ -1,11 +1,7 @@
 """Kernels of the Transducer loss: Triton against torch and all alignments, torchaudio as far as it is there."""
 
 import importlib
-import os
-import subprocess
 import sys
-from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -168,39 +164,3 @@ def test_torchaudio_agrees(options):
     found = [transducer_loss(logits, *rest, kernel=kernel, **options) for kernel in ("library", "torch")]
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in found), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_kernels_compile():
-    """In a process of its own: in this one, kernels are defined for Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    kernels = [f"{name}:{capability}" for name in ("_ways_to", "_add_ways_from") for capability in CAPABILITIES]
-    assert sorted(done.stdout.split()) == sorted(kernels * len(SIZES))
-
-
-CAPABILITIES = (80, 90)
-# Steps, batch and labels of lattices; sizes of 1 are constants to the compiler.
-SIZES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
-
-
-def compile_all():
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "gpu"))
-    import ahead
-
-    from favor.models.conformer import triton_transducer
-
-    ahead._POINTERS.setdefault(torch.float64, "*fp64")
-    for shape, capability in product(SIZES, CAPABILITIES):
-        blank, label = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        with ahead.compiling(capability) as compiled:
-            triton_transducer.ways_to(blank, label)
-            triton_transducer.add_ways_from(blank, label)
-        for kernel in compiled:
-            assert kernel.asm["cubin"]
-            print(kernel.metadata.name, capability, sep=":")
-
-
-if __name__ == "__main__":
-    compile_all()

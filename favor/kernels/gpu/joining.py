@@ -101,7 +101,7 @@ def _means(
             total = tl.load(old_sums + there, mask=(own < groups)[:, None] & mask, other=0.0)
             mean = total / tl.maximum(size, 1.0)[:, None]
             tl.store(means + there, mean.to(means.dtype.element_ty), mask=(own < most)[:, None] & mask)
-            tl.store(counts + own, size, mask=(own < most) & (tl.min(columns, 0) == 0))
+            tl.store(counts + own, size, mask=own < tl.where(program % pieces == 0, most, 0))
         if section < sections - 1:
             after = tl.minimum(groups + tokens, number)
             take_in(

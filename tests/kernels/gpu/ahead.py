@@ -1,8 +1,15 @@
-"""Compiles Triton kernels without a GPU: every launch inside `compiling` is compiled, and none is run."""
+"""Compiles Triton kernels without a GPU: every launch inside `compiling` is compiled, and none is run.
+
+To compile all kernels takes minutes. So the file compiled.json keeps what came of it, by a hash of the source, the
+types, the constants and the release of Triton: only what changed is compiled again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -12,7 +19,10 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+RECORD = Path(__file__).with_name("compiled.json")
+recorded = json.loads(RECORD.read_text())
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -31,13 +41,24 @@ def _type_of(value):
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def compile_one(source, capability, options):
+    """Compiles a kernel, checks that it fits into shared memory, and gives its name and instruction."""
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, kernel.metadata
+    return f"{kernel.metadata.name}:{'wgmma' if 'wgmma' in kernel.asm['ptx'] else 'other'}"
+
+
 @contextmanager
 def compiling(capability):
-    """Replaces launches by ahead-of-time compilation for `capability` (80, 90). Yields the list of compiled kernels.
+    """Replaces launches by ahead-of-time compilation for `capability` (80, 90).
 
     All configurations of an autotuned kernel are compiled. Outputs of the host functions hold nothing meaningful.
+
+    Yields:
+        A dictionary: for each kernel, by its hash, its name and the instruction that multiplies matrices.
     """
-    compiled = []
+    compiled = {}
 
     def launch(self, *args, grid, warmup, **kwargs):
         values = dict(zip(self.arg_names, args, strict=False))
@@ -52,9 +73,9 @@ def compiling(capability):
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 hints[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, hints)
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kwargs)
-        assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, (self.__name__, kernel.metadata.shared)
-        compiled.append(kernel)
+        facts = f"{triton.__version__} {capability} {source.hash()} {sorted(kwargs.items())}"
+        case = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        compiled[case] = recorded.get(case) or compile_one(source, capability, kwargs)
 
     def tune(self, *args, **kwargs):
         for config in self.configs:

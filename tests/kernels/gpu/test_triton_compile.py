@@ -1,12 +1,15 @@
 """All kernels compile for GPUs, with all their configurations, on a machine that has none.
 
-This needs a process of its own: in the others, kernels are defined for Triton's interpreter.
+This needs a process of its own: in the others, kernels are defined for Triton's interpreter. Started as a program with
+`--record`, this file writes compiled.json anew, so that tests compile only what changes later (see ahead.py).
 """
 
 import importlib
+import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
@@ -29,56 +32,43 @@ SELECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Names of the kernels that this file compiles, as a program: by capability, and kind of kernel."""
+# Steps, batch and labels of the lattice of a Transducer; sizes of 1 are constants to the compiler.
+LATTICES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
+# The kernels of each kind; the tensor cores of Hopper run at full speed only with the instruction wgmma.
+PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"}
+NAMES = {
+    "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "_steep_output"},
+    "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
+    "selected": {"_read", "_gradients", "_best", "_decide", "_means", "_of_tokens", "_follow"},
+    "transducer": {"_ways_to", "_add_ways_from"},
+}
+
+
+@pytest.mark.slow
+def test_kernels_compile():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = {}
-    for line in done.stdout.splitlines():
-        capability, kind, name = line.split(" ")
-        found.setdefault((int(capability), kind), []).append(name)
-    return found
+    found = json.loads(done.stdout)
+    for (kind, expected), capability in product(NAMES.items(), CASES):
+        if capability == 80:
+            expected = {name.split(":")[0] for name in expected}
+        assert expected <= {*found[f"{kind} {capability}"], *(n.split(":")[0] for n in found[f"{kind} {capability}"])}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CASES)
-def test_kernels_compile(capability, compiled):
-    kernels = compiled[capability, "plain"]
-    expected = {
-        "_part",
-        "_join",
-        "_read",
-        "_query_gradients",
-        "_key_gradients",
-        "_step",
-        "_form",
-        "_sums",
-        "_newton_schulz",
-    }
-    assert expected <= {name.split(":")[0] for name in kernels}
-    if capability == 90:
-        # The tensor cores of Hopper run at full speed only with these instructions.
-        assert {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"} <= set(kernels)
+def compile_transducer(capability):
+    """Compiles the kernels of the Transducer loss."""
+    import torch
+    from ahead import compiling
 
+    from favor.models.conformer import triton_transducer
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CASES)
-def test_windowed_kernels_compile(capability, compiled):
-    kernels = compiled[capability, "windowed"]
-    products = {"_block_states", "_read", "_query_gradients", "_key_gradients"}
-    assert products | {"_outside"} == {name.split(":")[0] for name in kernels}
-    if capability == 90:
-        assert {f"{name}:wgmma" for name in products} <= set(kernels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CASES)
-def test_kernels_of_selected_keys_compile(capability, compiled):
-    kernels = compiled[capability, "selected"]
-    expected = {"_read", "_gradients", "_best", "_decide", "_means", "_of_tokens", "_follow"}
-    assert expected == {name.split(":")[0] for name in kernels}
+    for shape in LATTICES:
+        blank, label = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        with compiling(capability) as kernels:
+            triton_transducer.ways_to(blank, label)
+            triton_transducer.add_ways_from(blank, label)
+        yield from kernels.items()
 
 
 def compile_selected(capability):
@@ -105,7 +95,7 @@ def compile_selected(capability):
             triton_selected.backward(out, given, out, lse)
             join(tokens(512), 256)
             triton_search.best_of_classes(tokens(2, 16), *pages, torch.zeros(1, 2), 64, 128, 11)
-        yield from kernels
+        yield from kernels.items()
 
 
 def join(key, number):
@@ -135,7 +125,7 @@ def compile_windowed(capability):
         bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
         with compiling(capability) as kernels:
             triton_window.backward(grad, *bundles, triton_window.forward(*bundles))
-        yield from kernels
+        yield from kernels.items()
 
 
 def compile_all(capability):
@@ -151,20 +141,12 @@ def compile_all(capability):
             with compiling(capability) as kernels:
                 bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
                 module.backward(grad, *bundles, module.forward(*bundles))
-            yield from kernels
+            yield from kernels.items()
         with compiling(capability) as kernels:
             one_step(*inputs[:7])
             if width <= 128:
                 passes(inputs[0], inputs[3][..., :width, :])
-        yield from kernels
-
-
-def report(capability, kind, kernels):
-    """Prints the names of compiled kernels, with the instruction that multiplies matrices."""
-    for kernel in kernels:
-        assert kernel.asm["cubin"]
-        instruction = "wgmma" if "wgmma" in kernel.asm["ptx"] else "other"
-        print(capability, kind, f"{kernel.metadata.name}:{instruction}")
+        yield from kernels.items()
 
 
 def make(kind, width, packed):
@@ -201,7 +183,15 @@ def passes(rows, matrix):
 
 
 if __name__ == "__main__":
+    from ahead import RECORD
+
     kinds = {"plain": compile_all, "windowed": compile_windowed, "selected": compile_selected}
-    for capability in CASES:
-        for kind, compile_kind in kinds.items():
-            report(capability, kind, compile_kind(capability))
+    kinds["transducer"] = compile_transducer
+    found = {
+        f"{kind} {capability}": dict(compile_kind(capability))
+        for (kind, compile_kind), capability in product(kinds.items(), CASES)
+    }
+    if "--record" in sys.argv:
+        everything = {case: name for kernels in found.values() for case, name in kernels.items()}
+        RECORD.write_text(json.dumps(everything, indent=0, sort_keys=True) + "\n")
+    print(json.dumps({place: sorted(set(kernels.values())) for place, kernels in found.items()}))
