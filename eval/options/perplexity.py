@@ -21,7 +21,7 @@ NAME = "favor.eval.language.perplexity"
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
-    parser = Parser(NAME, __doc__, abbreviations=True)
+    parser = Parser(NAME, __doc__)
     shared.options(parser, "perplexity")
     add = parser.add_argument
     add("--texts", nargs="+", required=True, metavar="TEXT", help="texts: UTF-8, plain, .gz or .xz")
