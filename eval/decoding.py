@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# Generation through selected keys: time of a token",
         "",
-        f"{given.num_hidden_layers} layers, 512 wide, random weights, float32; `landmark` with M = {given.num_features} "
-        f"and K = {given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
+        f"{given.num_hidden_layers} layers, 512 wide, random weights, float32; `landmark` with M = "
+        f"{given.num_features} and K = {given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
         + "; ".join(f"{name} {h} of width {d}, {k} of keys" for name, (h, k, d) in SHAPES.items())
         + ". The error is that of the last hidden state against a full forward pass without a cache.",
         "",

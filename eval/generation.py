@@ -123,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         f"LLaMA shape, {arguments.num_hidden_layers} layers, 768 wide, 12 heads, 4 key heads, random weights, "
         f"{arguments.dtype}, batch {arguments.per_device_eval_batch_size}; `{arguments.attn_implementation}` with "
-        f"{arguments.num_features} features, window {arguments.window}. Medians of {arguments.tokens - 1} tokens after a context, the three in turns; hidden "
-        f"states of the two caches agree to {max(r['error'] for r in results.values()):.1e}.",
+        f"{arguments.num_features} features, window {arguments.window}. Medians of {arguments.tokens - 1} tokens "
+        "after a context, the three in turns; hidden states of the two caches agree to "
+        f"{max(r['error'] for r in results.values()):.1e}.",
         "",
         *report.table(header, rows),
     ]

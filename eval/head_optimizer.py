@@ -313,8 +313,8 @@ def settings_text(arguments: argparse.Namespace) -> str:
     dear = [name for name, grid in grids.items() if grid.finalists]
     if dear:
         text += (
-            f" On {' and '.join(dear)} the grid runs for {arguments.num_train_epochs[:2][-1]} epochs, and the best "
-            f"{grids[dear[0]].finalists} of each optimizer are run on to {arguments.num_train_epochs[-1]}."
+            f" On {' and '.join(dear)} the grid runs for {arguments.epochs[:2][-1]} epochs, and the best "
+            f"{grids[dear[0]].finalists} of each optimizer are run on to {arguments.epochs[-1]}."
         )
     return text
 
@@ -336,9 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = Runs(arguments.runs_file)
     tasks = {name: load_task(name, arguments) for name in arguments.tasks}
     results = {
-        name: compare(
-            runs, task, GRIDS[name], arguments.head_optimizers, arguments.num_seeds, arguments.num_train_epochs
-        )
+        name: compare(runs, task, GRIDS[name], arguments.head_optimizers, arguments.num_seeds, arguments.epochs)
         for name, task in tasks.items()
     }
     found = head_report.checks(results)

@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from favor.eval.common.program import add_results
-from favor.train.common.program import Parser
+from favor.train.common.program import Parser, did_you_mean
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -24,7 +24,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--model_types", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default: all")
     add("--classes", nargs="+", metavar="CLASS", help="only these classes")
     add("--jobs", type=int, default=2, help="processes at a time")
-    add("--time_limit", type=int, default=60, help="greatest processor time per class")
+    add("--time_limit", type=float, default=60, help="greatest processor time per class")
     add_results(parser, "compatibility")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1 or arguments.time_limit <= 0:
@@ -36,8 +36,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if arguments.classes:
-        unknown = set(arguments.classes) - {own.name for own in arguments.found}
-        if unknown:
-            parser.error(f"--classes must be classes of the families; unknown: {', '.join(sorted(unknown))}")
+        known = [own.name for own in arguments.found]
+        if unknown := sorted(set(arguments.classes) - set(known)):
+            near = did_you_mean(unknown[0], known)
+            parser.error(f"--classes must be classes of the families; unknown: {', '.join(unknown)}{near}")
         arguments.found = [own for own in arguments.found if own.name in arguments.classes]
     return arguments

@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text_tokens", type=int, default=64_000, help="training words of text")
     parser.add_argument("--num_seeds", type=int, default=5, help="number of seeds")
     parser.add_argument(
-        "--num_train_epochs",
+        "--epochs",
         type=int,
         nargs="+",
         default=list(MILESTONES),
@@ -61,7 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for task in arguments.tasks:
         if getattr(arguments, needed[task]) is None:
             parser.error(f"task {task} needs --{needed[task]}")
-    if min(arguments.num_seeds, arguments.threads, *arguments.num_train_epochs) < 1:
-        parser.error("--num_seeds, --threads and all of --num_train_epochs must be at least 1")
-    arguments.num_train_epochs = sorted(set(arguments.num_train_epochs))
+    if min(arguments.num_seeds, arguments.threads, *arguments.epochs) < 1:
+        parser.error("--num_seeds, --threads and all of --epochs must be at least 1")
+    arguments.epochs = sorted(set(arguments.epochs))
     return arguments

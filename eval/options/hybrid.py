@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 from favor.eval.common.program import add_results
-from favor.train.common.program import Parser
+from favor.train.common.program import Parser, did_you_mean
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -50,6 +50,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
     unknown = [name for name in arguments.backends if name not in favor.BACKENDS]
     if unknown:
-        parser.error(f"--backends must be among {', '.join(favor.BACKENDS)}; got {unknown[0]!r}")
+        near = did_you_mean(unknown[0], favor.BACKENDS)
+        parser.error(f"--backends must be among {', '.join(favor.BACKENDS)}; got {unknown[0]!r}{near}")
     arguments.lengths = sorted(set(arguments.lengths))
     return arguments

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from favor.eval.common.program import add_results
-from favor.train.common.program import Parser
+from favor.train.common.program import Parser, did_you_mean
 
 QUICK = ("synthetic", "digits", "breast_cancer")
 
@@ -51,7 +51,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, known in (("datasets", LAM_SUM), ("methods", METHODS)):
         unknown = [word for word in getattr(arguments, name) if word not in known]
         if unknown:
-            parser.error(f"--{name} must be among {', '.join(known)}; got {unknown[0]}")
+            parser.error(
+                f"--{name} must be among {', '.join(known)}; got {unknown[0]}{did_you_mean(unknown[0], known)}"
+            )
     if min(arguments.trials, arguments.num_seeds) < 1 or min(arguments.num_train_epochs, arguments.time_limit) <= 0:
         parser.error("--trials, --num_seeds, --num_train_epochs and --time_limit must be positive")
     if not math.isfinite(arguments.num_train_epochs):

@@ -187,7 +187,7 @@ class DistillArguments:
             known = ", ".join(registry.BACKENDS)
             raise ValueError(
                 f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
-                + did_you_mean(self.attn_implementation.lower(), registry.BACKENDS)
+                + did_you_mean(self.attn_implementation, registry.BACKENDS)
             )
         landmarks = not self.family.takes_parameters
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):

@@ -10,6 +10,7 @@ from favor.train.common.arguments import (
     SCHEDULE,
     ArgumentGroups,
     BackendArguments,
+    check_choice,
     check_positive,
     option,
 )
@@ -173,10 +174,3 @@ class Arguments(ArgumentGroups):
     model: SpeechModelArguments
     data: SpeechDataArguments
     train: SpeechTrainArguments
-
-
-def check_choice(arguments: Any, name: str, allowed: Any) -> None:
-    """Raises ValueError if the value of an argument is not among the allowed ones."""
-    if getattr(arguments, name) not in allowed:
-        names = ", ".join(choice for choice in allowed if choice is not None)
-        raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")
