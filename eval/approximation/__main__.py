@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(source, TextSamples) and arguments.glue_dir and whole.measure_of(source.model) == "cosine":
         sts = similarity(source.model, others, found, source.tokenizer, arguments)
     words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
-    if "--results" in words:
-        place = words.index("--results")
+    if "--output_dir" in words:
+        place = words.index("--output_dir")
         words[place : place + 2] = []
     context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
     facts = {

@@ -22,6 +22,7 @@ from favor.eval.common import launch
 from favor.eval.common.pretrained import PACKAGE
 from favor.eval.glue import table
 from favor.train.common.program import Parser
+from favor.train.options.glue import Arguments
 
 DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
 OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
@@ -84,6 +85,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     for word in given:
         if word in own:
             raise ValueError(f"{word} is set by favor.eval.glue itself; use --tasks, --backends or --seeds")
+    parser.check_passed_on(given, Arguments.parser())
     if arguments.checkpoints:
         unused = [*rest, *arguments.task_options]
         if unused or arguments.model_name_or_path or arguments.adapted or arguments.num_processes != 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from favor.eval.common import launch
 from favor.train.common.program import Parser
+from favor.train.options.mlm import Arguments
 
 OWN = ("--attn_implementation", "--features", "--output_dir", "--resume", "--overwrite_output_dir")
 
@@ -47,4 +48,5 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     for word in rest:
         if word.split("=")[0] in OWN:
             raise ValueError(f"{word} is set by favor.eval.mlm_steps itself; use --backends or --output_dir")
+    parser.check_passed_on(rest, Arguments.parser())
     return arguments, rest

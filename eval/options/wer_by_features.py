@@ -26,6 +26,7 @@ from pathlib import Path
 
 from favor.eval.common.launch import Backend
 from favor.train.common.program import Parser
+from favor.train.speech.arguments import Arguments
 
 EXACT, UNIFORM = "sdpa", "uniform_mean"
 DEFAULT_ARMS = (EXACT, UNIFORM, "favor++", "favor#:sderf", "favor#:wderf")
@@ -86,6 +87,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
             raise ValueError(
                 f"{word} is set by the program, or would not be the same for all arms; use --backends, --seeds"
             )
+    parser.check_passed_on(rest, Arguments.parser())
     if arguments.report_only and rest:
         raise ValueError(f"with --report_only nothing is trained, so {shlex.join(rest)} has no effect: leave it out")
     found = [arm for text in arguments.backends for arm in parse_arms(text, arguments.num_features)]

@@ -168,6 +168,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses words in which an option may have hyphens in place of underscores; fills the places."""
         words = sys.argv[1:] if args is None else args
+        self._refuse_old_names(words, self.options())  # first, since the new name may be required
         found, rest = super().parse_known_args([self._spelled(word) for word in words], namespace)
         for action, needed in self.places:
             count = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
@@ -198,9 +199,7 @@ class Parser(argparse.ArgumentParser):
         if not options:
             self.error(f"did not expect {' '.join(rest)!r}")
         known = [*self.options(), *others]
-        new = renamed(options[0].lstrip("-").replace("-", "_"), {name[2:] for name in known})
-        if new is not None:
-            self.error(f"{options[0]} is now --{new}")
+        self._refuse_old_names(options, known)
         self.error(f"unknown option {options[0]}{did_you_mean(options[0], known) or ': --help lists all'}")
 
     def check_passed_on(self, rest: Sequence[str], other: Parser) -> None:
@@ -209,6 +208,12 @@ class Parser(argparse.ArgumentParser):
         names += [word for word in map(other._spelled, rest) if word.startswith("--") and word != "--"]
         known = other.options()
         self.refuse([word for word in names if word.split("=")[0] not in known], known)
+
+    def _refuse_old_names(self, words: Iterable[str], known: Sequence[str]) -> None:
+        for word in (word.split("=")[0] for word in words if word.startswith("--")):
+            new = renamed(word[2:].replace("-", "_"), [name[2:] for name in known])
+            if new is not None:
+                self.error(f"{word} is now --{new}")
 
     def options(self) -> list[str]:
         """Gives the names of all options."""
