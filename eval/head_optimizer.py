@@ -340,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, task in tasks.items()
     }
     found = head_report.checks(results)
-    folders = ["--images_dir", "--glue_dir", "--text_file"]
-    command = report.shown_command("favor.eval.head_optimizer", words, folders, ["--output_dir", "--cache"])
+    folders = ["--images_dir", "--glue_dir", "--text"]
+    command = report.shown_command("favor.eval.head_optimizer", words, folders, ["--output_dir", "--runs_file"])
     lines = head_report.report_lines(results, tasks, settings_text(arguments))
     content: dict[str, Any] = {
         **report.context(command, ("transformers", "numpy")),

@@ -69,7 +69,7 @@ def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Con
 def _over_limit(needed: float, limit: float) -> str | None:
     if needed <= limit:
         return None
-    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--memory_limit)"
+    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--max_gigabytes)"
 
 
 @lru_cache(maxsize=1)
