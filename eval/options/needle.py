@@ -33,7 +33,14 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--text", required=True, help="text in which facts are hidden: UTF-8, plain, .gz or .xz")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to run")
     add("--together", action="store_true", help="hide the facts of all tasks but common in one document")
-    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help="tokens of a prompt")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[2048, 4096],
+        metavar="L",
+        help="tokens of a prompt; several are compared",
+    )
     add("--cases", default="10", metavar="N or FIRST:END", help="documents of each task and length")
     add("--depths", type=int, default=10, help="number of evenly spaced places that the documents take in turns")
     arguments = shared.prepare(parser, words)

@@ -101,16 +101,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Near are words with almost the same letters, and longer or shorter names: `--model` for `--model_name_or_path`.
     Capitals do not count.
     """
-    names = {str(name).lower(): str(name) for name in known}
-    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    longer = [name for name in names if _in_other(word.lower(), name)]
-    found = near or sorted(longer, key=lambda name: abs(len(name) - len(word)))
+    names, bare = {_bare(str(name)): str(name) for name in known}, _bare(word)
+    near = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
+    longer = [name for name in names if _is_part(bare, name) or _is_part(name, bare)]
+    found = near or sorted(longer, key=lambda name: abs(len(name) - len(bare)))
     return f": did you mean {names[found[0]]}?" if found else ""
 
 
-def _in_other(word: str, name: str) -> bool:
-    first, second = (f"_{own.lstrip('-').replace('-', '_')}_" for own in (word, name))
-    return min(len(first), len(second)) > 5 and (first in second or second in first)
+def _bare(word: str) -> str:
+    return word.lower().lstrip("-").replace("-", "_")
+
+
+def _is_part(part: str, name: str) -> bool:
+    return len(part) > 3 and f"_{part}_" in f"_{name}_"
 
 
 def _shown(value: Any) -> str:
@@ -211,7 +214,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_old_names(self, words: Iterable[str], known: Sequence[str]) -> None:
         for word in (word.split("=")[0] for word in words if word.startswith("--")):
-            new = renamed(word[2:].replace("-", "_"), [name[2:] for name in known])
+            new = renamed(_bare(word), [name[2:] for name in known])
             if new is not None:
                 self.error(f"{word} is now --{new}")
 
