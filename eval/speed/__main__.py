@@ -183,8 +183,8 @@ def explanation(bench: Bench) -> list[str]:
         return [
             *lines,
             f"Models: random weights, {a.num_hidden_layers} layers of width 768, 12 heads (llama: 4 key heads), batch",
-            f"{a.per_device_eval_batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the last hidden state,",
-            "without a head; forward+backward includes the gradients of all weights. Before its time each backend is",
+            f"{a.per_device_eval_batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the last hidden",
+            "state, without a head; forward+backward includes the gradients of all weights. Before its time each backend is",
             "run once and must give finite numbers and, for FAVOR, others than SDPA.",
         ]
     if a.cuda_graph:
@@ -192,8 +192,8 @@ def explanation(bench: Bench) -> list[str]:
     return [
         *lines,
         f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",
-        f"batch {a.per_device_eval_batch_size}, {a.num_attention_heads} heads, {a.num_key_value_heads} key heads, width",
-        f"{a.head_dim},",
+        f"batch {a.per_device_eval_batch_size}, {a.num_attention_heads} heads, {a.num_key_value_heads} key heads,",
+        f"width {a.head_dim},",
         f"{a.num_features} features, {a.dtype}, seed {a.seed}. forward+backward gives the gradients of query, key and",
         "value. Before its time each method is compared with its own formula in float64 on the cell's inputs: up to 64",
         "query rows of one head, with a backward all gradients that follow from them. Largest relative error allowed:",
