@@ -184,8 +184,8 @@ def explanation(bench: Bench) -> list[str]:
             *lines,
             f"Models: random weights, {a.num_hidden_layers} layers of width 768, 12 heads (llama: 4 key heads),",
             f"batch {a.per_device_eval_batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the",
-            "last hidden state, without a head; forward+backward includes the gradients of all weights. Before its time",
-            "each backend is run once and must give finite numbers and, for FAVOR, others than SDPA.",
+            "last hidden state, without a head; forward+backward includes the gradients of all weights. Before its",
+            "time each backend is run once and must give finite numbers and, for FAVOR, others than SDPA.",
         ]
     if a.cuda_graph:
         lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
