@@ -170,7 +170,7 @@ def evaluate_split(
     audio = sum(utterance.seconds or 0 for utterance in utterances)
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
-    options: dict[str, Any] = {"batch_seconds": arguments.batch_seconds, "resample": arguments.resample}
+    options: dict[str, Any] = {"batch_seconds": arguments.per_device_eval_batch_seconds, "resample": arguments.resample}
     options["lexicon"] = lexicon
     options["chunks"] = chunks_of(model, processor, arguments.chunk_seconds, arguments.left_chunks)
     # Do not time what runs once per process, such as compiling a kernel.
@@ -253,11 +253,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chunks": None if arguments.chunk_seconds is None else f"{arguments.chunk_seconds:g} s, {before} before each",
         "splits": {},
     }
-    options = {"config": arguments.dataset_config, "max_bad": max_bad, "resample": arguments.resample}
+    options = {"config": arguments.dataset_config_name, "max_bad": max_bad, "resample": arguments.resample}
     options["sampling_rate"] = processor.feature_extractor.sampling_rate
-    for split in arguments.splits:
+    for split in arguments.eval_splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
-        utterances = evenly_spaced(utterances, arguments.max_samples)
+        utterances = evenly_spaced(utterances, arguments.max_eval_samples)
         utterances = long_enough(utterances, processor, skipped, model.subsampled_lengths)
         result, rows = evaluate_split(model, processor, utterances, arguments, scorer, lexicon)
         content["splits"][split] = {**result, "skipped": skipped.reasons}

@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     splits = {}
-    for split in arguments.splits:
+    for split in arguments.eval_splits:
         utterances, _ = load_speech(arguments.data_dir, split)
-        splits[split] = asr.evenly_spaced(utterances, arguments.max_samples)
+        splits[split] = asr.evenly_spaced(utterances, arguments.max_eval_samples)
     models = {Path(path).resolve().name: measure(path, splits, arguments) for path in arguments.models}
     before = "all chunks" if arguments.left_chunks is None else f"{arguments.left_chunks} chunks"
     sizes = ", ".join(f"{split} {len(part)}" for split, part in splits.items())

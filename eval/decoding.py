@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_arguments(words)
     rows, results = [], []
     for shape in given.shapes:
-        for context in given.contexts:
-            model = build(shape, given.layers, context + given.tokens, given.seed)
+        for context in given.lengths:
+            model = build(shape, given.num_hidden_layers, context + given.tokens, given.seed)
             ids = torch.randint(1000, (1, context + given.tokens), generator=torch.Generator().manual_seed(given.seed))
             model.set_attn_implementation("sdpa")
             exact, _ = generate(model, ids, context, DynamicCache(config=model.config))
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# Generation through selected keys: time of a token",
         "",
-        f"{given.layers} layers, 512 wide, random weights, float32; `landmark` with M = {given.num_features} and K = "
-        f"{given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
+        f"{given.num_hidden_layers} layers, 512 wide, random weights, float32; `landmark` with M = "
+        f"{given.num_features} and K = {given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
         + "; ".join(f"{name} {h} of width {d}, {k} of keys" for name, (h, k, d) in SHAPES.items())
         + ". The error is that of the last hidden state against a full forward pass without a cache.",
         "",

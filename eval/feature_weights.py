@@ -152,8 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.model or str(minilm_path())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).to(device).eval()
-    batches = samples(arguments.text, tokenizer, arguments.length, arguments.samples).to(device).split(4)
-    length = arguments.held_out_length or arguments.length
+    batches = (
+        samples(arguments.text, tokenizer, arguments.max_length, arguments.calibration_samples).to(device).split(4)
+    )
+    length = arguments.held_out_length or arguments.max_length
     texts = {
         Path(text).name: samples(text, tokenizer, length, arguments.held_out_samples).to(device)
         for text in arguments.held_out
@@ -175,13 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                         model(input_ids=sample)
     words = list(argv if argv is not None else sys.argv[1:])
     files = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
-    command = report.shown_command("favor.eval.feature_weights", files, (), ("--results", "--name"))
+    command = report.shown_command("favor.eval.feature_weights", files, (), ("--output_dir", "--name"))
     rows = summary(arguments, found, seconds)
     checks = acceptance(rows)
     content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
-    figure(rows, arguments.results / f"{arguments.name}.png")
-    report.write(arguments.results, arguments.name, lines, content, checks)
+    figure(rows, arguments.output_dir / f"{arguments.name}.png")
+    report.write(arguments.output_dir, arguments.name, lines, content, checks)
     print("\n".join([*lines, *(check.line() for check in checks)]))
     return 0
 
@@ -231,9 +233,9 @@ def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], 
     lines = [
         "# Weights of random features",
         "",
-        f"{model}, all heads; calibrated on {arguments.samples} samples of {arguments.length} tokens of "
-        f"{Path(arguments.text).name}, measured on {arguments.held_out_samples} of "
-        f"{arguments.held_out_length or arguments.length} tokens of each other text; directions of seeds "
+        f"{model}, all heads; calibrated on {arguments.calibration_samples} samples of {arguments.max_length} tokens "
+        f"of {Path(arguments.text).name}, measured on {arguments.held_out_samples} of "
+        f"{arguments.held_out_length or arguments.max_length} tokens of each other text; directions of seeds "
         f"{', '.join(map(str, arguments.seeds))}. KL: mean over rows of KL(softmax || estimate) in nats. Error: "
         "relative, of the attention output. Seconds: of the calibration, on a machine with other work.",
     ]

@@ -43,7 +43,7 @@ class Way:
         if self.name == WAYS[0]:
             self.model.use("sdpa")
         else:
-            self.model.use(self.arguments.backend)
+            self.model.use(self.arguments.attn_implementation)
             favor.configure(self.model.module, window=self.arguments.window)
         _wait(self.arguments.device)
         clock = time.perf_counter()
@@ -75,7 +75,7 @@ def measure(model: Model, context: int, arguments: argparse.Namespace) -> dict[s
         context: number of tokens before those that are timed.
         arguments: of the program.
     """
-    tokens = model.tokens(arguments.batch_size, context + arguments.tokens)
+    tokens = model.tokens(arguments.per_device_eval_batch_size, context + arguments.tokens)
     ways = [Way(name, model, arguments) for name in WAYS]
     error = torch.zeros(())
     for start, stop in [(0, context), *((context + i, context + i + 1) for i in range(arguments.tokens))]:
@@ -96,12 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if the caches disagree."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    numbers = {name: getattr(arguments, name) for name in ("layers", "num_features", "seed", "dtype", "device")}
-    model = Model.build("llama", longest=arguments.contexts[-1] + arguments.tokens, kernel="auto", **numbers)
+    numbers = {name: getattr(arguments, name) for name in ("num_features", "seed", "dtype", "device")}
+    model = Model.build(
+        "llama",
+        longest=arguments.lengths[-1] + arguments.tokens,
+        kernel="auto",
+        layers=arguments.num_hidden_layers,
+        **numbers,
+    )
     limit = TOLERANCE if arguments.dtype == "float32" else 20 * TOLERANCE
     measure(model, 8, arguments)  # first calls cost more
     rows, results = [], {}
-    for context in arguments.contexts:
+    for context in arguments.lengths:
         result = measure(model, context, arguments)
         if not result["error"] < limit:
             print(f"{context} tokens: the caches differ by {result['error']:.1e}: no times are given")
@@ -115,14 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# Generation: time of a token and size of the cache",
         "",
-        f"LLaMA shape, {arguments.layers} layers, 768 wide, 12 heads, 4 key heads, random weights, {arguments.dtype}, "
-        f"batch {arguments.batch_size}; `{arguments.backend}` with {arguments.num_features} features, window "
-        f"{arguments.window}. Medians of {arguments.tokens - 1} tokens after a context, the three in turns; hidden "
-        f"states of the two caches agree to {max(r['error'] for r in results.values()):.1e}.",
+        f"LLaMA shape, {arguments.num_hidden_layers} layers, 768 wide, 12 heads, 4 key heads, random weights, "
+        f"{arguments.dtype}, batch {arguments.per_device_eval_batch_size}; `{arguments.attn_implementation}` with "
+        f"{arguments.num_features} features, window {arguments.window}. Medians of {arguments.tokens - 1} tokens "
+        "after a context, the three in turns; hidden states of the two caches agree to "
+        f"{max(r['error'] for r in results.values()):.1e}.",
         "",
         *report.table(header, rows),
     ]
-    ends = (arguments.contexts[0], arguments.contexts[-1])
+    ends = (arguments.lengths[0], arguments.lengths[-1])
     first, last = (results[str(context)]["ways"][WAYS[2]] for context in ends)
     span = f"{ends[0]} to {ends[1]} tokens"
     checks = []

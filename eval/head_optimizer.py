@@ -305,7 +305,7 @@ def settings_text(arguments: argparse.Namespace) -> str:
         "The body of each network trains with AdamW, its output layer as the row says. Learning rates are constant, "
         f"weight decay is 0. Configurations tried for AdamW and for SoftmaxBound: {counts}. The one with the "
         "lowest training loss with seed 0 after a number of epochs competes there, so that the rows of an optimizer "
-        f"may be different configurations; mean and standard deviation over {arguments.seeds} seeds, 0 included. A "
+        f"may be different configurations; mean and standard deviation over {arguments.num_seeds} seeds, 0 included. A "
         "seed determines the initial parameters, the order of the samples and the dropout, for all the same. "
         + "".join(untuned)
         + "(edge): a learning rate is the first or last of the grid. The training loss is taken in evaluation mode."
@@ -325,7 +325,7 @@ def load_task(name: str, arguments: argparse.Namespace) -> HeadTask:
         return head_tasks.fashion(arguments.images_dir)
     if name == "sst2":
         return head_tasks.sst2(arguments.glue_dir, samples=arguments.sst2_samples)
-    return head_tasks.text(arguments.text_file, tokens=arguments.text_tokens)
+    return head_tasks.text(arguments.text, tokens=arguments.text_tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -333,19 +333,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     torch.set_num_threads(arguments.threads)
-    runs = Runs(arguments.cache)
+    runs = Runs(arguments.runs_file)
     tasks = {name: load_task(name, arguments) for name in arguments.tasks}
     results = {
-        name: compare(runs, task, GRIDS[name], arguments.heads, arguments.seeds, arguments.epochs)
+        name: compare(runs, task, GRIDS[name], arguments.head_optimizers, arguments.num_seeds, arguments.epochs)
         for name, task in tasks.items()
     }
     found = head_report.checks(results)
-    folders = ["--images_dir", "--glue_dir", "--text_file"]
-    command = report.shown_command("favor.eval.head_optimizer", words, folders, ["--output_dir", "--cache"])
+    folders = ["--images_dir", "--glue_dir", "--text"]
+    command = report.shown_command("favor.eval.head_optimizer", words, folders, ["--output_dir", "--runs_file"])
     lines = head_report.report_lines(results, tasks, settings_text(arguments))
     content: dict[str, Any] = {
         **report.context(command, ("transformers", "numpy")),
-        "seeds": arguments.seeds,
+        "seeds": arguments.num_seeds,
         "tasks": {
             name: {"settings": dict(tasks[name].settings), "entries": [entry.content() for entry in entries]}
             for name, entries in results.items()

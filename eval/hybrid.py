@@ -30,7 +30,10 @@ def build(arguments: argparse.Namespace) -> ModernBertModel:
         "vocab_size": 50368,
     }
     config = ModernBertConfig(
-        **sizes, num_hidden_layers=arguments.layers, max_position_embeddings=max(arguments.lengths), local_attention=128
+        **sizes,
+        num_hidden_layers=arguments.num_hidden_layers,
+        max_position_embeddings=max(arguments.lengths),
+        local_attention=128,
     )
     return ModernBertModel(config).eval()
 
@@ -112,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# An encoder with local and global layers",
         "",
-        f"ModernBERT's geometry: {arguments.layers} layers ({global_layers} global, the others see 64 tokens on each "
-        f"side), 768 wide, 12 heads, random weights, float32, batch 1, forward; {arguments.num_features} features or "
-        f"landmarks in the global layers. Medians of {arguments.repeats} passes in turns; memory above that before the "
-        "pass. More speed and less memory are better.",
+        f"ModernBERT's geometry: {arguments.num_hidden_layers} layers ({global_layers} global, the others see 64 "
+        "tokens on each side), 768 wide, 12 heads, random weights, float32, batch 1, forward; "
+        f"{arguments.num_features} features or landmarks in the global layers. Medians of {arguments.repeats} "
+        "passes in turns; memory above that before the pass. More speed and less memory are better.",
         "",
         *report.table(header, rows),
     ]

@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in arguments.datasets:
         dataset = load(name, arguments.data_dir)
         found = []
-        for number in range(arguments.splits):
+        for number in range(arguments.shuffles):
             rows = dataset.shuffled(arguments.seed + number, arguments.max_rows)
             found.append(evaluate(rows, arguments.scales, counts, arguments.feature_seeds, arguments.methods))
         results[name] = {"rows": len(rows.labels), "dim": rows.x.shape[1], "classes": rows.classes, "splits": found}

@@ -64,8 +64,8 @@ def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments
         heads: heads of attention; eager needs three matrices of heads x L x L numbers.
         arguments: with `max_gigabytes` and `max_quadratic_minutes`.
     """
-    if backend.name in EXACT and minutes > arguments.max_quadratic_minutes:
-        return f"its time is quadratic, the limit is {arguments.max_quadratic_minutes:g} minutes"
+    if backend.name in EXACT and minutes > arguments.max_exact_minutes:
+        return f"its time is quadratic, the limit is {arguments.max_exact_minutes:g} minutes"
     needed = EAGER_MATRICES * 4.0 * heads * frames**2 / 1e9 if backend.name == "eager" else 0.0
     if needed > arguments.max_gigabytes:
         return f"it needs about {needed:.3g} GB, the limit is {arguments.max_gigabytes:g} GB"

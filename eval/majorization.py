@@ -44,7 +44,7 @@ def evaluate(
 
     def trial(configuration: Configuration) -> Score:
         nonlocal spent
-        short = arguments.epochs / TUNING_SHARE, limit / arguments.trials
+        short = arguments.num_train_epochs / TUNING_SHARE, limit / arguments.trials
         found = start(method, configuration, problems[0], optima[0], 0, *short)
         spent += found.seconds[-1]
         if found.diverged or "matrix" in found.end:
@@ -55,7 +55,7 @@ def evaluate(
     chosen = search(axes, trial, arguments.trials, lambda: spent >= limit) if axes else ({}, False, 0)
     configuration, edge, trials = chosen
     traces = [
-        start(method, configuration, problem, optimum, seed, arguments.epochs, limit)
+        start(method, configuration, problem, optimum, seed, arguments.num_train_epochs, limit)
         for seed, (problem, optimum) in enumerate(zip(problems, optima, strict=True))
     ]
     values = [optimum.objective for optimum in optima]
@@ -100,7 +100,7 @@ def evaluate_dataset(name: str, arguments: argparse.Namespace) -> tuple[dict[str
     """
     begin = time.perf_counter()
     folders = arguments.uci_dir, arguments.images_dir
-    problems = [make_problem(name, seed, *folders, arguments.max_rows) for seed in range(arguments.seeds)]
+    problems = [make_problem(name, seed, *folders, arguments.max_rows) for seed in range(arguments.num_seeds)]
     optima = [minimise(problem) for problem in problems]
     first = problems[0]
     results, traces = {}, {}
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Write after every data set, so that a run that is stopped leaves its finished results.
         content: dict[str, Any] = {
             **report.context(command, ("scikit-learn", "scipy", "numpy")),
-            "epochs": arguments.epochs,
+            "epochs": arguments.num_train_epochs,
             "trials": arguments.trials,
             "time_limit": arguments.time_limit,
             "seconds": time.perf_counter() - begin,

@@ -39,9 +39,9 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and writes the report after each run; returns the exit code."""
     arguments, rest = parse_arguments(argv)
-    folder = arguments.results or arguments.output_dir
+    folder = arguments.results_dir or arguments.output_dir
     words = report.local_names(arguments.command)
-    command = report.shown_command("favor.eval.mlm_steps", words, [], ["--output_dir", "--results"])
+    command = report.shown_command("favor.eval.mlm_steps", words, [], ["--output_dir", "--results_dir"])
     facts = (
         "Cross-entropy of masked words of the evaluation text, in nats; less is better. All rows begin with the "
         f"weights of {Path(arguments.model).name}."

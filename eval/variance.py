@@ -223,7 +223,7 @@ def report_lines(results: Table, sigmas: Sequence[float], arguments: argparse.Na
         "# Variance of random features (Figure 2 of the FAVOR# paper)",
         "",
         f"Mean of log(Var / K^2) over all pairs of vectors, M = 1, d = {DIM}, {arguments.sets} pairs of sets of L = "
-        f"{arguments.length}, seed {arguments.seed}. Closed-form variances in float64 with parameters fitted to each "
+        f"{arguments.vectors}, seed {arguments.seed}. Closed-form variances in float64 with parameters fitted to each "
         "pair of sets; nothing is sampled but the data. Bold: the lowest positive feature of a row.",
         f"{source} Images are in [0, 1], resized to 8 x 8 by area averaging, times sigma. saderf, aderf and cderf: "
         f"regularization {RIDGE:g}, floor 0. sin/cos at an equal number "
@@ -283,13 +283,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     images, source = load_images(arguments.images_dir)
     sigmas = arguments.sigmas
     results: Table = {regime: {name: [] for name in METHODS} for regime in arguments.regimes}
-    for regime, sigma, row in cells(images, sigmas, arguments.sets, arguments.length, arguments.seed, list(results)):
+    for regime, sigma, row in cells(images, sigmas, arguments.sets, arguments.vectors, arguments.seed, list(results)):
         print(f"{regime} {sigma:.1f}  " + "  ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)
         for name, value in row.items():
             results[regime][name].append(value)
     found = checks(results, sigmas)
     command = report.shown_command("favor.eval.variance", words, ["--images_dir"], ["--output_dir"])
-    settings = {"sets": arguments.sets, "length": arguments.length, "seed": arguments.seed, "images": source}
+    settings = {"sets": arguments.sets, "length": arguments.vectors, "seed": arguments.seed, "images": source}
     content: dict[str, Any] = {
         **report.context(command),
         **settings,

@@ -97,13 +97,17 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
             data.data_dir or asr_arguments.HUB,
             split,
             prepared=folder / "prepared" / split,
-            config=data.dataset_config,
+            config=data.dataset_config_name,
             max_bad=data.limit,
             resample=data.resample,
         )
         utterances = long_enough(utterances[: data.max_eval_samples], processor, skipped)
         texts, _ = evaluation.recognise(
-            model, processor, utterances, batch_seconds=arguments.train.max_batch_seconds, resample=data.resample
+            model,
+            processor,
+            utterances,
+            batch_seconds=arguments.train.per_device_train_batch_seconds,
+            resample=data.resample,
         )
         pairs = list(zip((utterance.text for utterance in utterances), texts, strict=True))
         scores.update({f"{split}_{name}": value for name, value in asr.errors(pairs).items()})
@@ -170,10 +174,10 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         evaluation.speech_config(arguments.model_name_or_path)
         common = ["--model_name_or_path", arguments.model_name_or_path, *rest]
     report.records(arguments.output_dir, common)
-    for arm in arguments.arms:
+    for arm in arguments.backends:
         asr_arguments.Arguments.parse([*common, *training_words(arm), "--output_dir", str(arguments.output_dir)])
     failures = []
-    cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.arms]
+    cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.backends]
     for number, (seed, arm) in enumerate(cells, 1):
         name = f"[{number}/{len(cells)}] {arm.label} seed {seed}"
         try:
@@ -184,7 +188,7 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             continue
         print(f"{name}: {'finished' if ran else 'was finished before'}", flush=True)
         if ran and number < len(cells):
-            report.write(arguments.output_dir, arguments.results, arguments.name)
+            report.write(arguments.output_dir, arguments.results_dir, arguments.name)
     return failures
 
 
@@ -197,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parse_arguments(sys.argv[1:] if argv is None else argv)
     failures = [] if arguments.report_only else run_all(arguments, rest)
     if arguments.report_only or report.read(arguments.output_dir):
-        print("\n".join(report.write(arguments.output_dir, arguments.results, arguments.name)))
+        print("\n".join(report.write(arguments.output_dir, arguments.results_dir, arguments.name)))
     if failures:
         print("failed: " + "; ".join(failures), file=sys.stderr)
     return 1 if failures else 0

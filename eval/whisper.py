@@ -114,8 +114,8 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: a
         arguments: of the program.
     """
     texts = []
-    for start in range(0, len(pieces), arguments.batch_size):
-        sounds = [piece.audio() for piece in pieces[start : start + arguments.batch_size]]
+    for start in range(0, len(pieces), arguments.per_device_eval_batch_size):
+        sounds = [piece.audio() for piece in pieces[start : start + arguments.per_device_eval_batch_size]]
         features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features.to(model.device)
         ids = model.generate(features, max_new_tokens=arguments.max_new_tokens, do_sample=False, num_beams=1)
         texts += processor.batch_decode(ids, skip_special_tokens=True)
@@ -132,7 +132,7 @@ def chosen_encoders(model: Any, processor: Any, arguments: argparse.Namespace) -
     """
     if not arguments.flop_budgets:
         return {}
-    least, most = arguments.seconds
+    least, most = arguments.piece_seconds
     pieces = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
     sounds = (processor(piece.audio(), sampling_rate=RATE, return_tensors="pt") for piece in pieces)
     inputs = [{"input_features": sound.input_features.to(model.device)} for sound in sounds]
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
     variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
     model, processor = load(arguments.model)
-    least, most = arguments.seconds
+    least, most = arguments.piece_seconds
     pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]

@@ -119,7 +119,7 @@ def choose_words(
     """
     found: dict[tuple[float, float], float] = {}
     for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
-        beams = beam(logits, blank, words.weighted(weight, score), arguments.tune_beam_size)
+        beams = beam(logits, blank, words.weighted(weight, score), arguments.choose_beam_size)
         texts = [best_text(own) for own in beams]
         found[weight, score] = errors(utterances, texts)["wer"]
         print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
@@ -174,9 +174,9 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measures all searches; gives the rows of the table, and what was chosen with facts about models and data."""
     check_alike(arguments.models, arguments.lexicon)
     passes = second_passes(arguments)
-    names = {"tune": arguments.tune, "split": arguments.split}
+    names = {"tune": arguments.choose_on, "split": arguments.split}
     parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
-    parts = {name: asr.evenly_spaced(part, arguments.max_samples) for name, part in parts.items()}
+    parts = {name: asr.evenly_spaced(part, arguments.max_eval_samples) for name, part in parts.items()}
     first = arguments.models[0]
     config, processor = asr.speech_config(first), ConformerProcessor.from_pretrained(first)
     blank, tokenizer = config.pad_token_id, processor.tokenizer
@@ -192,14 +192,14 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if arguments.language_model is not None:
         lexicon = WordLexicon(tokenizer, arguments.language_model, pronunciations=spoken)
         pairs = list(zip(logits["tune"], parts["tune"], strict=True))
-        few: Any = asr.evenly_spaced(pairs, arguments.tune_utterances)  # type: ignore[arg-type]
+        few: Any = asr.evenly_spaced(pairs, arguments.choose_samples)  # type: ignore[arg-type]
         few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
         pair = choose_words(few_logits, few_utterances, blank, lexicon, arguments)
         chosen |= dict(zip(("lm_weight", "word_score"), pair, strict=True))
         lexicon = lexicon.weighted(*pair)
         beams = {name: beam(own, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
         searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
-    beams = {name: [own[: arguments.texts] for own in found] for name, found in beams.items()}
+    beams = {name: [own[: arguments.rescored_texts] for own in found] for name, found in beams.items()}
     for name, (weights, score) in passes.items():
         again = arguments.ngram_weights if name == next(iter(passes)) else None
         scores = {part: [ngram_scores(lexicon, own), score(parts[part], own)] for part, own in beams.items()}
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = ", ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
     facts = (
         f"{described(found['models'])}; utterances: {sizes}. Less is better. 95 %: bootstrap intervals that draw "
-        f"speakers. Chosen on {arguments.tune}, so its rates are too good: {chosen or 'nothing'}."
+        f"speakers. Chosen on {arguments.choose_on}, so its rates are too good: {chosen or 'nothing'}."
     )
     near = " and ".join(f"{100 * own['within']:.1f} % of {own['words']}" for own in found["times"].values())
     facts += f" Greedy search: {near} words that are right have start and end within 80 ms of the forced alignment."

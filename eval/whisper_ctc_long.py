@@ -138,7 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "favor.eval.whisper_ctc_long", report.local_names(words), ["--data_dir"], ["--output_dir"]
     )
     content = report.context(command, ("transformers", "jiwer")) | {"cells": cells, "facts": facts}
-    lines = [f"# Long recordings: {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(cells)]
+    lines = [
+        f"# Long recordings: {Path(arguments.model).resolve().name}",
+        "",
+        facts,
+        "",
+        *table_lines(cells),
+    ]
     report.write(arguments.output_dir, arguments.name, lines, content, [])
     print("\n".join(["", *lines]))
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from favor import registry
@@ -107,7 +106,8 @@ class FavorConfig:
         ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(choice) for choice in allowed)
-                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
+                hint = registry.did_you_mean(getattr(self, name), allowed)
+                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.{hint}")
         if self.features is not None:
             self.check_family(registry.FAMILIES[self.features])
 
@@ -229,9 +229,8 @@ class FavorConfig:
         known = [field.name for field in fields(cls)]
         unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
-            near = get_close_matches(unknown[0], known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"unknown option {', '.join(unknown)}{hint}; the options are {', '.join(known)}.")
+            hint = registry.did_you_mean(unknown[0], known)
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}.{hint}")
         return cls(**options)
 
 

@@ -6,6 +6,7 @@ A family is a class. It joins the table by `@register` in its own file, and all 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -116,11 +117,16 @@ def get(name: str, **options: Any) -> Any:
     if name not in FAMILIES and name in BACKENDS:
         name = family_of(name, None).name
     if name not in FAMILIES:
-        near = get_close_matches(str(name).lower(), [*FAMILIES, *BACKENDS], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, [*FAMILIES, *BACKENDS])
         known = f"{', '.join(sorted(FAMILIES))}, or a backend ({', '.join(BACKENDS)})"
         raise ValueError(f"features must be one of {known}; got {name!r}.{hint}")
     return FAMILIES[name](**options)
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Makes a question with the nearest known name, to append to an error; empty if none is near."""
+    near = get_close_matches(str(name).lower(), map(str, known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def family_of(backend: str, features: str | None) -> type[Family]:
@@ -139,7 +145,8 @@ def family_of(backend: str, features: str | None) -> type[Family]:
     if features is None:
         return min(families.values(), key=_is_no_default)
     if features not in families:
-        raise ValueError(f"features of {backend} must be one of {', '.join(families)}; got {features!r}.")
+        hint = did_you_mean(features, families)
+        raise ValueError(f"features of {backend} must be one of {', '.join(families)}; got {features!r}.{hint}")
     return families[features]
 
 

@@ -106,11 +106,11 @@ def test_every_program_is_reachable():
 def test_words_are_handed_on(start, replaced):
     assert start("train", "glue", "--seed", "1")[0] == 0
     assert start("eval", "feature-weights", "x")[0] == 0
-    assert start(DEBUG, "bench", "--heads", "2")[0] == 0
+    assert start(DEBUG, "bench", "--num_attention_heads", "2")[0] == 0
     assert replaced.seen == [
         ["favor train glue", "--seed", "1"],
         ["favor eval feature-weights", "x"],
-        ["favor bench", DEBUG, "--heads", "2"],
+        ["favor bench", DEBUG, "--num_attention_heads", "2"],
     ]
 
 
@@ -124,7 +124,7 @@ def test_words_are_handed_on(start, replaced):
         ("xyz", "favor", "unknown command xyz: --help lists all"),
         ("--hlep", "favor", "unknown option --hlep: did you mean --help?"),
         ("train --version", "favor train", "unknown option --version: --help lists all"),
-        ("check M --lenght 5", "favor check", "unknown option --lenght: did you mean --length?"),
+        ("check M --lenght 5", "favor check", "unknown option --lenght: did you mean --lengths?"),
         ("check M --device tpu", "favor check", "argument --device: invalid choice: 'tpu' (choose from"),
         ("check no/such/model", "favor check", "expected a model, got 'no/such/model'"),
     ],
@@ -152,7 +152,7 @@ def test_a_missing_package_is_one_line_and_debug_shows_where(start, monkeypatch)
 
 
 def test_debug_shows_the_error_of_a_program(start, folders):
-    words = ["check", str(folders), "--length", "5"]
+    words = ["check", str(folders), "--lengths", "5"]
     code, _, said = start(*words)
     assert code == 2
     assert f"got {folders}, which holds no config.json" in said
@@ -202,7 +202,7 @@ def printed_kinds(printed):
 def test_check_says_what_describe_says(start, folders, bert_folder, name, device):
     folder = bert_folder if name == "bert" else folders / "llama"
     lengths = (100, 1024, 40000)
-    words = ["--length", *lengths, "--num_features", 64, "--window", 16, "--device", device]
+    words = ["--lengths", *lengths, "--num_features", 64, "--window", 16, "--device", device]
     code, printed, _ = start("check", folder, "--attn_implementation", "favor+", *words)
     assert code == 0
     model = models.without_weights(models.read_config(str(folder)))
@@ -226,21 +226,21 @@ def test_a_model_without_weights_is_described_as_on_its_device(folders):
 def test_check_says_how_many_positions_there_are(start, folders):
     positions = LlamaConfig.from_pretrained(folders / "llama").max_position_embeddings
     for length, said in ((positions, 0), (positions + 1, 1)):
-        printed = start("check", folders / "llama", "--length", 16, length)[1]
+        printed = start("check", folders / "llama", "--lengths", 16, length)[1]
         assert printed.count(f"the config has {positions} positions: ") == said
 
 
 def test_the_page_shows_what_check_prints(start):
     page = (REPOSITORY / "docs/guides/command.md").read_text()
-    shown = page.partition("$ favor check minilm --length 512 8192\n")[2].partition("```")[0]
-    assert start("check", minilm_path(), "--length", 512, 8192)[1] == shown
+    shown = page.partition("$ favor check minilm --lengths 512 8192\n")[2].partition("```")[0]
+    assert start("check", minilm_path(), "--lengths", 512, 8192)[1] == shown
 
 
 def test_check_gives_1_where_nothing_is_linear(start, folders):
-    code, printed, _ = start("check", folders / "llama", "--length", 16)
+    code, printed, _ = start("check", folders / "llama", "--lengths", 16)
     assert code == 1
     assert "2 exact" in printed.splitlines()[-1]
-    code, printed, _ = start("check", folders / "t5", "--length", 100000)
+    code, printed, _ = start("check", folders / "t5", "--lengths", 100000)
     model = favor.configure(T5Model(T5Config.from_pretrained(folders / "t5")), "landmark")
     described = favor.describe(model, 100000)
     assert code == 1
@@ -256,7 +256,7 @@ def test_check_of_a_wrong_backend_or_length(start, folders):
     code, _, said = start("check", folders / "llama", "--attn_implementation", "lanmark")
     assert code == 2
     assert "did you mean 'landmark'?" in said
-    code, _, said = start("check", folders / "llama", "--length", 0)
+    code, _, said = start("check", folders / "llama", "--lengths", 0)
     assert code == 2
     assert "length must be at least 1, got 0" in said
 
@@ -273,7 +273,7 @@ def test_convert_saves_a_model_that_loads_as_linear(start, folders, bert_folder,
     assert [layer.runs for layer in favor.describe(again, 50).layers] == ["landmark"] * 2
     assert all(torch.equal(new, old) for new, old in zip(again.parameters(), before.parameters(), strict=True))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["favor"]["num_features"] == 8
-    assert "with landmark on cpu" in start("check", tmp_path / "out", "--length", 50)[1]
+    assert "with landmark on cpu" in start("check", tmp_path / "out", "--lengths", 50)[1]
     assert start("convert", bert_folder, tmp_path / "bert")[0] == 0
     assert (tmp_path / "bert" / "tokenizer.json").is_file()
 

@@ -48,7 +48,7 @@ def load_data(
     source, reports = data.data_dir or HUB, {}
 
     def load(place: str, split: str | None, name: str, limit: int | None) -> list[Utterance]:
-        options = {"config": data.dataset_config, "max_bad": data.limit, "resample": data.resample}
+        options = {"config": data.dataset_config_name, "max_bad": data.limit, "resample": data.resample}
         found, reports[name] = load_speech(place, split, prepared=prepared / name, **options)
         return (join(found, data.join_seconds) if data.join_seconds else found)[:limit]
 

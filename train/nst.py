@@ -184,9 +184,9 @@ def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence
             teacher=identity,
             beam_size=beam_size,
             scorer=scorer,
-            max_batch_seconds=student.train.max_batch_seconds,
+            max_batch_seconds=student.train.per_device_train_batch_seconds,
             resample=student.data.resample,
-            num_workers=student.data.num_workers,
+            num_workers=student.data.dataloader_num_workers,
             shard=(accelerator.process_index, accelerator.num_processes),
         )
     accelerator.wait_for_everyone()
@@ -218,7 +218,7 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
             reference=None if task.development is None else collect(task.development, folder / "fit"),
             ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
             fastest=max(data.speeds),
-            max_seconds=train.max_batch_seconds * min(data.speeds),
+            max_seconds=train.per_device_train_batch_seconds * min(data.speeds),
             lexicon=lexicon_of(data.lexicon, own or teacher),
         )
         write_manifest(selection.kept, folder / MANIFEST)

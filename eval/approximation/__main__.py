@@ -56,7 +56,7 @@ def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant],
         tokenizer: that of the model.
         arguments: of the program.
     """
-    rows = load_glue("stsb", arguments.data_dir).evaluation["validation"]
+    rows = load_glue("stsb", arguments.glue_dir).evaluation["validation"]
     number = len(rows) if arguments.sts_pairs is None else arguments.sts_pairs
     rows = rows.select(range(min(number, len(rows))))
     pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), rows["label"]
@@ -100,18 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = TextSamples(arguments, device)
     lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
     own = chosen(source, arguments)
-    others = {**converted(arguments.converted, device), **own}
+    others = {**converted(arguments.adapted, device), **own}
     found = [*variants_of(arguments.backends, *lists), *others]
     measured = []
     for size in source.sizes:
         measured.append(source.measured(size, found, others))
         print(f"{measured[-1].length} keys measured, {time.perf_counter() - started:.0f} s", flush=True)
     sts = None
-    if isinstance(source, TextSamples) and arguments.data_dir and whole.measure_of(source.model) == "cosine":
+    if isinstance(source, TextSamples) and arguments.glue_dir and whole.measure_of(source.model) == "cosine":
         sts = similarity(source.model, others, found, source.tokenizer, arguments)
     words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
-    if "--results" in words:
-        place = words.index("--results")
+    if "--output_dir" in words:
+        place = words.index("--output_dir")
         words[place : place + 2] = []
     context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
     facts = {
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     settings = {variant: entries(model, measured[-1].heads) for variant, model in own.items()}
     results = report.Results(facts, whole.measure_of(source.model), measured, sts, settings)
-    report.write(results, arguments.results, arguments.name)
+    report.write(results, arguments.output_dir, arguments.name)
     print("\n".join(report.lines(results)))
     return 0
 

@@ -42,7 +42,10 @@ class Recordings:
             model, processor = whisper.load(None)
             self.extractor: Any = processor.feature_extractor
         else:
-            model, self.extractor = load_exact(arguments.model), AutoFeatureExtractor.from_pretrained(arguments.model)
+            model, self.extractor = (
+                load_exact(arguments.model),
+                AutoFeatureExtractor.from_pretrained(arguments.model),
+            )
         model.set_attn_implementation("sdpa")
         self.model = encoder_of(model).to(device).eval()
 

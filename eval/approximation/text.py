@@ -34,7 +34,7 @@ class TextSamples:
         self.arguments = arguments
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.model: Any = load_exact(path).to(device).eval()
-        self.sizes: list[int] = arguments.length
+        self.sizes: list[int] = arguments.lengths
 
     def measured(
         self, size: int, found: Sequence[Variant], others: Mapping[Variant, PreTrainedModel] | None = None

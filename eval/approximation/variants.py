@@ -9,6 +9,7 @@ from typing import Any
 from favor import registry
 from favor.config import FavorConfig, feature_family
 from favor.landmark import Landmarks
+from favor.train.common.program import did_you_mean
 
 MEAN, LOCAL = "mean of V", "window alone"
 # Options that the program sets itself, or that do not exist for single heads.
@@ -112,7 +113,8 @@ def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
     """
     backend, *parts = text.split(":")
     if backend not in registry.BACKENDS:
-        raise ValueError(f"a backend must be one of {', '.join(registry.BACKENDS)}; got {text!r}")
+        near = did_you_mean(backend, registry.BACKENDS)
+        raise ValueError(f"a backend must be one of {', '.join(registry.BACKENDS)}; got {text!r}{near}")
     options = [part for part in parts if "=" in part]
     names = [part for part in parts if "=" not in part]
     if len(names) > 1 or len(options) > 1:

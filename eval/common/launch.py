@@ -15,6 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from favor.train.common.program import did_you_mean
+from favor_command.names import in_new_words
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -45,7 +48,8 @@ class Backend:
         exact = ("sdpa", "eager")
         if name not in exact and name not in favor.BACKENDS:
             known = ", ".join((*exact, *favor.BACKENDS))
-            raise ValueError(f"backend must be one of {known}, with optional :features and :number, got {text!r}")
+            near = did_you_mean(name, (*exact, *favor.BACKENDS))
+            raise ValueError(f"backend must be one of {known}, with optional :features and :number, got {text!r}{near}")
         if name in exact and options:
             raise ValueError(f"exact attention takes no features; write {name!r} instead of {text!r}")
         number = int(options.pop()) if options and options[-1].isdecimal() else None
@@ -170,7 +174,7 @@ def train_once(
         again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
         return train([*arguments, again], folder, num_processes, program=program), machine(), True
     before = json.loads(record.read_text()) if record.exists() else {}
-    if before.get("arguments") != list(arguments):
+    if in_new_words(before.get("arguments", []), arguments) != list(arguments):
         raise ValueError(
             f"{folder} holds a finished run with other arguments:\n  then {shlex.join(before.get('arguments', []))}\n"
             f"  now  {shlex.join(arguments)}\nchoose another --output_dir, or remove that folder to train again"

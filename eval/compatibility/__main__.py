@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import resource
 import sys
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))
     content |= {"cannot be imported": arguments.missing, "classes": []}
     results = content["classes"]
-    for number, result in enumerate(run_all(found, arguments.jobs, arguments.seconds), 1):
+    for number, result in enumerate(run_all(found, arguments.jobs, math.ceil(arguments.time_limit)), 1):
         results.append(result)
         print(f"{result['family']}.{result['class']}: {result['category']} {result['reason'][:150]}", flush=True)
         if number % 50 == 0 or number == len(found):  # a long run that is stopped leaves its results so far

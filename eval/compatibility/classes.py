@@ -11,6 +11,8 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedModel
 
+from favor.train.common.program import did_you_mean
+
 # A model with a head has the attention of its body: if a file has bodies, models with heads are left out.
 _HEAD = re.compile(r"For[A-Z]|With|Pretrain|LMHead|DoubleHeads|Wrapper$")
 
@@ -66,7 +68,8 @@ def candidates(families: list[str] | None = None) -> tuple[list[Candidate], dict
     files = modeling_files()
     known = {path.parent.name for path, _ in files.values()}
     if families and (unknown := sorted(set(families) - known)):
-        raise ValueError(f"transformers {transformers.__version__} has no models called {', '.join(unknown)}.")
+        near = did_you_mean(unknown[0], known)
+        raise ValueError(f"transformers {transformers.__version__} has no models called {', '.join(unknown)}{near}")
     found, missing = [], {}
     for module, (path, dispatches) in files.items():
         if families and path.parent.name not in families:

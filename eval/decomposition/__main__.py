@@ -38,7 +38,7 @@ def measure(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     elif part == "mixture":
         found = decomposition_mixture.measure(arguments.iterations)
     else:
-        found = decomposition_pca.measure(arguments.rows, arguments.gaps, arguments.passes, arguments.seeds)
+        found = decomposition_pca.measure(arguments.rows, arguments.gaps, arguments.max_passes, arguments.num_seeds)
     return found | {"seconds": time.perf_counter() - begin}
 
 

@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scores, switched = fine_tune(model, arguments)
     landmark = switched["landmark"]
     say(f"{landmark.folder} came back with {landmark.runs.count('landmark')} of {len(landmark.runs)} layers linear")
-    folder = arguments.results or arguments.output_dir
+    folder = arguments.results_dir or arguments.output_dir
     found = checks(readings, scores)
     table = report.table(HEADER, rows(readings, scores))
     lines = ["# The demo: long documents, and a fine-tuned model switched to linear attention", "", *table, ""]

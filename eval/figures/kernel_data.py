@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from favor.train.common.program import did_you_mean
+
 # Name, pattern of the file, columns that are not features.
 UCI = {
     "abalone": ("abalone", ()),
@@ -61,7 +63,9 @@ def load(name: str, folder: Path | None) -> Dataset:
         bunch = getattr(datasets, f"load_{name}")()
         return Dataset(name, np.asarray(bunch.data, dtype=np.float64), bunch.target, len(bunch.target_names))
     if folder is None:
-        raise ValueError(f"without data_dir, datasets must be among {', '.join(BUNDLED)}; got {name!r}.")
+        raise ValueError(
+            f"without data_dir, datasets must be among {', '.join(BUNDLED)}; got {name!r}{did_you_mean(name, BUNDLED)}"
+        )
     pattern, dropped = UCI.get(name, (name, ()))
     found = [path for end in ENDINGS for tail in ("", ".gz") for path in sorted(folder.glob(f"{pattern}{end}{tail}"))]
     if not found:

@@ -90,7 +90,7 @@ def report_lines(results: Results, counts: Sequence[int], arguments: argparse.Na
             f"{sizes['train']} training, {sizes['validation']} validation, {sizes['test']} test rows. Exact kernel "
             f"{100 * _mean(result, 'exact'):.1f}, most common class {100 * _majority(result):.1f}. In brackets: "
             "standard deviation over draws, chosen s"
-            + (" (both the mean, that of s geometric, over splits)." if arguments.splits > 1 else "."),
+            + (" (both the mean, that of s geometric, over splits)." if arguments.shuffles > 1 else "."),
             "",
             *_table({m: [accuracy(result, m, c) for c in counts] for m in methods_of(results)}, result, counts),
         ]
@@ -99,7 +99,7 @@ def report_lines(results: Results, counts: Sequence[int], arguments: argparse.Na
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
     """Explains in words how the measurements were made."""
-    splits = f"{arguments.splits} random splits, averaged" if arguments.splits > 1 else "one random split"
+    splits = f"{arguments.shuffles} random splits, averaged" if arguments.shuffles > 1 else "one random split"
     used = f" The first {arguments.max_rows} rows after the shuffle are used." if arguments.max_rows else ""
     scales = f"{len(arguments.scales)} values, {min(arguments.scales):g} to {max(arguments.scales):g}"
     return [

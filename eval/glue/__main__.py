@@ -242,7 +242,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
 
 def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace, adapted: Adapted) -> None:
     """Writes NAME.md, NAME.json and NAME.png into the results folder."""
-    folder = arguments.results or arguments.output_dir
+    folder = arguments.results_dir or arguments.output_dir
     command = "python -m favor.eval.glue " + shlex.join(arguments.command)
     content = {
         "command": command,
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if runs:
         write_report(runs, arguments, adapted)
         print("\n".join(["", *table.score_lines(runs), "", *table.cost_lines(runs)]))
-        print(f"\nwritten to {arguments.results or arguments.output_dir}")
+        print(f"\nwritten to {arguments.results_dir or arguments.output_dir}")
     if failures:
         print("failed: " + "; ".join(failures), file=sys.stderr)
     return 1 if failures or not runs else 0

@@ -23,19 +23,20 @@ def options(parser: Parser, name: str) -> None:
         name: default file name of the results.
     """
     add = parser.add_argument
-    add("model", metavar="MODEL", help='folder of a causal language model, or "gemma" (its packages, its terms of use)')
+    text = 'folder of a causal language model, or "gemma" (its packages, its terms of use)'
+    parser.add_place("model_name_or_path", "model", text)
     add(
-        "--variants",
+        "--backends",
         nargs="+",
         default=["exact", "landmark"],
         metavar="BACKEND[:KEY=VALUE,...]",
-        help="variants to compare, such as landmark:num_features=256,cache=state; exact attention always comes first",
+        help="backends to compare, such as landmark:num_features=256,cache=state; exact attention always comes first",
     )
     add(
         "--cache",
         choices=CACHES,
         default="auto",
-        help="cache of variants that name none, see favor.eval.language.variants",
+        help="cache of backends that name none, see favor.eval.language.variants",
     )
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--device", help="device to run on; default: cuda if there is a GPU, else cpu")
@@ -57,7 +58,7 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
     arguments.device = device_or_default(arguments.device)
     try:
-        arguments.variants = variants(arguments.variants, arguments.cache)
+        arguments.variants = variants(arguments.backends, arguments.cache)
     except TypeError as error:
         raise ValueError(str(error)) from error
     arguments.records = Records(arguments.output_dir / f"{arguments.name}.jsonl", arguments.merge)

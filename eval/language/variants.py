@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import favor
 from favor.config import FavorConfig, feature_family
 from favor.eval.language.program import CACHES
+from favor.train.common.program import did_you_mean
 
 EXACT, SDPA = "exact", "sdpa"
 # More keys than any text here has.
@@ -50,14 +51,19 @@ class Variant:
         backend, _, rest = text.partition(":")
         known = (EXACT, SDPA, *favor.BACKENDS)
         if backend not in known:
-            raise ValueError(f"a backend must be one of {', '.join(known)}, with optional :KEY=VALUE,...; got {text!r}")
+            near = did_you_mean(backend, known)
+            raise ValueError(
+                f"a backend must be one of {', '.join(known)}, with optional :KEY=VALUE,...; got {text!r}{near}"
+            )
         pairs = [pair.partition("=") for pair in rest.split(",") if pair]
         if not all(sign and value for _, sign, value in pairs):
             raise ValueError(f"options must be written KEY=VALUE, with commas between them; got {text!r}")
         options = {key: _value(value) for key, _, value in pairs}
         cache = options.pop("cache", cache)
         if cache not in CACHES:
-            raise ValueError(f"cache must be one of {', '.join(CACHES)}; got {cache!r}")
+            raise ValueError(
+                f"cache must be one of {', '.join(CACHES)}; got {cache!r}{did_you_mean(str(cache), CACHES)}"
+            )
         exact = backend in (EXACT, SDPA)
         if exact and options:
             raise ValueError(f"{backend} takes no options, got {text!r}")

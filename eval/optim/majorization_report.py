@@ -169,17 +169,18 @@ def report_lines(results: Results, arguments: argparse.Namespace) -> list[str]:
 def settings(arguments: argparse.Namespace) -> list[str]:
     """Explains in words how the measurements were made."""
     used = f" At most {arguments.max_rows} rows of a data set are used." if arguments.max_rows else ""
-    seeds = "One run" if arguments.seeds == 1 else f"Median of {arguments.seeds} runs (other split, start and order)"
+    number, passes = arguments.num_seeds, arguments.num_train_epochs
+    seeds = "One run" if number == 1 else f"Median of {number} runs (other split, start and order)"
     return [
         "F(W) = mean loss + lam/2 |W|^2; 10 % and 1 %: F <= 1.1 F* and 1.01 F*, interpolated between evaluations; gap: "
         "(F - F*)/F* at the end; -: not reached, or nothing to tune. A mini-batch of m of T rows is m/T passes, an "
         "evaluation of loss and gradient by a full-batch method is one pass. Seconds are processor time of one thread, "
         f"without evaluation; for small batches they are mostly those of Python. {seeds}.{used}",
         "",
-        f"Every method had up to {arguments.trials} trials of {arguments.epochs / 10:g} passes (full-batch methods "
-        f"{FULL_BATCH_FACTOR * arguments.epochs / 10:g}) and {arguments.time_limit / arguments.trials:g} s for its "
+        f"Every method had up to {arguments.trials} trials of {passes / 10:g} passes (full-batch methods "
+        f"{FULL_BATCH_FACTOR * passes / 10:g}) and {arguments.time_limit / arguments.trials:g} s for its "
         "options, by the training objective; a star: a neighbour of the step size was not tried. A run ends after "
-        f"{arguments.epochs:g} passes (full-batch methods {FULL_BATCH_FACTOR * arguments.epochs:g}), after "
+        f"{passes:g} passes (full-batch methods {FULL_BATCH_FACTOR * passes:g}), after "
         f"{arguments.time_limit:g} s, at a gap of {CONVERGED:g}, or when it has diverged. SPFB as published has no "
         "damping and divides lr by the number of the step; tau is that of lr tau/(tau + i), decay stands for tau = the "
         "steps of an epoch. ASGD: mean of the iterates from the second epoch on.",

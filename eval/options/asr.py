@@ -1,6 +1,6 @@
 r"""Word and character error rates of a saved speech model, and its speed.
 
-    python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --splits dev-clean test-clean \
+    python -m favor.eval.asr --model_name_or_path out/asr --data_dir LibriSpeech --eval_splits dev-clean test-clean \
         --beam_size 8 --attn_implementation favor# --num_features 128 --output_dir out/asr_errors
 
 The model is a ConformerForCTC or a ConformerForTransducer, saved with its processor by `favor.train.asr`. Its attention
@@ -30,8 +30,10 @@ class EvaluationArguments:
     data_dir: str | None = option(
         None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
     )
-    dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
-    splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
+    dataset_config_name: str | None = option(
+        None, "Configuration of a hub data set: clean, other or all for LibriSpeech."
+    )
+    eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int | None = option(
         None,
         "Hypotheses of the beam search. Default: 50 with a language model or hotwords, 200 with known words, else 1, "
@@ -58,14 +60,18 @@ class EvaluationArguments:
         "Pronunciations for a model of phonemes, lines WORD<TAB>PH PH. Default: those in the model's folder, if any.",
     )
     hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
-    batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
+    per_device_eval_batch_seconds: float = option(
+        200.0,
+        "Seconds of audio per process and forward pass, padding included; a number of utterances says little, since "
+        "their lengths differ.",
+    )
     chunk_seconds: float | None = option(
         None, "Let a Conformer hear in chunks of this length, as in a stream. Default: whole utterances."
     )
     left_chunks: int | None = option(
         None, "Chunks that are seen before each chunk, with exact attention. Default: all."
     )
-    max_samples: int | None = option(
+    max_eval_samples: int | None = option(
         None, "Number of utterances per split, evenly spaced over its order, which is by speaker in LibriSpeech."
     )
     max_bad: float = option(
@@ -77,11 +83,11 @@ class EvaluationArguments:
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        check_positive(self, "beam_size", "batch_seconds", "max_samples", "chunk_seconds")
+        check_positive(self, "beam_size", "per_device_eval_batch_seconds", "max_eval_samples", "chunk_seconds")
         if self.left_chunks is not None and self.chunk_seconds is None:
             raise ValueError("left_chunks has no effect without chunk_seconds: add --chunk_seconds 0.64")
-        if not self.splits or len(set(self.splits)) != len(self.splits):
-            raise ValueError(f"splits must be different names, at least one, got {self.splits}")
+        if not self.eval_splits or len(set(self.eval_splits)) != len(self.eval_splits):
+            raise ValueError(f"eval_splits must be different names, at least one, got {self.eval_splits}")
 
 
 def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, EvaluationArguments]:

@@ -1,6 +1,6 @@
 """Error rates of saved Conformers by the length of the chunks that they hear, and the curves of their trainings.
 
-    python -m favor.eval.chunks out/whole out/chunks --data_dir LibriSpeech --splits dev test --chunk_seconds .32 .64
+    python -m favor.eval.chunks out/whole out/chunks --data_dir LibriSpeech --eval_splits dev test
 
 The models are folders of `favor.train.asr`. Each transcribes whole utterances, and chunks of each length, by greedy
 search. In chunks a frame sees its chunk and those before it, which is what a stream with these chunks computes. From
@@ -21,12 +21,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.chunks", __doc__)
     add = parser.add_argument
-    add("models", nargs="+", metavar="MODEL", help="folder of a Conformer that favor.train.asr has saved")
+    parser.add_place("model_name_or_path", "models", "folder of a Conformer that favor.train.asr has saved", nargs="+")
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
-    add("--splits", nargs="+", default=["dev"], help="splits to transcribe")
+    add("--eval_splits", nargs="+", default=["dev"], help="splits to transcribe")
     add("--chunk_seconds", type=float, nargs="*", default=[0.32, 0.64, 1.28], metavar="S", help="lengths of a chunk")
     add("--left_chunks", type=int, help="chunks that are seen before each chunk, with exact attention; default: all")
-    add("--max_samples", type=int, help="utterances per split, evenly spaced; default: all")
+    add("--max_eval_samples", type=int, help="utterances per split, evenly spaced; default: all")
     add_results(parser, "chunks")
     arguments = parser.parse_args(argv)
     names = [Path(model).resolve().name for model in arguments.models]

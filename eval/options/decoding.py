@@ -1,6 +1,6 @@
 """Time of a token in generation with landmarks and selected keys, compared with exact attention and its cache.
 
-    python -m favor.eval.decoding --contexts 16384 32768 --shapes llama gemma
+    python -m favor.eval.decoding --lengths 16384 32768 --shapes llama gemma
 
 A decoder with random weights reads a context and continues token by token: with exact attention and a `DynamicCache`,
 and with the backend `landmark` and `FavorCache(config, keep="all")`, in turns. Times are printed only if the last
@@ -21,19 +21,19 @@ SHAPES = {"llama": (8, 8, 64), "gemma": (4, 1, 256)}
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.decoding", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.decoding", __doc__)
     parser.add_argument(
-        "--contexts",
+        "--lengths",
         type=int,
         nargs="+",
         default=[16384, 32768],
         metavar="L",
-        help="tokens before those that are timed",
+        help="tokens of the context, before those that are timed",
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes of the heads")
     parser.add_argument("--num_features", type=int, default=256, help="landmarks per head")
     parser.add_argument("--selected_keys", type=int, default=256, help="keys read exactly; 0: none")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the decoder, 512 wide")
+    parser.add_argument("--num_hidden_layers", type=int, default=4, help="layers of the decoder, 512 wide")
     parser.add_argument(
         "--tokens", type=int, default=24, help="tokens after each context, most of them timed; at least 3"
     )

@@ -28,7 +28,7 @@ SWEEPS = (1, 2, 5, 10, 20, 35, 50, 100, 150, 200)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.decomposition", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.decomposition", __doc__)
     parser.add_argument("--parts", nargs="+", choices=NAMES, default=list(NAMES), metavar="PART", help="parts to run")
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     parser.add_argument("--draws", type=int, default=5, help="outliers: random draws of malignant rows")
@@ -53,17 +53,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=20_000, help="pca: number of rows n")
     parser.add_argument("--gaps", type=float, nargs="+", default=[0.3, 0.05, 0.02], help="pca: gaps 1 - l2/l1")
     parser.add_argument(
-        "--passes", type=int, default=80, help="pca: greatest number of passes; power iteration has five times as many"
+        "--max_passes",
+        type=int,
+        default=80,
+        help="pca: greatest number of passes; power iteration has five times as many",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="pca: number of seeds")
+    parser.add_argument("--num_seeds", type=int, default=3, help="pca: number of seeds")
     add_results(parser, "decomposition")
     arguments = parser.parse_args(argv)
     arguments.parts = [part for part in NAMES if part in arguments.parts]
     arguments.sweeps = sorted(set(arguments.sweeps))
     if arguments.draws < 2:
         parser.error("--draws must be at least 2, for a standard deviation")
-    if min(*arguments.sweeps, arguments.starts, arguments.iterations, arguments.passes, arguments.seeds) < 1:
-        parser.error("--sweeps, --starts, --iterations, --passes and --seeds must be at least 1")
+    if min(*arguments.sweeps, arguments.starts, arguments.iterations, arguments.max_passes, arguments.num_seeds) < 1:
+        parser.error("--sweeps, --starts, --iterations, --max_passes and --num_seeds must be at least 1")
     if arguments.rows < FEATURES or not all(0 < gap < 0.4 for gap in arguments.gaps):
         parser.error(f"--rows must be at least {FEATURES}, and --gaps above 0 and below .4")
     return arguments

@@ -25,7 +25,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("favor.eval.demo", __doc__)
     add = parser.add_argument
     add("--output_dir", type=Path, default=Path("out/demo"), help="folder of the task and of the fine-tuned models")
-    add("--results", type=Path, help="folder of the table and the picture; default: the output folder")
+    add("--results_dir", type=Path, help="folder of the table and the picture; default: the output folder")
     add("--name", default="demo", help="file name of the table and the picture, without ending")
     add("--documents", type=int, default=20, metavar="N", help="novel passages to read, 4 to 39")
     add("--max_train_steps", type=int, default=20, metavar="N", help="steps of the training, with 16 samples each")

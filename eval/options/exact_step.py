@@ -20,7 +20,7 @@ from favor.train.common.program import Parser
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.exact_step", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.exact_step", __doc__)
     parser.add_argument(
         "--labels",
         type=int,

@@ -1,7 +1,7 @@
 r"""GLUE, tasks x backends x seeds, in the layout of the FAVOR# paper's Table 1.
 
     python -m favor.eval.glue --data_dir DIR --tasks mrpc rte --backends sdpa favor+ favor#:saderf \
-        --seeds 0 1 2 --output_dir out/glue --results eval/results --exact_below 0 --num_train_epochs 3
+        --seeds 0 1 2 --output_dir out/glue --results_dir eval/results --exact_below 0 --num_train_epochs 3
 
 Each (task, backend, seed) is one training run of `favor.train.glue` in a process of its own, in a folder of its own
 below `--output_dir`. If the program is started again, it skips finished runs. With `--checkpoints DIR` nothing is
@@ -22,6 +22,7 @@ from favor.eval.common import launch
 from favor.eval.common.pretrained import PACKAGE
 from favor.eval.glue import table
 from favor.train.common.program import Parser
+from favor.train.options.glue import Arguments
 
 DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
 OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
@@ -55,7 +56,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0; with --checkpoints: all")
     parser.add_argument("--output_dir", type=Path, default=Path("out/glue"), help="folder that gets one folder per run")
-    parser.add_argument("--results", type=Path, help="folder of glue.md, .json and .png; default: the output folder")
+    parser.add_argument(
+        "--results_dir", type=Path, help="folder of glue.md, .json and .png; default: the output folder"
+    )
     parser.add_argument("--name", default="glue", help="file name of the results, without ending")
     parser.add_argument(
         "--checkpoints", type=Path, help="evaluate the saved runs below this folder instead of training"
@@ -82,6 +85,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     for word in given:
         if word in own:
             raise ValueError(f"{word} is set by favor.eval.glue itself; use --tasks, --backends or --seeds")
+    parser.check_passed_on(given, Arguments.parser())
     if arguments.checkpoints:
         unused = [*rest, *arguments.task_options]
         if unused or arguments.model_name_or_path or arguments.adapted or arguments.num_processes != 1:

@@ -13,12 +13,12 @@ import argparse
 from collections.abc import Sequence
 
 from favor.eval.common.program import add_results
-from favor.train.common.program import Parser
+from favor.train.common.program import Parser, did_you_mean
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.hybrid", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.hybrid", __doc__)
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=[4096, 8192], metavar="L", help="numbers of tokens")
     add(
@@ -29,18 +29,28 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="backends to compare with sdpa",
     )
     add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
-    add("--layers", type=int, default=22, help="layers of the model; every third is global")
+    add("--num_hidden_layers", type=int, default=22, help="layers of the model; every third is global")
     add("--repeats", type=int, default=3, help="timed passes of each backend at each length, in turns")
     add("--threads", type=int, default=2, help="CPU threads")
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add_results(parser, "hybrid_cpu")
     arguments = parser.parse_args(argv)
-    if min(*arguments.lengths, arguments.layers, arguments.repeats, arguments.threads, arguments.num_features) < 1:
+    if (
+        min(
+            *arguments.lengths,
+            arguments.num_hidden_layers,
+            arguments.repeats,
+            arguments.threads,
+            arguments.num_features,
+        )
+        < 1
+    ):
         parser.error("all sizes must be at least 1")
     import favor
 
     unknown = [name for name in arguments.backends if name not in favor.BACKENDS]
     if unknown:
-        parser.error(f"--backends must be among {', '.join(favor.BACKENDS)}; got {unknown[0]!r}")
+        near = did_you_mean(unknown[0], favor.BACKENDS)
+        parser.error(f"--backends must be among {', '.join(favor.BACKENDS)}; got {unknown[0]!r}{near}")
     arguments.lengths = sorted(set(arguments.lengths))
     return arguments

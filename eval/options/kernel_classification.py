@@ -30,7 +30,7 @@ METHODS = (RBF_SAMPLER, "trig", *POSITIVE)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.kernel_classification", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.kernel_classification", __doc__)
     parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
     parser.add_argument(
         "--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones"
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--feature_seeds", type=int, default=50, help="draws of the features, in validation and in test"
     )
-    parser.add_argument("--splits", type=int, default=1, help="shuffles of each data set; results are their mean")
+    parser.add_argument("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
     parser.add_argument("--max_rows", type=int, default=0, help="rows of a data set that are used; 0 (default): all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first shuffle")
     add_results(parser, "kernel_classification")
@@ -62,6 +62,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.num_features = sorted(arguments.num_features)
     if any(count < 2 or count % 2 for count in arguments.num_features):
         parser.error("--num_features must be even: sin/cos and opposite directions come in pairs")
-    if min(arguments.feature_seeds, arguments.splits) < 1 or min(arguments.scales) <= 0:
-        parser.error("--feature_seeds and --splits must be at least 1, and --scales positive")
+    if min(arguments.feature_seeds, arguments.shuffles) < 1 or min(arguments.scales) <= 0:
+        parser.error("--feature_seeds and --shuffles must be at least 1, and --scales positive")
     return arguments

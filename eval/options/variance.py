@@ -29,10 +29,10 @@ REGIMES = ("normal", "sphere", "heterogen", "mnist", "cifar10", "mnist/cifar10")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.variance", __doc__, abbreviations=True)
+    parser = Parser("favor.eval.variance", __doc__)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
     parser.add_argument("--sets", type=int, default=5, help="pairs of sets per regime")
-    parser.add_argument("--length", type=int, default=1024, help="vectors of a set")
+    parser.add_argument("--vectors", type=int, default=1024, help="vectors of a set")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
         "--sigmas",
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_results(parser, "variance")
     arguments = parser.parse_args(argv)
-    if arguments.sets < 1 or arguments.length < 2 or min(arguments.sigmas) <= 0:
-        parser.error("--sets must be at least 1, --length at least 2 and all of --sigmas positive")
+    if arguments.sets < 1 or arguments.vectors < 2 or min(arguments.sigmas) <= 0:
+        parser.error("--sets must be at least 1, --vectors at least 2 and all of --sigmas positive")
     arguments.sigmas = sorted(arguments.sigmas)
     return arguments

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from favor.eval.common.launch import Backend
 from favor.train.common.program import Parser
+from favor.train.speech.arguments import Arguments
 
 EXACT, UNIFORM = "sdpa", "uniform_mean"
 DEFAULT_ARMS = (EXACT, UNIFORM, "favor++", "favor#:sderf", "favor#:wderf")
@@ -63,7 +64,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = Parser("favor.eval.wer_by_features", __doc__)
     parser.add_argument("--model_name_or_path", help="model trained with exact attention; default: new weights")
     parser.add_argument(
-        "--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
+        "--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
     )
     parser.add_argument(
         "--num_features",
@@ -75,7 +76,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
-    parser.add_argument("--results", type=Path, default=Path("eval/results"), help="folder of the report")
+    parser.add_argument("--results_dir", type=Path, default=Path("eval/results"), help="folder of the report")
     parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
     parser.add_argument("--report_only", action="store_true", help="report on finished runs, and run nothing")
     arguments, rest = parser.parse_known_args(argv)
@@ -84,10 +85,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     for word in rest:
         if word.startswith("--") and word[2:].split("=")[0] in own:
             raise ValueError(
-                f"{word} is set by the program, or would not be the same for all arms; use --arms, --seeds"
+                f"{word} is set by the program, or would not be the same for all arms; use --backends, --seeds"
             )
+    parser.check_passed_on(rest, Arguments.parser())
     if arguments.report_only and rest:
         raise ValueError(f"with --report_only nothing is trained, so {shlex.join(rest)} has no effect: leave it out")
-    found = [arm for text in arguments.arms for arm in parse_arms(text, arguments.num_features)]
-    arguments.arms, arguments.seeds = list(dict.fromkeys(found)), list(dict.fromkeys(arguments.seeds))
+    found = [arm for text in arguments.backends for arm in parse_arms(text, arguments.num_features)]
+    arguments.backends, arguments.seeds = list(dict.fromkeys(found)), list(dict.fromkeys(arguments.seeds))
     return arguments, rest

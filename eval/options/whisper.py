@@ -27,10 +27,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper", __doc__)
     add = parser.add_argument
-    add("model", nargs="?", type=Path, help=f"folder of a Whisper; default: the one in the package {PACKAGE}")
+    text = f"folder of a Whisper; default: the one in the package {PACKAGE}"
+    parser.add_place("model_name_or_path", "model", text, needed=False)
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--split", default="dev+test", help="split of the data; several are joined by +")
-    add("--seconds", type=float, nargs=2, default=[24.0, 28.0], metavar=("LEAST", "MOST"), help="length of a piece")
+    add(
+        "--piece_seconds",
+        type=float,
+        nargs=2,
+        default=[24.0, 28.0],
+        metavar=("LEAST", "MOST"),
+        help="length of a piece",
+    )
     add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
     add(
         "--backends",
@@ -64,14 +72,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=[],
         help="JSON files of results on the same pieces, whose rows are added",
     )
-    add("--batch_size", type=int, default=8, help="pieces that are transcribed together")
+    add("--per_device_eval_batch_size", type=int, default=8, help="pieces that are transcribed together")
     add("--seed", type=int, default=0, help="seed of random directions")
     add_results(parser, "whisper_cpu")
     arguments = parser.parse_args(argv)
-    if min(arguments.pieces, arguments.head_pieces, arguments.batch_size, arguments.max_new_tokens) < 1:
-        parser.error("--pieces, --head_pieces, --batch_size and --max_new_tokens must be at least 1")
+    arguments.model = arguments.model and Path(arguments.model)
+    if min(arguments.pieces, arguments.head_pieces, arguments.per_device_eval_batch_size, arguments.max_new_tokens) < 1:
+        parser.error("--pieces, --head_pieces, --per_device_eval_batch_size and --max_new_tokens must be at least 1")
     if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
         parser.error("--flop_budgets and --choose_on must be given together")
-    if not 0 < arguments.seconds[0] <= arguments.seconds[1] <= 30:
-        parser.error("--seconds must be two numbers, the smaller one first, up to the 30 seconds that Whisper hears")
+    if not 0 < arguments.piece_seconds[0] <= arguments.piece_seconds[1] <= 30:
+        parser.error(
+            "--piece_seconds must be two numbers, the smaller one first, up to the 30 seconds that Whisper hears"
+        )
     return arguments

@@ -7,8 +7,8 @@ best texts of the second, and adds to their scores the log probability that a ca
 the texts found before them in the chapter (`--context_texts`). The n-gram model can have another weight beside it
 (`--ngram_weights`), since the two know much of the same. The fourth does the same with a Whisper (its own encoder and
 decoder, once for each text): rescoring as in U2 (Zhang et al. 2020, arXiv:2012.05481), but by a model that was not
-trained with the first one. All weights are chosen on the split `--tune`, so error rates of that split are too good;
-those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
+trained with the first one. All weights are chosen on the split `--choose_on`, so error rates of that split are too
+good; those of `--split` are not. If the tokens of the model are phonemes, words are found by their pronunciations
 (`--lexicon`), and greedy search looks them up. Several folders are measured as one model: the mean of their log
 probabilities in each frame, for which they must share their tokens. Transcripts are compared word by word, in capitals.
 Bootstrap intervals draw speakers.
@@ -28,22 +28,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc", __doc__)
     add = parser.add_argument
-    add(
+    parser.add_place(
+        "model_name_or_path",
         "models",
+        "folder of a model that favor.train.asr has saved; of several, log probabilities of tokens are averaged",
         nargs="+",
-        metavar="model",
-        help="folder of a model that favor.train.asr has saved; of several, log probabilities of tokens are averaged",
     )
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
-    add("--tune", default="dev", help="split on which weights are chosen")
+    add("--choose_on", default="dev", help="split on which weights are chosen")
     add("--split", default="test", help="split to evaluate; several are joined by +")
     add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search alone")
     add("--lexicon", type=Path, help="pronunciations for a model of phonemes; default: those in its folder, if any")
     add("--lm_weights", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="weights to choose from")
     add("--word_scores", type=float, nargs="+", default=[0.5, 1.5, 2.5], help="scores of a word to choose from")
     add("--beam_size", type=int, default=500, help="hypotheses of the beam search")
-    add("--tune_beam_size", type=int, default=100, help="the same while weights are chosen")
-    add("--tune_utterances", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
+    add("--choose_beam_size", type=int, default=100, help="the same while weights are chosen")
+    add("--choose_samples", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
     add("--causal_model", help="folder of a causal language model that rescores, or gemma; default: none")
     add(
         "--causal_weights",
@@ -61,7 +61,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--context_texts", type=int, default=0, help="texts of a chapter that the causal model reads before each text")
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
-    add("--texts", type=int, default=30, help="texts of each utterance that are rescored")
+    add("--rescored_texts", type=int, default=30, help="texts of each utterance that are rescored")
     add(
         "--whisper_weights",
         type=float,
@@ -69,12 +69,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=[0.0, 0.2, 0.5, 1.0, 2.0, 4.0],
         help="weights of Whisper's log probability to choose from",
     )
-    add("--max_samples", type=int, help="utterances per split, evenly spaced; default: all")
+    add("--max_eval_samples", type=int, help="utterances per split, evenly spaced; default: all")
     add_results(parser, "whisper_ctc")
     arguments = parser.parse_args(argv)
-    sizes = (arguments.beam_size, arguments.tune_beam_size, arguments.texts, arguments.max_samples or 1)
-    if min(*sizes, arguments.tune_utterances or 1) < 1:
-        parser.error("--beam_size, --tune_beam_size, --tune_utterances, --texts and --max_samples must be at least 1")
+    sizes = (arguments.beam_size, arguments.choose_beam_size, arguments.rescored_texts, arguments.max_eval_samples or 1)
+    if min(*sizes, arguments.choose_samples or 1) < 1:
+        names = "--beam_size, --choose_beam_size, --choose_samples, --rescored_texts and --max_eval_samples"
+        parser.error(f"{names} must be at least 1")
     if arguments.context_texts < 0:
         parser.error(f"--context_texts must be at least 0, got {arguments.context_texts}")
     if arguments.context_texts and arguments.causal_model is None:

@@ -24,7 +24,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc_long", __doc__)
     add = parser.add_argument
-    add("model", help="folder of a model that favor.train.asr has saved")
+    parser.add_place("model_name_or_path", "model", "folder of a model that favor.train.asr has saved")
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--split", default="dev+test", help="split of the data; several are joined by +")
     add("--minutes", type=float, nargs="+", default=[10.0, 30.0], metavar="M", help="minutes of audio")

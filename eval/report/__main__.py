@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not measured.heads.errors:
             raise ValueError(f"{type(model).__name__} has no attention layer that can be linear: see favor.describe")
         own = [variant for variant in variants if variant.is_backend]
-        parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds)))
+        parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds_per_cell)))
         print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
     layers = layer_names(model, parts[0].measured)
     found = content(parts, whole.measure_of(model), layers, arguments.max_error)

@@ -19,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     lines = [] if arguments.words is None else read_text(arguments.words).splitlines()
     more = {word for line in lines for word in normalize_transcript(line).split()}
-    texts = list(transcripts(arguments.text))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_arpa(texts, arguments.output, arguments.order, more)
+    texts = list(transcripts(arguments.texts))
+    arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
+    write_arpa(texts, arguments.output_file, arguments.order, more)
     known = {word for text in texts for word in text.split()}
     count = sum(len(text.split()) for text in texts)
     print(
         f"{len(texts)} sentences of {count} words, {len(known)} different ones and {len(more - known)} more, in "
-        f"{arguments.output}"
+        f"{arguments.output_file}"
     )
     return 0
 

@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     spoken = read_dictionary(arguments.dictionary)
     known = len(spoken)
-    words = {word for text in transcripts(arguments.text) for word in text.split()}
+    words = {word for text in transcripts(arguments.texts) for word in text.split()}
     for split in arguments.splits:
         words |= {word for one in load_speech(arguments.data_dir, split)[0] for word in one.text.split()}
     left = add_words(spoken, words, LetterToSound.installed())
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_lexicon(spoken, arguments.output)
-    print(f"{known} words of the dictionary and {len(spoken) - known} more, in {arguments.output}")
+    arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
+    write_lexicon(spoken, arguments.output_file)
+    print(f"{known} words of the dictionary and {len(spoken) - known} more, in {arguments.output_file}")
     if left:
         shown = ", ".join(left[:10])
         print(f"{len(left)} words have no pronunciation, such as {shown}. `pip install --no-deps g2p-en` guesses them.")

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     voices = [synthesizer(name) for name in arguments.voices]
     held_out = [one.text for split in arguments.without for one in load_speech(arguments.data_dir, split)[0]]
     avoided = word_sequences(held_out, IN_COMMON)
-    found = (sentence for path in arguments.text for sentence in sentences(read_text(path)))
+    found = (sentence for path in arguments.texts for sentence in sentences(read_text(path)))
     texts = list(readable(found, avoided))
     rows = corpus(
         texts,
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hours=arguments.hours,
         tempo=arguments.tempo,
         pitch=arguments.pitch,
-        max_seconds=arguments.max_seconds,
+        max_seconds=arguments.max_duration_in_seconds,
         seed=arguments.seed,
     )
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -13,6 +13,7 @@ from favor.eval.common import report
 from favor.eval.glue.table import DASH
 from favor.eval.options.wer_by_features import EXACT, UNIFORM
 from favor.train.common.checkpoint import RESULTS
+from favor_command.names import in_new_words
 
 RECORD = "arm.json"
 NAMES = {EXACT: "exact", UNIFORM: "mean over time"}
@@ -37,7 +38,7 @@ def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, 
     found = {place.parent: json.loads(place.read_text()) for place in sorted(folder.glob(f"*/seed_*/{RECORD}"))}
     for place, record in found.items():
         arguments = record["arguments"] if arguments is None else list(arguments)
-        if record["arguments"] != arguments:
+        if in_new_words(record["arguments"], arguments) != in_new_words(arguments, record["arguments"]):
             raise ValueError(
                 f"{place} has other arguments than the other folders or this run:\n"
                 f"  there {shlex.join(record['arguments'])}\n  here  {shlex.join(arguments)}\n"
@@ -252,7 +253,7 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
     rows, splits, common = summarise(runs), runs[0]["splits"], runs[0]["arguments"]
     arms = [row["arm"] for row in rows]
     seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
-    words = [*common, "--arms", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
+    words = [*common, "--backends", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
     lines, found = report_lines(rows, runs, common), checks(rows, splits)
     content = {
         "command": report.shown_command("favor.eval.wer_by_features", report.local_names(words), ["--data_dir"]),

@@ -69,7 +69,7 @@ def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Con
 def _over_limit(needed: float, limit: float) -> str | None:
     if needed <= limit:
         return None
-    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--memory_limit)"
+    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--max_gigabytes)"
 
 
 @lru_cache(maxsize=1)
@@ -93,13 +93,17 @@ def run_attention(bench: Bench) -> Iterator[None]:
     """Runs a panel for each direction and pass; yields after each."""
     arguments = bench.arguments
     chosen = []
-    for method in methods.select(arguments.methods, arguments.features, arguments.device):
+    for method in methods.select(arguments.methods, arguments.families, arguments.device):
         if (missing := method.missing()) is None:
             chosen.append(method)
         else:
             bench.note(f"{method.name} skipped: {missing}")
     shape = {
-        name: getattr(arguments, name) for name in ("batch_size", "heads", "key_heads", "head_dim", "num_features")
+        "batch_size": arguments.per_device_eval_batch_size,
+        "heads": arguments.num_attention_heads,
+        "key_heads": arguments.num_key_value_heads,
+        "head_dim": arguments.head_dim,
+        "num_features": arguments.num_features,
     }
     same = {name: getattr(arguments, name) for name in ("dtype", "device", "kernel", "seed", "magnitude")}
     for direction in arguments.directions:
@@ -119,7 +123,7 @@ def model_contender(bench: Bench, model: speed_models.Model, backend: str, backw
         backend: the backend.
         backward: whether a pass has a backward pass.
     """
-    batch_size = bench.arguments.batch_size
+    batch_size = bench.arguments.per_device_eval_batch_size
 
     def refuses(length: int) -> str | None:
         return _over_limit(model.scratch_bytes(batch_size, length, backward), bench.memory_limit)
@@ -149,10 +153,10 @@ def _model_peak(model: speed_models.Model, call: Callable[[], object]) -> int:
 def run_models(bench: Bench) -> Iterator[None]:
     """Runs a panel for each model and pass; yields after each."""
     arguments = bench.arguments
-    for name in speed_models.MODELS if arguments.model == "both" else (arguments.model,):
+    for name in arguments.model_types:
         model = speed_models.Model.build(
             name,
-            layers=arguments.layers,
+            layers=arguments.num_hidden_layers,
             longest=arguments.lengths[-1],
             num_features=arguments.num_features,
             seed=arguments.seed,
@@ -175,20 +179,21 @@ def explanation(bench: Bench) -> list[str]:
         "JSON. Causal rows of data-dependent features (gerf, saderf, aderf, sderf; favor++, favor#) compute what `pos`",
         "computes: statistics of a sequence would show its tokens the future.",
     ]
-    if a.model:
+    if a.model_types:
         return [
             *lines,
-            f"Models: random weights, {a.layers} layers of width 768, 12 heads (llama: 4 key heads), batch",
-            f"{a.batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the last hidden state,",
-            "without a head; forward+backward includes the gradients of all weights. Before its time each backend is",
-            "run once and must give finite numbers and, for FAVOR, others than SDPA.",
+            f"Models: random weights, {a.num_hidden_layers} layers of width 768, 12 heads (llama: 4 key heads),",
+            f"batch {a.per_device_eval_batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the",
+            "last hidden state, without a head; forward+backward includes the gradients of all weights. Before its",
+            "time each backend is run once and must give finite numbers and, for FAVOR, others than SDPA.",
         ]
     if a.cuda_graph:
         lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
     return [
         *lines,
         f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",
-        f"batch {a.batch_size}, {a.heads} heads, {a.key_heads} key heads, width {a.head_dim},",
+        f"batch {a.per_device_eval_batch_size}, {a.num_attention_heads} heads, {a.num_key_value_heads} key heads,",
+        f"width {a.head_dim},",
         f"{a.num_features} features, {a.dtype}, seed {a.seed}. forward+backward gives the gradients of query, key and",
         "value. Before its time each method is compared with its own formula in float64 on the cell's inputs: up to 64",
         "query rows of one head, with a backward all gradients that follow from them. Largest relative error allowed:",
@@ -218,7 +223,7 @@ def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    what = "Whole models" if arguments.model else "Attention"
+    what = "Whole models" if arguments.model_types else "Attention"
     settings = {key: value for key, value in vars(arguments).items() if key not in ("output_dir", "isolate")}
     return {
         "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
@@ -243,19 +248,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure.serve(sys.stdin, sys.stdout, isolated_peak)
         return 0
     share = 0.5 * measure.free_bytes(arguments.device)
-    limit = share if arguments.memory_limit is None else 1e9 * arguments.memory_limit
+    limit = share if arguments.max_gigabytes is None else 1e9 * arguments.max_gigabytes
     bench = Bench(arguments, measure.ceilings(arguments.dtype, arguments.device), limit)
     ceilings = bench.ceilings
     about, lines = context(bench, words), []
     bench.say(f"ceilings: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s, {ceilings.copy_bytes / 1e9:.3g} GB/s")
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*parameters from this sequence would let its tokens see later ones")
-        if not arguments.model and arguments.device == "cpu" and not arguments.skip_memory:
+        if not arguments.model_types and arguments.device == "cpu" and not arguments.skip_memory:
             if (problem := measure.MemoryServer.problem()) is None:
                 bench.server = stack.enter_context(measure.MemoryServer(torch.get_num_threads()))
             else:
                 bench.note(problem)
-        for _ in run_models(bench) if arguments.model else run_attention(bench):
+        for _ in run_models(bench) if arguments.model_types else run_attention(bench):
             # Write after each panel, so that an error in a later panel does not lose it.
             lines = report.write(
                 bench.results, bench.notes, explanation(bench), about, arguments.output_dir, arguments.name

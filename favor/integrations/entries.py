@@ -10,6 +10,7 @@ from favor.config import BACKEND, MOST_FEATURES, FavorConfig
 
 _WIDEST = 2**14  # of a head, and heads of a layer
 _SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES, "directions": MOST_FEATURES}
+_COUNTS, _SWITCHES = ("window", "selected_keys", "layer", "seed"), ("orthogonal", "maps")
 _NAMES = {"family": lambda: registry.FAMILIES, "kind": lambda: ("calibrated", "corrected")}
 
 
@@ -51,7 +52,7 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
             fits = isinstance(value, str) and value in _NAMES[name]()
         elif name in _SIZES:
             expected, fits = f"an integer from 1 to {_SIZES[name]}", _is_integer(value, 1, _SIZES[name])
-        elif name in ("window", "selected_keys", "layer", "seed"):
+        elif name in _COUNTS:
             expected, fits = "an integer of at least 0", _is_integer(value, None if name == "seed" else 0)
         elif name == "exact_heads":
             heads = entry.get("key_heads", _WIDEST)
@@ -62,8 +63,12 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
         elif name == "weights_of":
             _check_fields(f"{where}.weights_of", value, ("num_features", "layer"))
             continue
+        elif name in _SWITCHES:
+            expected, fits = "true or false", isinstance(value, bool)
         else:
-            continue
+            known = (*_NAMES, *_SIZES, *_COUNTS, *_SWITCHES, "exact_heads", "weights_of")
+            hint = registry.did_you_mean(name, known)
+            raise ValueError(f"{where} has an unknown field, {name}; the fields are {', '.join(known)}.{hint}")
         if not fits:
             raise ValueError(f"{where}.{name} must be {expected}, got {value!r}.")
 

@@ -1,6 +1,6 @@
 """Says what each attention layer of a model would run at some lengths, and what that costs.
 
-    favor check FOLDER --length 512 8192 --attn_implementation landmark --num_features 128
+    favor check FOLDER --lengths 512 8192 --attn_implementation landmark --num_features 128
 
 The model is built from its config alone: no weights are loaded and nothing is run. Each layer is "linear", "exact",
 "local" (exact within the sliding window of the model) or "refused". The exit code is 0 if some layer is linear at one
@@ -27,8 +27,10 @@ FOOT = (
 def parse_arguments(words: Sequence[str] | None) -> Any:
     """Arguments of the program; ends it for bad ones."""
     parser = Parser(NAME, __doc__)
-    parser.add_argument("model", help="folder with a config.json, or a name that transformers can resolve")
-    parser.add_argument("--length", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="numbers of tokens")
+    parser.add_place(
+        "model_name_or_path", "model", "folder with a config.json, or a name that transformers can resolve"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="numbers of tokens")
     models.add_options(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device that the model would run on")
     return parser.parse_args(words)
@@ -55,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         print(f"{type(model).__name__} is refused: {error}")
         return 1
-    lines, is_linear = report(model, backend, arguments.length, arguments.device)
+    lines, is_linear = report(model, backend, arguments.lengths, arguments.device)
     print("\n".join(lines))
     return 0 if is_linear else 1
 

@@ -27,10 +27,12 @@ NONE = "no tokenizer or processor was found"
 def parse_arguments(words: Sequence[str] | None) -> Any:
     """Arguments of the program; ends it for bad ones."""
     parser = Parser(NAME, __doc__)
-    parser.add_argument("model", help="folder of a saved model, or a name that transformers can resolve")
-    parser.add_argument("out", type=Path, help="new folder for the copy")
+    parser.add_place("model_name_or_path", "model", "folder of a saved model, or a name that transformers can resolve")
+    parser.add_place("output_dir", "out", "new folder for the copy")
     models.add_options(parser)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    arguments.out = Path(arguments.out)
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:

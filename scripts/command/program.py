@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 
+from favor_command.names import renamed
+
 DEBUG = "--debug"
 # Exit codes: that of argparse for an error that a user can mend, and that of a shell for Ctrl-C.
 MENDABLE, STOPPED = 2, 130
@@ -94,9 +96,24 @@ def in_one_line(error: Exception) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Makes a question with the nearest known word, to append to an error; empty if no word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f": did you mean {near[0]}?" if near else ""
+    """Makes a question with the nearest known word, to append to an error; empty if no word is near.
+
+    Near are words with almost the same letters, and longer or shorter names: `--model` for `--model_name_or_path`.
+    Capitals do not count.
+    """
+    names, bare = {_bare(str(name)): str(name) for name in known}, _bare(word)
+    near = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
+    longer = [name for name in names if _is_part(bare, name) or _is_part(name, bare)]
+    found = near or sorted(longer, key=lambda name: abs(len(name) - len(bare)))
+    return f": did you mean {names[found[0]]}?" if found else ""
+
+
+def _bare(word: str) -> str:
+    return word.lower().lstrip("-").replace("-", "_")
+
+
+def _is_part(part: str, name: str) -> bool:
+    return len(part) > 3 and f"_{part}_" in f"_{name}_"
 
 
 def _shown(value: Any) -> str:
@@ -119,24 +136,52 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest known option after an unknown one.
+    """A parser whose errors are one line, with the nearest known name after an unknown one.
 
-    An option may be written with hyphens or underscores; help lists it with underscores.
+    An option may be written with hyphens or underscores; help lists it with underscores. The old name of an option is
+    an error that says the new one.
 
     Args:
         program: the program's name in messages.
         text: the program's docstring, shown unchanged.
-        abbreviations: whether the first letters of an option are enough.
     """
 
-    def __init__(self, program: str, text: str | None, *, abbreviations: bool = False) -> None:
-        super().__init__(prog=called(program), description=text, formatter_class=Formatter, allow_abbrev=abbreviations)
+    def __init__(self, program: str, text: str | None) -> None:
+        super().__init__(prog=called(program), description=text, formatter_class=Formatter, allow_abbrev=False)
+        self.places: list[tuple[argparse.Action, bool]] = []
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
+    def add_place(self, name: str, dest: str, text: str, needed: bool = True, nargs: str | None = None) -> None:
+        """Adds an option whose name may be left out: a word that belongs to no other option is its value.
+
+        Args:
+            name: the option, without hyphens.
+            dest: the attribute of its value; in capitals also the name of the value in the help.
+            text: its help.
+            needed: whether the program ends without it.
+            nargs: "+" takes several words.
+        """
+        text += f"; --{name} may be left out" + " (required)" * needed
+        action = self.add_argument(f"--{name}", dest=dest, metavar=dest.upper(), nargs=nargs, help=text)
+        self.places.append((action, needed))
+        shown = dest.upper() + " ..." * (nargs is not None)
+        before = (self.usage or self.prog).removesuffix(" [OPTION ...]")
+        self.usage = f"{before} {shown if needed else f'[{shown}]'} [OPTION ...]"
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses words in which an option may have hyphens in place of underscores."""
+        """Parses words in which an option may have hyphens in place of underscores; fills the places."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._spelled(word) for word in words], namespace)
+        self._refuse_old_names(words, self.options())  # first, since the new name may be required
+        found, rest = super().parse_known_args([self._spelled(word) for word in words], namespace)
+        for action, needed in self.places:
+            count = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
+            if count and getattr(found, action.dest) is None:
+                taken = count if action.nargs else 1
+                setattr(found, action.dest, rest[:taken] if action.nargs else rest[0])
+                rest = rest[taken:]
+            if needed and getattr(found, action.dest) is None:
+                self.error(f"the following arguments are required: {action.option_strings[0]}")
+        return found, rest
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses a command line; ends the program if a word is unknown."""
@@ -157,7 +202,21 @@ class Parser(argparse.ArgumentParser):
         if not options:
             self.error(f"did not expect {' '.join(rest)!r}")
         known = [*self.options(), *others]
+        self._refuse_old_names(options, known)
         self.error(f"unknown option {options[0]}{did_you_mean(options[0], known) or ': --help lists all'}")
+
+    def check_passed_on(self, rest: Sequence[str], other: Parser) -> None:
+        """Ends the program if words that it passes on to another program are none of its options."""
+        names = [word for word in rest[:1] if not word.startswith("-")]
+        names += [word for word in map(other._spelled, rest) if word.startswith("--") and word != "--"]
+        known = other.options()
+        self.refuse([word for word in names if word.split("=")[0] not in known], known)
+
+    def _refuse_old_names(self, words: Iterable[str], known: Sequence[str]) -> None:
+        for word in (word.split("=")[0] for word in words if word.startswith("--")):
+            new = renamed(_bare(word), [name[2:] for name in known])
+            if new is not None:
+                self.error(f"{word} is now --{new}")
 
     def options(self) -> list[str]:
         """Gives the names of all options."""
@@ -166,6 +225,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line."""
         end(f"{self.prog}: error: {message}", MENDABLE)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Adds the nearest choice to the error about a value that is none."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), action.choices or ())
+            raise
 
     def _spelled(self, word: str) -> str:
         name, sign, value = word.partition("=")

@@ -10,7 +10,18 @@ from favor.eval import decoding
 
 
 def test_the_table(tmp_path):
-    words = ["--contexts", "300", "--layers", "1", "--tokens", "4", "--num_features", "16", "--selected_keys", "64"]
+    words = [
+        "--lengths",
+        "300",
+        "--num_hidden_layers",
+        "1",
+        "--tokens",
+        "4",
+        "--num_features",
+        "16",
+        "--selected_keys",
+        "64",
+    ]
     assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "decoding_cpu.json").read_text())
     assert [row["shape"] for row in found["rows"]] == ["llama", "gemma"]
@@ -20,7 +31,18 @@ def test_the_table(tmp_path):
 
 def test_a_cache_that_gives_something_else_is_not_timed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decoding, "TOLERANCE", 0.0)
-    words = ["--contexts", "300", "--layers", "1", "--tokens", "3", "--shapes", "llama", "--num_features", "16"]
+    words = [
+        "--lengths",
+        "300",
+        "--num_hidden_layers",
+        "1",
+        "--tokens",
+        "3",
+        "--shapes",
+        "llama",
+        "--num_features",
+        "16",
+    ]
     assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 1
     assert "no times are given" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ import pytest
 import favor
 from favor.eval import generation
 
-SMALL = ["--contexts", "6", "12", "--tokens", "3", "--layers", "1", "--num_features", "8"]
+SMALL = ["--lengths", "6", "12", "--tokens", "3", "--num_hidden_layers", "1", "--num_features", "8"]
 
 
 def test_report_holds_times_and_bytes(tmp_path):

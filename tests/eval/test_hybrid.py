@@ -26,7 +26,7 @@ def own_allocator():
 @pytest.mark.usefixtures("own_allocator")
 def test_writes_times_memory_and_checks(tmp_path, monkeypatch):
     monkeypatch.setattr(hybrid, "ModernBertConfig", lambda **sizes: ModernBertConfig(**{**sizes, **NARROW}))
-    argv = ["--lengths", "128", "256", "--layers", "3", "--repeats", "1", "--num_features", "16"]
+    argv = ["--lengths", "128", "256", "--num_hidden_layers", "3", "--repeats", "1", "--num_features", "16"]
     assert hybrid.main([*argv, "--output_dir", str(tmp_path), "--backends", "landmark"]) == 0
     content = json.loads((tmp_path / "hybrid_cpu.json").read_text())
     cells = [cell for own in content["results"].values() for cell in own.values()]

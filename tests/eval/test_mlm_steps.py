@@ -12,7 +12,7 @@ def test_curves_begin_where_each_attention_takes_the_same_weights(bert_folder, t
     """Exact attention and landmarks, which are exact here, have one curve; features begin higher or lower."""
     words = [str(bert_folder), "--train_file", str(text), "--max_length", "32", "--max_train_samples", "24"]
     words += ["--per_device_train_batch_size", "8", "--max_train_steps", "5", "--num_features", "32"]
-    words += ["--exact_below", "0", "--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    words += ["--exact_below", "0", "--output_dir", str(tmp_path / "runs"), "--results_dir", str(tmp_path)]
     backends = ["sdpa", "landmark", "favor+"]
     assert mlm_steps.main([*words, "--backends", *backends]) == 0
     content = json.loads((tmp_path / "mlm_steps.json").read_text())

@@ -13,9 +13,9 @@ from favor.eval.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Var
 from favor.integrations.adapt.observe import observe
 
 SMALL = [
-    "--length",
+    "--max_length",
     "32",
-    "--samples",
+    "--calibration_samples",
     "2",
     "--held_out_samples",
     "2",
@@ -66,7 +66,7 @@ def test_divergence_of_grouped_causal_heads(decoder):
 
 def test_the_report(bert_folder, text, tmp_path):
     words = [str(bert_folder), "--text", str(text), "--held_out", str(text), *SMALL, "--backends", "favor+", "favor#"]
-    feature_weights.main([*words, "--results", str(tmp_path)])
+    feature_weights.main([*words, "--output_dir", str(tmp_path)])
     content = json.loads((tmp_path / "feature_weights.json").read_text())
     rows = {(row["window"], row["backend"], row["kind"], row["M"]): row for row in content["rows"]}
     assert len(rows) == 2 * (2 + 1 + 4 + 2)

@@ -121,7 +121,7 @@ def test_options_are_merged_validated_and_stored():
     assert json.loads(json.dumps(model.config.favor)) == options.to_dict()
     before = dict(model.config.favor)
     with pytest.raises(
-        ValueError, match=r"unknown option num_feature \(did you mean num_features\?\); the options are num_features"
+        ValueError, match=r"unknown option num_feature; the options are num_features.*Did you mean 'num_features'"
     ):
         favor.configure(model, num_feature=3)
     assert model.config.favor == before

@@ -101,7 +101,7 @@ def test_exact_attention_under_our_name_is_found(monkeypatch):
 
 
 def test_the_program_writes_a_table(tmp_path, capsys):
-    assert program.main(["--models", "bert", "t5", "--output_dir", str(tmp_path), "--jobs", "1"]) == 0
+    assert program.main(["--model_types", "bert", "t5", "--output_dir", str(tmp_path), "--jobs", "1"]) == 0
     classes = json.loads((tmp_path / "compatibility.json").read_text())["classes"]
     found = {own["class"]: own["category"] for own in classes}
     assert (found["BertModel"], found["T5Model"]) == ("equal", "refused")
@@ -114,5 +114,5 @@ def test_the_program_writes_a_table(tmp_path, capsys):
 
 def test_unknown_families_are_named(capsys):
     with pytest.raises(SystemExit, match="2"):
-        program.main(["--models", "brt"])
+        program.main(["--model_types", "brt"])
     assert "no models called brt" in capsys.readouterr().err

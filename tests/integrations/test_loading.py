@@ -236,6 +236,7 @@ MALFORMED = {
     "exact head": ({"favor_layers": {LAYER: {**ENTRY, "exact_heads": [99]}}}, "different key heads from 0 to 3"),
     "negative head": ({"favor_layers": {LAYER: {"exact_heads": [-1]}}}, "a list of different key heads"),
     "unknown family": ({"favor_layers": {LAYER: {**ENTRY, "family": "x"}}}, "family must be 'pos' or"),
+    "unknown field": ({"favor_layers": {LAYER: {"exact_head": [1]}}}, "unknown field, exact_head; .* 'exact_heads'"),
     "window": ({"favor_layers": {LAYER: {"window": -3}}}, "window must be an integer of at least 0"),
     "weights": (
         {"favor_layers": {LAYER: {**ENTRY, "weights_of": {"num_features": 8}}}},

@@ -5,6 +5,7 @@ Only the checks import `favor` and transformers, so that --help is fast.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -44,14 +45,16 @@ def check_backend(name: str | None) -> None:
     known = [*favor.BACKENDS, "sdpa", "eager"]
     if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
         raise ValueError(
-            f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
+            f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
         )
 
 
-def check_choice(arguments: Any, name: str, allowed: tuple[str | None, ...]) -> None:
-    """Raises ValueError if a field is none of the allowed values."""
-    if getattr(arguments, name) not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(arguments, name)!r}")
+def check_choice(arguments: Any, name: str, allowed: Collection[str | None]) -> None:
+    """Raises ValueError if a field is none of the allowed values; None stands for an option that is not given."""
+    value, names = getattr(arguments, name), [choice for choice in allowed if choice is not None]
+    if value not in allowed:
+        near = did_you_mean(str(value), names)
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}{near}")
 
 
 def check_schedule(name: str) -> None:
@@ -61,7 +64,7 @@ def check_schedule(name: str) -> None:
     known = [kind.value for kind in SchedulerType]
     if name not in known:
         raise ValueError(
-            f"lr_scheduler_type must be one of {', '.join(known)}, got {name!r}{did_you_mean(name.lower(), known)}"
+            f"lr_scheduler_type must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
         )
 
 
@@ -267,10 +270,8 @@ class HeadArguments:
         from favor.optim.softmax_bound import CURVATURES
 
         check_positive(self, "head_learning_rate", "head_damping")
-        if self.head_optimizer not in (ADAMW, SOFTMAX_BOUND):
-            raise ValueError(f"head_optimizer must be {ADAMW} or {SOFTMAX_BOUND}, got {self.head_optimizer!r}")
-        if self.head_curvature not in (None, *CURVATURES):
-            raise ValueError(f"head_curvature must be one of {', '.join(CURVATURES)}, got {self.head_curvature!r}")
+        check_choice(self, "head_optimizer", (ADAMW, SOFTMAX_BOUND))
+        check_choice(self, "head_curvature", (None, *CURVATURES))
         for name in ("head_damping", "head_curvature"):
             if getattr(self, name) is not None and self.head_optimizer != SOFTMAX_BOUND:
                 raise ValueError(f"{name} is an option of head_optimizer {SOFTMAX_BOUND}, not of {self.head_optimizer}")

@@ -83,7 +83,7 @@ class DistillArguments:
         "Part of the samples that are two texts, as in tasks on pairs of sentences: the second begins inside the first "
         "or right after it, and shares words with it.",
     )
-    train_samples: int | None = option(
+    max_train_samples: int | None = option(
         None, "Samples to learn from, evenly spaced in the text. Default: as many as the steps need, or all there are."
     )
     held_out_samples: int = option(8, "Samples that are not learned from, on which the error is measured.")
@@ -142,7 +142,7 @@ class DistillArguments:
         check_positive(
             self,
             *("max_length", "start_length", "per_device_train_batch_size", "calibration_samples"),
-            *("train_samples", "held_out_samples", "checkpointing_steps", "join_seconds"),
+            *("max_train_samples", "held_out_samples", "checkpointing_steps", "join_seconds"),
         )
         check_schedule(self.lr_scheduler_type)
         check_choice(self, "mixed_precision", PRECISIONS)
@@ -187,7 +187,7 @@ class DistillArguments:
             known = ", ".join(registry.BACKENDS)
             raise ValueError(
                 f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
-                + did_you_mean(self.attn_implementation.lower(), registry.BACKENDS)
+                + did_you_mean(self.attn_implementation, registry.BACKENDS)
             )
         landmarks = not self.family.takes_parameters
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from favor.train.common.arguments import (
     FREE,
     SCHEDULE,
     ArgumentGroups,
     BackendArguments,
+    check_choice,
     check_positive,
     option,
 )
@@ -65,7 +66,9 @@ class SpeechDataArguments(AcousticArguments):
     data_dir: str | None = option(
         None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
     )
-    dataset_config: str | None = option(None, "Configuration of a hub data set: clean, other or all for LibriSpeech.")
+    dataset_config_name: str | None = option(
+        None, "Configuration of a hub data set: clean, other or all for LibriSpeech."
+    )
     train_split: str = option(
         "train", "Split to train on: a folder of LibriSpeech, a manifest's name without ending, a hub split."
     )
@@ -105,7 +108,7 @@ class SpeechDataArguments(AcousticArguments):
     frequency_width: int = option(27, "Greatest width of a frequency mask, in bins.")
     time_masks: int = option(10, "Time masks of SpecAugment.")
     time_part: float = option(0.05, "Greatest width of a time mask, as a fraction of the utterance.")
-    num_workers: int = option(0, "Processes that read audio and compute features ahead. Default 0: none.")
+    dataloader_num_workers: int = option(0, "Processes that read audio and compute features ahead. Default 0: none.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
@@ -131,7 +134,11 @@ class SpeechDataArguments(AcousticArguments):
 class SpeechTrainArguments(ObjectiveArguments):
     """The optimization, with batches measured in seconds of audio."""
 
-    max_batch_seconds: float = option(200.0, "Seconds of audio, padding included, per process and forward pass.")
+    per_device_train_batch_seconds: float = option(
+        200.0,
+        "Seconds of audio per process and forward pass, padding included, also in evaluation; a number of utterances "
+        "says little, since their lengths differ.",
+    )
     learning_rate: float = option(1e-3, "Peak learning rate. A Whisper needs less, 1e-5 to 1e-4.")
     encoder_learning_rate: float | None = option(
         None,
@@ -151,7 +158,7 @@ class SpeechTrainArguments(ObjectiveArguments):
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
         super().__post_init__()
-        check_positive(self, "max_batch_seconds", "eval_epochs")
+        check_positive(self, "per_device_train_batch_seconds", "eval_epochs")
         if self.encoder_learning_rate is not None and self.encoder_learning_rate < 0:
             raise ValueError(f"encoder_learning_rate must be at least 0, got {self.encoder_learning_rate}")
         if not 0 <= self.ema_decay < 1:
@@ -162,15 +169,8 @@ class SpeechTrainArguments(ObjectiveArguments):
 class Arguments(ArgumentGroups):
     """All arguments of a run."""
 
-    free: ClassVar[tuple[str, ...]] = (*FREE, "num_workers")
+    free: ClassVar[tuple[str, ...]] = (*FREE, "dataloader_num_workers")
 
     model: SpeechModelArguments
     data: SpeechDataArguments
     train: SpeechTrainArguments
-
-
-def check_choice(arguments: Any, name: str, allowed: Any) -> None:
-    """Raises ValueError if the value of an argument is not among the allowed ones."""
-    if getattr(arguments, name) not in allowed:
-        names = ", ".join(choice for choice in allowed if choice is not None)
-        raise ValueError(f"{name} must be one of {names}, got {getattr(arguments, name)!r}")

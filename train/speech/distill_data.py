@@ -62,7 +62,7 @@ class Sounds:
         held = arguments.held_out_samples
         check_number(len(found), arguments, processes, f"{folder} (joined up to {arguments.join_seconds:g} seconds)")
         chosen = [found[place] for place in order]
-        number = None if arguments.train_samples is None else max(arguments.train_samples, processes)
+        number = None if arguments.max_train_samples is None else max(arguments.max_train_samples, processes)
         self.utterances, self._held = chosen[held:][:number], chosen[:held]
 
     def __len__(self) -> int:

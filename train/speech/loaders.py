@@ -68,7 +68,7 @@ def make_loaders(
         resample=data.resample,
         teacher=teacher,
     )
-    room, workers = arguments.train.max_batch_seconds, {"num_workers": data.num_workers}
+    room, workers = arguments.train.per_device_train_batch_seconds, {"num_workers": data.dataloader_num_workers}
     if isinstance(dataset, WhisperDataset):  # all samples are equally long, so all are mixed
         sampler = DurationBatchSampler(dataset.durations, room, seed, batches_per_bucket=len(dataset))
     else:

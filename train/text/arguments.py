@@ -20,12 +20,14 @@ class TextArguments:
     """The text, and the output layer."""
 
     train_file: str = field(metadata={"help": "Text to learn from: UTF-8, plain, .gz or .xz."})
-    eval_file: str | None = option(
+    validation_file: str | None = option(
         None, "Text to evaluate on. Default: 5 % of the samples of train_file, which are not trained on."
     )
     max_length: int = option(128, "Tokens of a sample.")
     max_train_samples: int | None = option(
-        None, "Take this number of samples, evenly spaced over the text; without eval_file, 5 % of them to evaluate on."
+        None,
+        "Take this number of samples, evenly spaced over the text; without validation_file, 5 % of them to evaluate "
+        "on.",
     )
     max_eval_samples: int | None = option(500, "Evaluate on at most this number of samples.")
     untie_head: bool = option(

@@ -52,7 +52,7 @@ class Texts:
         self.arguments, self.processor, self.processes = arguments, tokenizer, processes
         steps = max(arguments.attention_steps or 0, arguments.model_steps)
         needed = steps * arguments.per_device_train_batch_size * processes
-        number = max(arguments.train_samples or max(needed, arguments.calibration_samples), processes)
+        number = max(arguments.max_train_samples or max(needed, arguments.calibration_samples), processes)
         held = arguments.held_out_samples
         ids = samples(str(arguments.train_file), tokenizer, arguments.max_length, number + held, arguments.seed)
         check_number(

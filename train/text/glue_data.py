@@ -140,7 +140,7 @@ def get_task(name: str) -> Task:
         ValueError: for an unknown name; the message lists the nine names.
     """
     if name.lower() not in TASKS:
-        near = did_you_mean(name.lower(), TASKS) or ";"
+        near = did_you_mean(name, TASKS) or ";"
         raise ValueError(f"unknown GLUE task {name!r}{near} task_name must be one of {', '.join(TASKS)}")
     return TASKS[name.lower()]
 

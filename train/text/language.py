@@ -117,13 +117,13 @@ def make_loaders(
     text, train = arguments.text, arguments.train
     # The order does not depend on the seed, so that the evaluation samples do not either.
     ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
-    if text.eval_file is None:
+    if text.validation_file is None:
         held = math.ceil(0.05 * len(ids))
         if held == len(ids):
             raise ValueError(f"{text.train_file} is one sample of {text.max_length} tokens: give a longer text")
         ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
     else:
-        held_out = samples(text.eval_file, tokenizer, text.max_length, text.max_eval_samples)
+        held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
     data = objective.samples(ids, tokenizer, text, seed)
     fixed = objective.samples(held_out, tokenizer, text, 0)
     sampler = VisitSampler(len(ids), seed)
@@ -220,7 +220,7 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
     settings = arguments.settings(accelerator.num_processes) | {"seed": seed}
     checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
     check_model(arguments.model.model_name_or_path)
-    for path in (arguments.text.train_file, arguments.text.eval_file):
+    for path in (arguments.text.train_file, arguments.text.validation_file):
         if path is not None:
             check_text(path)
     if train.resume and (folder / checkpoint.RESULTS).exists():

@@ -96,8 +96,8 @@ def test_rho_is_the_mean_over_pairs_of_the_log_second_moment():
 
 
 def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
-    options = ["--length", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "24"]
-    more = ["--backends", "favor+", "favor#:wderf", "--data_dir", str(glue_folder), "--results", str(tmp_path)]
+    options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "24"]
+    more = ["--backends", "favor+", "favor#:wderf", "--glue_dir", str(glue_folder), "--output_dir", str(tmp_path)]
     assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
     found = json.loads((tmp_path / "approximation.json").read_text())
     by_name = {(v["backend"], v["features"], v["window"]): v for v in found["variants"]}
@@ -241,13 +241,13 @@ def test_backends_that_are_refused(text, message):
 def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
     """With all operations every layer is exact."""
     monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
-    options = ["--length", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
+    options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
     converted = favor.convert(BertModel.from_pretrained(bert_folder), "landmark", num_features=5, selected_keys=0)
     number = converted.encoder.layer[0].attention.self.favor_layer.number
     update_choices(converted, {number: {"num_features": 24}})
     converted.save_pretrained(tmp_path / "converted")
-    options += ["--converted", str(tmp_path / "converted")]
-    more = ["--flop_budgets", "0.2", "1", "--choose_on", str(text), "--results", str(tmp_path), "--name", "chosen"]
+    options += ["--adapted", str(tmp_path / "converted")]
+    more = ["--flop_budgets", "0.2", "1", "--choose_on", str(text), "--output_dir", str(tmp_path), "--name", "chosen"]
     assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
     _, default, stored, cheap, exact = json.loads((tmp_path / "chosen.json").read_text())["variants"]
     assert (stored["label"], stored["num_features"]) == ("landmark (converted)", 0)
@@ -263,7 +263,7 @@ def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch
 def test_report_by_length(bert_folder, text, tmp_path):
     """Also beyond the 128 positions of the model."""
     options = [
-        "--length",
+        "--lengths",
         "200",
         "24",
         "--samples",
@@ -275,7 +275,7 @@ def test_report_by_length(bert_folder, text, tmp_path):
         "--query_samples",
         "50",
     ]
-    more = ["--backends", "favor+", "landmark:window=200", "--results", str(tmp_path), "--name", "by_length"]
+    more = ["--backends", "favor+", "landmark:window=200", "--output_dir", str(tmp_path), "--name", "by_length"]
     assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
     found = json.loads((tmp_path / "by_length.json").read_text())
     assert found["facts"]["positions"] == "repeat every 128 tokens in longer samples"

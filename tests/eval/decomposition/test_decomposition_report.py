@@ -301,7 +301,7 @@ def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys):
         "--starts",
         "1",
     ]
-    words += ["--iterations", "20", "--rows", "200", "--gaps", "0.05", "--passes", "3", "--seeds", "1"]
+    words += ["--iterations", "20", "--rows", "200", "--gaps", "0.05", "--max_passes", "3", "--num_seeds", "1"]
     assert decomposition.main([*words, "--output_dir", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "decomposition.json").read_text())
     assert result["command"] == report.shown_command("favor.eval.decomposition", words, ["--keel_dir"])

@@ -198,7 +198,7 @@ def test_the_program(tmp_path, capsys):
     (tmp_path / "mine.csv").write_text("\n".join(lines))
     out = tmp_path / "out"
     words = ["--data_dir", str(tmp_path), "--datasets", "mine", "iris", "--num_features", "16", "4"]
-    words += ["--feature_seeds", "3", "--scales", "0.3", "1", "--splits", "2", "--max_rows", "50"]
+    words += ["--feature_seeds", "3", "--scales", "0.3", "1", "--shuffles", "2", "--max_rows", "50"]
     code = program.main([*words, "--output_dir", str(out), "--name", "kc"])
     content = json.loads((out / "kc.json").read_text())
     markdown = (out / "kc.md").read_text()

@@ -109,7 +109,7 @@ def test_the_program(tmp_path, capsys):
     write_images(tmp_path)
     out = tmp_path / "out"
     regimes = ["heterogen", "mnist", "mnist/cifar10"]
-    words = ["--images_dir", str(tmp_path), "--sets", "2", "--length", "16", "--sigmas", "1", "0.5", "--seed", "3"]
+    words = ["--images_dir", str(tmp_path), "--sets", "2", "--vectors", "16", "--sigmas", "1", "0.5", "--seed", "3"]
     code = variance.main([*words, "--regimes", *regimes, "--output_dir", str(out)])
     content = json.loads((out / "variance.json").read_text())
     markdown = (out / "variance.md").read_text()
@@ -130,7 +130,7 @@ def test_the_program(tmp_path, capsys):
 
 
 def test_without_a_folder_scikit_learn_stands_in(tmp_path):
-    arguments = ["--sets", "1", "--length", "64", "--sigmas", "0.5", "--regimes", "mnist", "cifar10"]
+    arguments = ["--sets", "1", "--vectors", "64", "--sigmas", "0.5", "--regimes", "mnist", "cifar10"]
     variance.main([*arguments, "--output_dir", str(tmp_path)])
     assert "scikit-learn's digits (8 x 8) stand in for MNIST" in (tmp_path / "variance.md").read_text()
     images, _ = variance.load_images(None)
@@ -159,7 +159,7 @@ def test_checks_fail_when_the_numbers_say_so():
     assert third.line().startswith("DOES NOT HOLD: cifar10: sderf")
 
 
-@pytest.mark.parametrize("words", [["--sets", "0"], ["--length", "1"], ["--sigmas", "0"], ["--regimes", "cosmic"]])
+@pytest.mark.parametrize("words", [["--sets", "0"], ["--vectors", "1"], ["--sigmas", "0"], ["--regimes", "cosmic"]])
 def test_bad_arguments(words, capsys):
     with pytest.raises(SystemExit):
         variance.parse_arguments(words)

@@ -240,7 +240,7 @@ def test_train_resume_and_reload(bert_folder, glue_folder, tmp_path, capsys, mon
     common = ["--tasks", "sst2", "--backends", "sdpa", "favor#:saderf:8", "--seeds", "3", "--name", "table"]
     train = [
         *common, "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder),
-        "--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results"),
+        "--output_dir", str(tmp_path / "runs"), "--results_dir", str(tmp_path / "results"),
         "--exact_below", "0", "--learning_rate", "1e-2",
         "--max_train_steps", "4", "--task_options", "sst2:max_train_steps=3",
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from favor.eval.language import needle, needle_report
 @pytest.fixture
 def words(folder, novel_file, tmp_path):
     sizes = ["--lengths", "150", "300", "--cases", "4", "--depths", "2", "--tasks", "single"]
-    variants = ["--variants", "exact", "landmark:num_features=32"]
+    variants = ["--backends", "exact", "landmark:num_features=32"]
     return [str(folder), "--text", str(novel_file), *sizes, *variants, "--output_dir", str(tmp_path / "out")]
 
 

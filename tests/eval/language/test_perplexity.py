@@ -15,7 +15,7 @@ from favor.train.text.samples import samples
 @pytest.fixture
 def words(folder, novel_file, tmp_path):
     sizes = ["--lengths", "64", "200", "--samples", "3"]
-    variants = ["--variants", "exact", "favor+:num_features=8"]
+    variants = ["--backends", "exact", "favor+:num_features=8"]
     return [str(folder), "--texts", str(novel_file), *sizes, *variants, "--output_dir", str(tmp_path / "out")]
 
 

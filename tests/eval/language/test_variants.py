@@ -24,7 +24,7 @@ def test_options_and_cache_are_read():
         ("softmax", "must be one of exact, sdpa"),
         ("sdpa:window=3", "takes no options"),
         ("landmark:window", "KEY=VALUE"),
-        ("landmark:windoww=3", "did you mean window"),
+        ("landmark:windoww=3", "Did you mean 'window'"),
         ("landmark:cache=disk", "cache must be one of"),
         ("landmark:window=-1", "at least 0"),
         ("favor+:features=sderf", "features"),

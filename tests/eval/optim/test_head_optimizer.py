@@ -246,15 +246,15 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
 def test_the_program(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(head_optimizer.GRIDS, "fashion", GRID)
     folder, cache = tmp_path / "out", tmp_path / "runs.jsonl"
-    words = ["--tasks", "fashion", "--images_dir", str(images), "--seeds", "2", "--epochs", "2", "1"]
-    words += ["--cache", str(cache), "--output_dir", str(folder)]
+    words = ["--tasks", "fashion", "--images_dir", str(images), "--num_seeds", "2", "--epochs", "2", "1"]
+    words += ["--runs_file", str(cache), "--output_dir", str(folder)]
     code = head_optimizer.main(words)
     content = json.loads((folder / "head_optimizer.json").read_text())
     markdown = (folder / "head_optimizer.md").read_text()
     assert code == int(not all(check["holds"] for check in content["checks"]))
     assert len(content["checks"]) == 4
     assert str(tmp_path) not in markdown
-    assert content["command"].endswith("--tasks fashion --images_dir DATA --seeds 2 --epochs 2 1")
+    assert content["command"].endswith("--tasks fashion --images_dir DATA --num_seeds 2 --epochs 2 1")
     assert (folder / "head_optimizer.png").stat().st_size > 5000
     entries = content["tasks"]["fashion"]["entries"]
     assert {(e["method"], e["epochs"]) for e in entries} == {
@@ -299,8 +299,8 @@ def test_checks_compare_means(monkeypatch):
     ("words", "message"),
     [
         ([], "needs --images_dir"),
-        (["--tasks", "text"], "needs --text_file"),
-        (["--tasks", "sst2", "--glue_dir", "d", "--seeds", "0"], "at least 1"),
+        (["--tasks", "text"], "needs --text"),
+        (["--tasks", "sst2", "--glue_dir", "d", "--num_seeds", "0"], "at least 1"),
     ],
 )
 def test_bad_arguments(words, message, capsys):

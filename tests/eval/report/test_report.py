@@ -16,7 +16,7 @@ from favor.eval.report.content import verdict
 from favor.eval.report.page import render
 from favor.eval.report.times import pass_seconds
 
-QUICK = ("--seconds", "0.001", "--num_features", "8", "--windows", "0", "24", "--selected_keys", "0", "16")
+QUICK = ("--seconds_per_cell", "0.001", "--num_features", "8", "--windows", "0", "24", "--selected_keys", "0", "16")
 
 
 def data_of(page: str) -> dict:
@@ -33,7 +33,7 @@ def page(bert_folder, text, tmp_path_factory):
 
 
 def test_errors_and_scores_are_those_of_the_program_that_measures_them(page, bert_folder, text, tmp_path):
-    words = ["--text", str(text), "--results", str(tmp_path), "--length", "24", "200", "--samples", "2"]
+    words = ["--text", str(text), "--output_dir", str(tmp_path), "--lengths", "24", "200", "--samples", "2"]
     words += ["--backends", "landmark", "favor#", "favor++", "favor+", *QUICK[2:]]
     assert approximation.main([str(bert_folder), *words]) == 0
     measured = json.loads((tmp_path / "approximation.json").read_text())["variants"]
@@ -207,7 +207,9 @@ def test_mistakes_are_told_before_anything_is_measured(changed, message, bert_fo
     assert not (tmp_path / "x.html").exists()
 
 
-@pytest.mark.parametrize("words", [["--lengths", "0"], ["--samples", "0"], ["--max_error", "0"], ["--seconds", "nan"]])
+@pytest.mark.parametrize(
+    "words", [["--lengths", "0"], ["--samples", "0"], ["--max_error", "0"], ["--seconds_per_cell", "nan"]]
+)
 def test_numbers_that_are_refused(words, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["--text", "x", *words])

@@ -43,7 +43,7 @@ def transducer(tmp_path_factory):
 
 def call(model, corpus, output, *flags, splits=("dev",)):
     """Runs the program; returns its JSON and the rows of each split."""
-    words = ["--model_name_or_path", str(model), "--data_dir", str(corpus), "--splits", *splits]
+    words = ["--model_name_or_path", str(model), "--data_dir", str(corpus), "--eval_splits", *splits]
     assert asr.main([*words, "--output_dir", str(output), "--device", "cpu", *flags]) == 0
     rows = {
         split: [json.loads(line) for line in (output / f"{split}.jsonl").read_text().splitlines()] for split in splits
@@ -88,7 +88,9 @@ def test_greedy_ctc_of_two_splits(ctc, corpus, tmp_path):
 
 
 def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
-    content, rows = call(transducer, corpus, tmp_path, "--beam_size", "3", "--batch_seconds", "1", splits=("test",))
+    content, rows = call(
+        transducer, corpus, tmp_path, "--beam_size", "3", "--per_device_eval_batch_seconds", "1", splits=("test",)
+    )
     assert content["architecture"] == "ConformerForTransducer"
     assert list(content["splits"]["test"]["searches"]) == ["greedy", "beam 3"]
     model = ConformerForTransducer.from_pretrained(transducer).eval()
@@ -159,7 +161,7 @@ def test_known_words(ctc, corpus, tmp_path):
 
 def test_some_utterances_are_spread_over_the_split(ctc, corpus, tmp_path):
     """Sorted by speaker, the first ones are those of one speaker."""
-    content, rows = call(ctc, corpus, tmp_path, "--max_samples", "2", splits=("train", "dev"))
+    content, rows = call(ctc, corpus, tmp_path, "--max_eval_samples", "2", splits=("train", "dev"))
     assert [row["id"] for row in rows["train"]] == ["train1", "train3"]
     assert [row["id"] for row in rows["dev"]] == ["dev0", "dev2"]
     assert content["splits"]["train"]["utterances"] == 2

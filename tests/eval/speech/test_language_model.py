@@ -21,13 +21,13 @@ def test_sentences_are_transcripts(tmp_path, capsys):
         stream.write("Grey came.")
     (tmp_path / "words.txt").write_text("Zebra\nit's\nnew york\ncold\n", encoding="utf-8")
     for order in (2, 3):
-        texts = ["--text", tmp_path / "a.txt", tmp_path / "b.txt.xz"]
-        call(*texts, "--order", order, "--words", tmp_path / "words.txt", "--output", tmp_path / "new/lm.arpa")
+        texts = ["--texts", tmp_path / "a.txt", tmp_path / "b.txt.xz"]
+        call(*texts, "--order", order, "--words", tmp_path / "words.txt", "--output_file", tmp_path / "new/lm.arpa")
         words = ["ZEBRA", "IT'S", "NEW", "YORK"]
         expected = write_arpa([*SAID, "GREY CAME"], tmp_path / "expected.arpa", order, words).read_text()
         assert (tmp_path / "new/lm.arpa").read_text() == expected
     assert "5 sentences of 13 words, 9 different ones and 4 more" in capsys.readouterr().out
-    call("--text", tmp_path / "a.txt", "--output", tmp_path / "lm.arpa")
+    call("--texts", tmp_path / "a.txt", "--output_file", tmp_path / "lm.arpa")
     assert (tmp_path / "lm.arpa").read_text() == write_arpa(SAID, tmp_path / "expected.arpa", 3).read_text()
 
 
@@ -42,7 +42,7 @@ def test_what_it_refuses(tmp_path):
         ("none.txt", r"none\.txt must be a text in UTF-8"),
     ):
         with pytest.raises(ValueError, match=message):
-            call("--text", tmp_path / name, "--output", tmp_path / "lm.arpa")
+            call("--texts", tmp_path / name, "--output_file", tmp_path / "lm.arpa")
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     with pytest.raises(ValueError, match="order must be 2 to 6, which KenLM reads, got 7"):
-        call("--text", tmp_path / "a.txt", "--order", "7", "--output", tmp_path / "lm.arpa")
+        call("--texts", tmp_path / "a.txt", "--order", "7", "--output_file", tmp_path / "lm.arpa")

@@ -25,7 +25,7 @@ WIDTH = 4
 @pytest.fixture
 def dictionary(tmp_path):
     (tmp_path / "dictionary.txt").write_text(DICTIONARY)
-    return ["--dictionary", str(tmp_path / "dictionary.txt"), "--output", str(tmp_path / "new/lexicon.txt")]
+    return ["--dictionary", str(tmp_path / "dictionary.txt"), "--output_file", str(tmp_path / "new/lexicon.txt")]
 
 
 def network(path):
@@ -43,7 +43,7 @@ def network(path):
 def test_the_words_of_a_dictionary_and_of_texts(dictionary, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(LetterToSound, "installed", classmethod(lambda kind: None))
     (tmp_path / "text.txt").write_text("Good day's read; a rose's rock's. The roses' Zugzwang")
-    assert lexicon.main([*dictionary, "--text", str(tmp_path / "text.txt")]) == 0
+    assert lexicon.main([*dictionary, "--texts", str(tmp_path / "text.txt")]) == 0
     spoken = Pronunciations(tmp_path / "new/lexicon.txt").spoken
     assert spoken == {
         "GOOD": [("G", "UH", "D")],
@@ -84,7 +84,7 @@ def test_the_network_is_that_of_the_package(tmp_path, monkeypatch, dictionary):
     assert said("ZUG'S").split() == names
     assert len(PHONEMES) == 74
     (tmp_path / "text.txt").write_text("zugs")
-    lexicon.main([*dictionary, "--text", str(tmp_path / "text.txt")])
+    lexicon.main([*dictionary, "--texts", str(tmp_path / "text.txt")])
     found = Pronunciations(tmp_path / "new/lexicon.txt").spoken.get("ZUGS", [()])
     assert found == [tuple(names)]
 

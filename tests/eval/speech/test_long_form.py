@@ -65,7 +65,7 @@ def test_the_speaker_who_speaks_longest_in_order_of_chapters():
 
 
 def test_what_is_skipped():
-    given = arguments("--max_gigabytes", "2", "--max_quadratic_minutes", "20")
+    given = arguments("--max_gigabytes", "2", "--max_exact_minutes", "20")
     most = math.isqrt(int(2e9 / (3 * 4 * 4)))
     favor, (sdpa, eager) = Backend("favor#"), BOTH
     assert long_form.refusal(eager, 4, most, 4, given) is None

@@ -37,7 +37,7 @@ def text(tmp_path):
 
 
 def call(text, output, *words):
-    given = ["--text", str(text), "--output_dir", str(output), "--hours", "0.003", "--tempo", "0", "--pitch", "0"]
+    given = ["--texts", str(text), "--output_dir", str(output), "--hours", "0.003", "--tempo", "0", "--pitch", "0"]
     assert synthesize.main([*given, *words]) == 0
     return [json.loads(line) for line in (output / "synthetic.jsonl").read_text().splitlines()]
 
@@ -85,7 +85,7 @@ def test_sentences_of_other_splits_are_not_spoken(text, tmp_path, monkeypatch):
 
 def test_long_sentences_are_left_out(text, tmp_path, monkeypatch):
     install(tmp_path / "bin", monkeypatch, "flite")
-    rows = call(text, tmp_path / "out", "--max_seconds", "2.9", "--hours", "0.001")
+    rows = call(text, tmp_path / "out", "--max_duration_in_seconds", "2.9", "--hours", "0.001")
     assert max(row["seconds"] for row in rows) <= 2.9
 
 
@@ -144,7 +144,7 @@ def test_what_is_missing_is_named(text, tmp_path, monkeypatch):
 )
 def test_what_the_command_refuses(words, message, capsys):
     with pytest.raises(SystemExit):
-        synthesize.main(["--text", "a.txt", "--output_dir", "out", "--hours", "1", *words])
+        synthesize.main(["--texts", "a.txt", "--output_dir", "out", "--hours", "1", *words])
     assert message in capsys.readouterr().err
 
 

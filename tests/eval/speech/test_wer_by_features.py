@@ -179,7 +179,7 @@ def write_arm(folder, label, seed, **changes):
 
 def report_only(folder):
     """Runs the program without training; its JSON, and the cells of its tables by section and arm."""
-    words = ["--output_dir", str(folder), "--results", str(folder / "results"), "--name", "x", "--report_only"]
+    words = ["--output_dir", str(folder), "--results_dir", str(folder / "results"), "--name", "x", "--report_only"]
     assert program.main(words) == 0
     place = folder / "results" / "wer_by_features_x"
     sections = {}
@@ -276,7 +276,7 @@ def in_this_process(function, words):
 
 def command(base, corpus, folder, *flags):
     return [
-        "--model_name_or_path", str(base), "--output_dir", str(folder), "--results", str(folder / "results"),
+        "--model_name_or_path", str(base), "--output_dir", str(folder), "--results_dir", str(folder / "results"),
         "--name", "x", "--seeds", "3", "--data_dir", str(corpus), "--eval_splits", "dev", "test",
         "--max_train_steps", "2", "--learning_rate", "1e-2", "--warmup_ratio", "0", *flags,
     ]  # fmt: skip
@@ -298,7 +298,7 @@ def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(base
 @pytest.mark.slow
 def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "in_own_process", in_this_process)
-    words = command(base, corpus, tmp_path / "runs", "--arms", "sdpa", "uniform_mean", "favor++:4")
+    words = command(base, corpus, tmp_path / "runs", "--backends", "sdpa", "uniform_mean", "favor++:4")
     assert program.main(words) == 0
     assert capsys.readouterr().out.count("seed 3: finished") == 3
     content = json.loads((tmp_path / "runs" / "results" / "wer_by_features_x.json").read_text())
@@ -322,7 +322,7 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     # As converted: what the evaluation program measures on the model itself.
     backend = ["--attn_implementation", "favor++", "--num_features", "4", "--exact_below", "0", "--seed", "3"]
     for row, options in ((content["rows"][0], []), (content["rows"][2], backend)):
-        own = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--splits", "dev", "test"]
+        own = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--eval_splits", "dev", "test"]
         evaluation.main([*own, "--device", "cpu", "--output_dir", str(tmp_path / "asr"), *options])
         for split, found in json.loads((tmp_path / "asr" / "asr.json").read_text())["splits"].items():
             for metric in ("wer", "cer"):
@@ -339,7 +339,7 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
 def test_an_interrupted_arm_goes_on(base, corpus, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(program, "in_own_process", lambda function, words: calls.append(words) or function(words))
-    words = command(base, corpus, tmp_path, "--arms", "sdpa", "--checkpointing_steps", "1")
+    words = command(base, corpus, tmp_path, "--backends", "sdpa", "--checkpointing_steps", "1")
     assert program.main(words) == 0
     folder = tmp_path / "sdpa" / "seed_3"
     before = json.loads((folder / "all_results.json").read_text())
@@ -360,7 +360,7 @@ def test_a_diverged_arm_does_not_stop_the_others(base, corpus, tmp_path, monkeyp
         return function(words)
 
     monkeypatch.setattr(program, "in_own_process", train)
-    assert program.main(command(base, corpus, tmp_path, "--arms", "favor++:4", "sdpa")) == 1
+    assert program.main(command(base, corpus, tmp_path, "--backends", "favor++:4", "sdpa")) == 1
     printed = capsys.readouterr()
     assert "[1/2] favor++:4 seed 3: FAILED: the loss is nan" in printed.out
     assert "failed: [1/2] favor++:4 seed 3" in printed.err
@@ -370,7 +370,7 @@ def test_a_diverged_arm_does_not_stop_the_others(base, corpus, tmp_path, monkeyp
 @pytest.mark.slow
 def test_an_arm_from_new_weights_in_its_own_process(corpus, tmp_path):
     words = [
-        "--arms", "uniform_mean", "--output_dir", str(tmp_path), "--results", str(tmp_path), "--name", "x",
+        "--backends", "uniform_mean", "--output_dir", str(tmp_path), "--results_dir", str(tmp_path), "--name", "x",
         "--data_dir", str(corpus), "--preset", "tiny", "--tokenizer_type", "char", "--num_mel_bins", "20",
         "--max_train_steps", "1", "--architecture", "transducer",
     ]  # fmt: skip

@@ -221,7 +221,7 @@ def test_the_table(folder, tmp_path, monkeypatch):
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
         soundfile.write(chapter / f"7-1-{i}.wav", sound(seconds, i), RATE)
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
-    words = ["--data_dir", str(tmp_path), "--split", "dev", "--seconds", "2", "3", "--max_new_tokens", "8"]
+    words = ["--data_dir", str(tmp_path), "--split", "dev", "--piece_seconds", "2", "3", "--max_new_tokens", "8"]
     more = ["--backends", "landmark:window=1500", "favor+", "--windows", "0", "--num_features", "8"]
     more += ["--flop_budgets", "1", "--choose_on", "dev"]
     out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]

@@ -18,7 +18,19 @@ from favor.eval.speed import methods as speed_methods
 from favor.eval.speed import models as speed_models
 from favor.eval.speed.cell import Cell, run_pass
 
-TINY = ["--lengths", "32", "64", "--num_features", "16", "--heads", "2", "--head_dim", "16", "--repeats", "1"]
+TINY = [
+    "--lengths",
+    "32",
+    "64",
+    "--num_features",
+    "16",
+    "--num_attention_heads",
+    "2",
+    "--head_dim",
+    "16",
+    "--repeats",
+    "1",
+]
 needs_performer = pytest.mark.skipif(
     speed_methods.Performer().missing() is not None, reason="performer-pytorch is not installed"
 )
@@ -54,7 +66,7 @@ def absent(monkeypatch):
 
 @pytest.mark.slow
 def test_a_whole_run(tmp_path):
-    code, content, text = run(tmp_path, "--features", "pos", "sderf", "--key_heads", "1")
+    code, content, text = run(tmp_path, "--families", "pos", "sderf", "--num_key_value_heads", "1")
     assert code == 0
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert all(math.isfinite(number) for number in numbers(content))
@@ -275,9 +287,9 @@ def test_what_would_take_too_long_is_skipped(tmp_path):
 
 def test_what_would_need_too_much_memory_is_skipped(tmp_path):
     more = ("--methods", "eager", "--skip_memory", "--directions", "causal", "--passes", "forward")
-    _, content, _ = run(tmp_path, *more, "--memory_limit", "4e-5")
+    _, content, _ = run(tmp_path, *more, "--max_gigabytes", "4e-5")
     assert [cell["status"] for cell in content["cells"]] == ["ok", "skipped"]
-    assert "it needs about 9.83e-05 GB, the limit is 4e-05 GB (--memory_limit)" in content["notes"][0]
+    assert "it needs about 9.83e-05 GB, the limit is 4e-05 GB (--max_gigabytes)" in content["notes"][0]
 
 
 def test_prediction():
@@ -356,7 +368,7 @@ def test_memory_counts_the_output_and_the_gradients():
 def test_models(tmp_path, monkeypatch):
     monkeypatch.setattr(speed_models, "HIDDEN", 24)
     monkeypatch.setattr(speed_models, "BACKENDS", ("sdpa", "favor+", "favor#"))
-    code, content, text = run(tmp_path, "--model", "both", "--layers", "1")
+    code, content, text = run(tmp_path, "--model_types", "bert", "llama", "--num_hidden_layers", "1")
     assert code == 0
     panels = {f"{m}, {p}" for m in speed_models.MODELS for p in PASSES}
     assert {cell["panel"] for cell in content["cells"]} == panels
@@ -379,7 +391,10 @@ def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
 
 def test_bad_arguments_are_refused(capsys):
     for words, message in (
-        (["--heads", "3", "--key_heads", "2"], "--heads to be a multiple of --key_heads, got 3, 2"),
+        (
+            ["--num_attention_heads", "3", "--num_key_value_heads", "2"],
+            "--num_attention_heads to be a multiple of --num_key_value_heads, got 3, 2",
+        ),
         (["--repeats", "0"], "expected --repeats of at least 1, got 0"),
         (["--lengths", "0"], "expected --lengths of at least 1, got 0"),
     ):
@@ -391,7 +406,7 @@ def test_bad_arguments_are_refused(capsys):
 
 
 def test_the_output_folder_is_not_in_the_command():
-    assert speed.shown_command(["--seed", "1", "--output_dir", "/a b", "--model", "bert"]).endswith(
-        "--seed 1 --model bert"
+    assert speed.shown_command(["--seed", "1", "--output_dir", "/a b", "--model_types", "bert"]).endswith(
+        "--seed 1 --model_types bert"
     )
     assert speed.shown_command(["--output_dir=/a"]) == "python -m favor.eval.speed"

@@ -12,7 +12,7 @@ from launching import LAUNCH, TWO
 from favor.eval import small_decoder, variance
 from favor.train import asr, clm, distill, glue, mlm, nst
 from favor.train.common import loop
-from favor.train.common.program import Formatter, Parser, did_you_mean, program
+from favor.train.common.program import Formatter, Parser, program
 
 PROGRAMS = {"glue": glue, "mlm": mlm, "clm": clm, "asr": asr, "nst": nst}
 
@@ -221,11 +221,6 @@ def test_options_may_be_written_with_hyphens_and_are_listed_once():
         assert line in text
     assert isinstance(parser, argparse.ArgumentParser)
     assert parser.formatter_class is Formatter
-
-
-def test_near_misses():
-    assert did_you_mean("--num_feature", ["--num_features", "--features"]) == ": did you mean --num_features?"
-    assert did_you_mean("--entirely_else", ["--num_features"]) == ""
 
 
 @pytest.mark.slow

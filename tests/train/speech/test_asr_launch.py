@@ -10,7 +10,7 @@ from speech import write_corpus
 
 pytestmark = pytest.mark.slow
 SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "favor#", "num_features": 16}
-SETTINGS |= {"exact_below": 0, "max_batch_seconds": 8, "learning_rate": 2e-3, "eval_epochs": 10}
+SETTINGS |= {"exact_below": 0, "per_device_train_batch_seconds": 8, "learning_rate": 2e-3, "eval_epochs": 10}
 
 
 def words(corpus, output, **values):

@@ -42,7 +42,7 @@ def train(corpus, tmp_path):
             "attn_implementation": "favor#",
             "num_features": 16,
             "exact_below": 0,
-            "max_batch_seconds": 8,
+            "per_device_train_batch_seconds": 8,
             "max_train_steps": 6,
             "learning_rate": 2e-3,
             "seed": 1,
@@ -153,7 +153,7 @@ def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypat
 def test_workers_and_the_log_change_nothing(train, sounds, tmp_path):
     drawn = {"speeds": "0.9 1.0 1.1", "noise_dir": sounds / "noise", "reverb_rt60": "0.1 0.2"}
     one = train("one", **drawn)
-    other = train("other", num_workers=1, report_to="tensorboard", **drawn)
+    other = train("other", dataloader_num_workers=1, report_to="tensorboard", **drawn)
     assert one["metrics"] == other["metrics"]
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -258,7 +258,7 @@ def test_the_average_follows_the_weights():
         ({"speeds": "0"}, "speeds must be positive"),
         ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
-        ({"max_batch_seconds": 0.5}, "max_batch_seconds|max_seconds"),
+        ({"per_device_train_batch_seconds": 0.5}, "per_device_train_batch_seconds|max_seconds"),
         ({"noise_dir": "nowhere"}, "noise_dir must be a folder with .*nowhere is no folder"),
         ({"noise_snr": "0 10"}, "noise_snr has no effect without noise_dir"),
     ],

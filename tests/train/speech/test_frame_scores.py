@@ -94,7 +94,7 @@ def test_one_model_keeps_its_logits(place):
 def test_a_folder_twice_is_the_folder(place):
     """Both searches find the same; two different models find other texts."""
     options = ["--language_model", str(place / "lm.arpa"), "--lm_weights", "0.5", "1", "--word_scores", "1"]
-    options += ["--beam_size", "50", "--tune_beam_size", "50"]  # with a weight of 0 some hypotheses are equally good
+    options += ["--beam_size", "50", "--choose_beam_size", "50"]  # with a weight of 0 some hypotheses are equally good
     once, twice, both = (call(place, folders, *options) for folders in ("a", "aa", "ab"))
     for name in ("rows", "chosen", "utterances", "times"):
         assert twice[name] == once[name]

@@ -32,7 +32,7 @@ def place(tmp_path_factory):
     save(place / "whisper", make_processor())
     (place / "lexicon.txt").write_text(lines(WORDS) + "BAD\tBH DH\n")
     write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2, words=["UNSAID"])
-    words = ["--data_dir", str(place), "--max_batch_seconds", "24", "--ema_decay", "0"]
+    words = ["--data_dir", str(place), "--per_device_train_batch_seconds", "24", "--ema_decay", "0"]
     first = ["--model_name_or_path", str(place / "whisper"), "--architecture", "ctc", "--max_train_steps", "2"]
     first += ["--lexicon", str(place / "lexicon.txt"), "--encoder_learning_rate", "0"]
     asr.main([*words, *first, "--output_dir", str(place / "head")])
@@ -53,7 +53,9 @@ def test_both_stages_have_phonemes(place):
 def student(folder, output, *more):
     """Words of a run in which a model labels dev and test and learns from its labels."""
     words = f"--data_dir {folder} --unlabelled_split dev+test --eval_splits dev --teacher {folder / 'model'}"
-    words += f" --model_name_or_path {folder / 'model'} --generations 1 --ema_decay 0 --max_batch_seconds 24"
+    words += (
+        f" --model_name_or_path {folder / 'model'} --generations 1 --ema_decay 0 --per_device_train_batch_seconds 24"
+    )
     words += f" --max_train_steps 2 --encoder_learning_rate 0 --output_dir {output}"
     return [*words.split(), *more]
 
@@ -84,7 +86,7 @@ def test_a_teacher_of_phonemes_needs_a_language_model(place, tmp_path):
 
 def test_the_evaluation_looks_words_up(place, tmp_path):
     folder, results = place
-    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--splits", "dev"]
+    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--eval_splits", "dev"]
     assert evaluation.main([*words, "--output_dir", str(tmp_path), "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "asr.json").read_text())["splits"]["dev"]["searches"]["greedy"]
     assert found["wer"] == pytest.approx(results["metrics"]["dev_wer"])
@@ -93,13 +95,20 @@ def test_the_evaluation_looks_words_up(place, tmp_path):
 @needs_search
 def test_words_are_found_by_their_pronunciation(place, tmp_path):
     folder, _ = place
-    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--splits", "dev"]
+    words = ["--model_name_or_path", str(folder / "model"), "--data_dir", str(folder), "--eval_splits", "dev"]
     words += ["--language_model", str(folder / "lm.arpa"), "--lexicon", str(folder / "lexicon.txt")]
     assert evaluation.main([*words, "--output_dir", str(tmp_path), "--device", "cpu"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "dev.jsonl").read_text().splitlines()]
     assert {word for row in rows for word in row["beam 200, language model"].split()} <= set(WORDS)
-    options = ["--lm_weights", "0.5", "--word_scores", "0", "1", "--beam_size", "9", "--tune_beam_size", "9"]
-    options += ["--language_model", str(folder / "lm.arpa"), "--whisper", str(folder / "whisper"), "--texts", "4"]
+    options = ["--lm_weights", "0.5", "--word_scores", "0", "1", "--beam_size", "9", "--choose_beam_size", "9"]
+    options += [
+        "--language_model",
+        str(folder / "lm.arpa"),
+        "--whisper",
+        str(folder / "whisper"),
+        "--rescored_texts",
+        "4",
+    ]
     call = [str(folder / "model"), "--data_dir", str(folder), "--output_dir", str(tmp_path), *options]
     assert whisper_ctc.main(call) == 0
     content = json.loads((tmp_path / "whisper_ctc.json").read_text())

@@ -92,7 +92,7 @@ def words(corpus, output, **values):
         "dither": 0,
         "frequency_masks": 0,
         "time_masks": 1,
-        "max_batch_seconds": 4,
+        "per_device_train_batch_seconds": 4,
         "learning_rate": 1e-2,
         "ema_decay": 0.9,
         "eval_epochs": 100,
@@ -345,7 +345,12 @@ def test_from_nothing(corpus, preset, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
-    student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3, "max_batch_seconds": 8}
+    student = {
+        "model_name_or_path": teacher,
+        "max_train_steps": 2,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_seconds": 8,
+    }
     noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
     printed = fork("favor.train.nst", *words(corpus, tmp_path, **student | noise), processes=2)
     results = json.loads((tmp_path / "nst.json").read_text())

@@ -62,7 +62,7 @@ def smaller(program, words):
     if program == "favor.eval.whisper_ctc":
         names = {"gemma": "causal", "out/phonemes_1": "out/phonemes_head"}  # no command makes the second seed
         words = [names.get(word, word) for word in words]
-        return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--tune_beam_size", "5"]
+        return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--choose_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
         return [*words, "--minutes", "0.02"]
     if program == "favor.train.distill":
@@ -112,7 +112,7 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
         fresh_accelerator()
         if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
             first = "\\data\\" if program.endswith("model") else "BAD\tB A D"
-            assert (place / words[words.index("--output") + 1]).read_text().startswith(first)
+            assert (place / words[words.index("--output_file") + 1]).read_text().startswith(first)
             continue
         ran.append(words[words.index("--output_dir") + 1])
         if program == "favor.eval.speech.synthesize":
@@ -130,7 +130,9 @@ def test_shards_train_the_model_of_the_files(place, fresh_accelerator):
     words = "--train_split train --eval_splits dev --preset tiny --tokenizer_type char --max_train_steps 2 --data_dir"
     results = []
     for source in ("shards", "LibriSpeech"):
-        results.append(asr.main([*words.split(), source, "--output_dir", f"out/{source}", "--max_batch_seconds", "4"]))
+        results.append(
+            asr.main([*words.split(), source, "--output_dir", f"out/{source}", "--per_device_train_batch_seconds", "4"])
+        )
         fresh_accelerator()
     assert results[0]["train_loss"] == results[1]["train_loss"]
     assert results[0]["metrics"] == results[1]["metrics"]

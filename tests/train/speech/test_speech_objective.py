@@ -51,7 +51,7 @@ def train(corpus, tmp_path):
             "tokenizer_type": "char",
             "normalize": "none",
             "attn_implementation": "sdpa",
-            "max_batch_seconds": 8,
+            "per_device_train_batch_seconds": 8,
             "max_train_steps": 4,
             "learning_rate": 2e-3,
             "seed": 1,
@@ -167,7 +167,7 @@ def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path, options)
 
 def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp_path):
     trained = train(dynamic_chunk=0.7, chunk_seconds="0.08 0.4", max_train_steps=30, eval_epochs=10, ema_decay=0.5)
-    words = ["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(corpus), "--splits", "dev"]
+    words = ["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(corpus), "--eval_splits", "dev"]
     rates = []
     for more in ([], ["--chunk_seconds", "0.16"], ["--chunk_seconds", "0.16", "--left_chunks", "1"]):
         assert evaluation.main([*words, *more, "--output_dir", str(tmp_path / "errors"), "--device", "cpu"]) == 0
@@ -175,7 +175,7 @@ def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp
         rates.append((found["chunks"], found["splits"]["dev"]["searches"]["greedy"]["cer"]))
     assert [chunks for chunks, _ in rates] == [None, "0.16 s, all before each", "0.16 s, 1 before each"]
     assert rates[0][1] == pytest.approx(trained["metrics"]["dev_cer"])
-    arguments = [str(tmp_path / "run"), "--data_dir", str(corpus), "--splits", "dev", "--chunk_seconds", "0.16"]
+    arguments = [str(tmp_path / "run"), "--data_dir", str(corpus), "--eval_splits", "dev", "--chunk_seconds", "0.16"]
     assert chunk_report.main([*arguments, "--output_dir", str(tmp_path / "table")]) == 0
     report = json.loads((tmp_path / "table" / "chunks.json").read_text())["models"]["run"]
     assert report["rates"]["dev"]["whole"]["cer"] == pytest.approx(rates[0][1])
@@ -218,7 +218,7 @@ def test_only_a_whisper_teaches_and_only_a_conformer_learns(train, whisper, tmp_
     with pytest.raises(ValueError, match=r"teacher must be a Whisper, or CTC on its encoder; .* holds conformer"):
         train("other", whisper_teacher=tmp_path / "run")
     other = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4}
-    other |= {"preset": None, "normalize": None, "max_batch_seconds": 24}
+    other |= {"preset": None, "normalize": None, "per_device_train_batch_seconds": 24}
     with pytest.raises(ValueError, match="teacher is for a Conformer that learns from a Whisper, got WhisperForCTC"):
         train("other", whisper_teacher=whisper, **other)
     with pytest.raises(ValueError, match="dynamic_chunk is for Conformers, got WhisperForCTC: leave it out"):
@@ -233,5 +233,5 @@ def test_only_a_whisper_teaches_and_only_a_conformer_learns(train, whisper, tmp_
 
 def test_ctc_on_a_whisper_teaches_too(train, whisper, tmp_path):
     settings = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4, "preset": None}
-    train("ctc", **settings, normalize=None, max_batch_seconds=24, max_train_steps=1)
+    train("ctc", **settings, normalize=None, per_device_train_batch_seconds=24, max_train_steps=1)
     assert train("student", whisper_teacher=tmp_path / "ctc")["train_loss"] > 0

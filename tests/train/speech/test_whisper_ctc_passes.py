@@ -34,7 +34,9 @@ def place(tmp_path_factory):
     write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2)
     words = ["--data_dir", str(place), "--model_name_or_path", str(place / "whisper"), "--architecture", "ctc"]
     words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "30"]
-    asr.main([*words, "--max_batch_seconds", "24", "--ema_decay", "0", "--output_dir", str(place / "model")])
+    asr.main(
+        [*words, "--per_device_train_batch_seconds", "24", "--ema_decay", "0", "--output_dir", str(place / "model")]
+    )
     return place
 
 
@@ -63,7 +65,9 @@ def test_greedy_search(place):
 
 @needs_search
 def test_all_passes(place, causal):
-    options = "--lm_weights 0 1 --word_scores 1 --beam_size 6 --tune_beam_size 4 --texts 3 --max_samples 2"
+    options = (
+        "--lm_weights 0 1 --word_scores 1 --beam_size 6 --choose_beam_size 4 --rescored_texts 3 --max_eval_samples 2"
+    )
     options += f" --causal_model {causal} --causal_weights 0 1 --context_texts 2 --ngram_weights 0 1"
     options += f" --whisper {place / 'whisper'} --whisper_weights 0 1"
     content = call(place, "--language_model", str(place / "lm.arpa"), *options.split())
@@ -173,7 +177,7 @@ def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
         (["--ngram_weights", "0"], "--ngram_weights are for texts that are rescored, so they need --causal_model"),
         (["--context_texts", "2"], "--context_texts is what the causal model reads, so it needs --causal_model"),
         (["--context_texts", "-1"], "--context_texts must be at least 0, got -1"),
-        (["--texts", "0"], "--texts and --max_samples must be at least 1"),
+        (["--rescored_texts", "0"], "--rescored_texts and --max_eval_samples must be at least 1"),
     ],
 )
 def test_what_the_command_refuses(words, message, capsys):

@@ -34,7 +34,7 @@ def train(corpus, folder, tmp_path):
             "model_name_or_path": folder,
             "architecture": "ctc",
             "tokenizer_type": "char",
-            "max_batch_seconds": 24,
+            "per_device_train_batch_seconds": 24,
             "max_train_steps": 4,
             "learning_rate": 2e-3,
             "encoder_learning_rate": 4e-4,
@@ -70,7 +70,7 @@ def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, folder, tmp_pat
     assert whole["train_loss"] < first["train_loss"]
     kept = {name for name in encoder if "embed_positions" in name or "k_proj.bias" in name}
     assert changed(weights(tmp_path / "all"), encoder) >= set(encoder) - kept - {"encoder.layers.0.fc2.bias"}
-    words = ["--model_name_or_path", str(tmp_path / "all"), "--data_dir", str(corpus), "--splits", "dev"]
+    words = ["--model_name_or_path", str(tmp_path / "all"), "--data_dir", str(corpus), "--eval_splits", "dev"]
     assert evaluation.main([*words, "--output_dir", str(tmp_path / "errors"), "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "errors" / "asr.json").read_text())
     assert found["architecture"] == "WhisperForCTC"

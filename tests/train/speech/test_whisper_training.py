@@ -44,7 +44,7 @@ def train(corpus, folder, tmp_path):
             "attn_implementation": "favor#",
             "num_features": 16,
             "exact_below": 0,
-            "max_batch_seconds": 24,
+            "per_device_train_batch_seconds": 24,
             "max_train_steps": 4,
             "learning_rate": 4e-4,
             "seed": 1,

@@ -67,10 +67,10 @@ def test_it_learns_how_frequent_words_are_and_no_more(backend, learn, decoder_fo
 
 
 def test_scores_are_those_of_the_saved_model(learn, text, decoder_folder, tmp_path):
-    results = learn(per_device_eval_batch_size=3, eval_file=text, max_eval_samples=10, **LANDMARKS)
+    results = learn(per_device_eval_batch_size=3, validation_file=text, max_eval_samples=10, **LANDMARKS)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run", attn_implementation="favor#").eval()
     assert favor.FavorConfig.from_dict(model.config.favor).features == "landmark"
-    words = ("--model_name_or_path", str(decoder_folder), "--train_file", str(text), "--eval_file", str(text))
+    words = ("--model_name_or_path", str(decoder_folder), "--train_file", str(text), "--validation_file", str(text))
     arguments = language.Arguments.parse(
         [*words, "--output_dir", "o", "--max_length", "32", "--max_eval_samples", "10"]
     )

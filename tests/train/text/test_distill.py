@@ -302,7 +302,7 @@ def test_a_short_sample_without_masked_words_says_its_first(bert_folder, text, t
 
 def test_one_sample_is_enough_and_starting_again_takes_nothing_else_away(bert_folder, text, tmp_path):
     shutil.copytree(bert_folder, tmp_path / "model")
-    more = ["--attention_steps", "0", "--model_steps", "1", "--train_samples", "1", "--calibration_samples", "1"]
+    more = ["--attention_steps", "0", "--model_steps", "1", "--max_train_samples", "1", "--calibration_samples", "1"]
     more += ["--overwrite_output_dir", "True"]
     for _ in range(2):
         assert distill.main(arguments(tmp_path / "model", text, tmp_path, *more))["samples"] == 1

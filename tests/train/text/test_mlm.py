@@ -87,13 +87,13 @@ def test_it_learns_how_frequent_words_are(head, adapt):
 
 
 def test_folder_holds_the_model_with_its_backend_and_its_scores(adapt, text, bert_folder, tmp_path):
-    results = adapt(per_device_eval_batch_size=3, eval_file=text, max_eval_samples=10, **BACKEND)
+    results = adapt(per_device_eval_batch_size=3, validation_file=text, max_eval_samples=10, **BACKEND)
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run").eval()
     assert type(model).__name__ == "PerformerBertForMaskedLM"
     assert model.config._attn_implementation == "favor#"
     arguments = Arguments.parse(
         [
-            *("--model_name_or_path", str(bert_folder), "--train_file", str(text), "--eval_file", str(text)),
+            *("--model_name_or_path", str(bert_folder), "--train_file", str(text), "--validation_file", str(text)),
             *("--output_dir", "o", "--max_length", "32", "--max_eval_samples", "10"),
         ]
     )

@@ -1,0 +1,77 @@
+"""Options that were renamed: what programs say of the old names, and how saved settings with them are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+# Old names, each with its new ones; the one that the program has is meant.
+RENAMED: dict[str, tuple[str, ...]] = {
+    "arms": ("backends",),
+    "backend": ("attn_implementation",),
+    "batch_seconds": ("per_device_eval_batch_seconds", "per_device_train_batch_seconds"),
+    "batch_size": ("per_device_train_batch_size", "per_device_eval_batch_size"),
+    "cache": ("runs_file",),
+    "contexts": ("lengths",),
+    "converted": ("adapted",),
+    "data_dir": ("glue_dir",),
+    "dataset_config": ("dataset_config_name",),
+    "epochs": ("num_train_epochs",),
+    "eval_file": ("validation_file",),
+    "features": ("families",),
+    "heads": ("num_attention_heads", "head_optimizers"),
+    "key_heads": ("num_key_value_heads",),
+    "layers": ("num_hidden_layers",),
+    "length": ("lengths", "max_length", "vectors"),
+    "max_batch_seconds": ("per_device_train_batch_seconds",),
+    "max_quadratic_minutes": ("max_exact_minutes",),
+    "max_samples": ("max_eval_samples",),
+    "max_seconds": ("max_duration_in_seconds",),
+    "memory_limit": ("max_gigabytes",),
+    "model": ("model_types", "model_name_or_path"),
+    "models": ("model_types", "model_name_or_path"),
+    "num_workers": ("dataloader_num_workers",),
+    "out": ("output_dir",),
+    "output": ("output_file",),
+    "passes": ("max_passes",),
+    "positions": ("max_position_embeddings",),
+    "results": ("results_dir", "output_dir"),
+    "samples": ("calibration_samples",),
+    "seconds": ("seconds_per_cell", "time_limit", "piece_seconds"),
+    "seeds": ("num_seeds",),
+    "splits": ("eval_splits", "shuffles"),
+    "text_file": ("text",),
+    "text": ("texts",),
+    "texts": ("rescored_texts",),
+    "train_samples": ("max_train_samples",),
+    "tune": ("choose_on",),
+    "tune_beam_size": ("choose_beam_size",),
+    "tune_utterances": ("choose_samples",),
+    "variants": ("backends",),
+}
+
+
+def renamed(name: str, known: Collection[str]) -> str | None:
+    """Gives the new name of an option; None for a name that is still known, or was never one.
+
+    Args:
+        name: the option, without hyphens.
+        known: the options of the program, without hyphens.
+    """
+    return None if name in known else next((new for new in RENAMED.get(name, ()) if new in known), None)
+
+
+def with_new_names(saved: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Gives saved settings of a program by the names that its options have now.
+
+    Args:
+        saved: settings of an earlier run.
+        known: the names of the settings now.
+    """
+    return {renamed(name, known) or name: value for name, value in saved.items()}
+
+
+def in_new_words(saved: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Gives a saved command line with the names of the options in another one, if they were renamed since."""
+    known = [word[2:] for word in words if word.startswith("--")]
+    return [f"--{renamed(word[2:], known) or word[2:]}" if word.startswith("--") else word for word in saved]

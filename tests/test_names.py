@@ -1,0 +1,182 @@
+"""Options of all programs: one name for one thing, one type for one name, old names and near names in one line."""
+
+import json
+import re
+from collections import defaultdict
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import favor
+from favor.eval.common import launch
+from favor.train.common import checkpoint
+from favor.train.common.program import did_you_mean
+from favor_command.names import RENAMED, renamed
+from favor_command.program import Parser
+from favor_command.programs import ROOT, Folder
+
+# Names of transformers and accelerate, each with words by which people call the same thing.
+OF_TRANSFORMERS = {
+    "attn_implementation": {"backend", "attention"},
+    "dataloader_num_workers": {"workers", "num_workers"},
+    "gradient_accumulation_steps": {"accumulate", "accumulation_steps"},
+    "learning_rate": {"lr"},
+    "lr_scheduler_type": {"scheduler", "schedule"},
+    "max_eval_samples": {"eval_samples", "max_samples"},
+    "max_grad_norm": {"clip", "grad_clip"},
+    "max_train_samples": {"train_samples"},
+    "max_train_steps": {"max_steps", "train_steps", "steps"},
+    "model_name_or_path": {"model", "model_name", "model_dir", "checkpoint"},
+    "num_attention_heads": {"num_heads", "heads"},
+    "num_hidden_layers": {"num_layers"},
+    "num_key_value_heads": {"key_heads", "num_key_heads"},
+    "num_train_epochs": {"num_epochs"},
+    "output_dir": {"out", "out_dir", "output", "results"},
+    "per_device_eval_batch_size": {"batch_size", "eval_batch_size"},
+    "per_device_train_batch_size": {"train_batch_size"},
+    "seed": {"random_seed"},
+    "validation_file": {"eval_file", "valid_file"},
+    "warmup_ratio": {"warmup_fraction"},
+}
+
+
+class ParsedError(Exception):
+    """Raised in the place of parsing."""
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    """The parser of each program, by the words that start it."""
+    found = {}
+
+    def stop(self, *_):
+        found["last"] = self
+        raise ParsedError
+
+    def walk(folder, words):
+        for word, member in folder.members().items():
+            if isinstance(member, Folder):
+                walk(member, [*words, word])
+                continue
+            with pytest.raises(ParsedError):
+                import_module(member.options).parse_arguments(["word"])
+            found[" ".join([*words, word])] = found["last"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "parse_known_args", stop)
+        walk(ROOT, [])
+    del found["last"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def options(parsers):
+    """The options of all programs: for each name its argparse actions, by program."""
+    found = defaultdict(dict)
+    for program, parser in parsers.items():
+        for action in parser._actions:
+            for name in action.option_strings:
+                if name.startswith("--"):
+                    found[name[2:]][program] = action
+    return found
+
+
+def kind(action):
+    """The type of one value: a word, a number, a switch."""
+    if action.nargs == 0 or getattr(action.type, "__name__", "") == "_yes_or_no":
+        return "switch"
+    return str if action.type in (None, str, Path) else action.type
+
+
+def test_one_name_has_one_type(options):
+    kinds = {name: {kind(action) for action in actions.values()} for name, actions in options.items()}
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+
+
+def test_one_thing_has_one_name(options):
+    """As far as a machine sees: options with the same help have the same name, but for a plural."""
+    names = defaultdict(set)
+    for name, actions in options.items():
+        for action in actions.values():
+            text = re.sub(r"[;.]? *default.*", "", (action.help or "").lower()).rstrip(".")
+            names[text].add(name.removesuffix("s"))
+    double = {text: found for text, found in names.items() if len(found) > 1 and len(text.split()) > 1}
+    assert double == {}
+    assert {name for wrong in OF_TRANSFORMERS.values() for name in wrong} & set(options) == set()
+
+
+def test_every_value_has_a_name_that_is_not_abbreviated(parsers):
+    for program, parser in parsers.items():
+        assert not parser.allow_abbrev, program
+        assert all(action.option_strings for action in parser._actions), program
+
+
+def test_an_old_name_is_one_line_with_the_new_one(parsers, options, capsys):
+    """Also where the new option is required, and with hyphens."""
+    for old, names in RENAMED.items():
+        programs = {program for new in names for program in options[new]} - set(options.get(old, ()))
+        assert programs, f"{old} is old in no program"
+        assert all(programs & set(options[new]) for new in names), f"one of {names} is not needed"
+        for program in programs:
+            new = renamed(old, [name[2:] for name in parsers[program].options()])
+            for word in (f"--{old}", f"--{old.replace('_', '-')}=3"):
+                with pytest.raises(SystemExit):
+                    parsers[program].parse_args([word, "3"])
+                said = capsys.readouterr().err.partition("error: ")[2]
+                assert said == f"{word.split('=')[0]} is now --{new}\n"
+
+
+def test_no_program_has_a_name_and_its_old_name(parsers):
+    """An old name remains where it means another thing, as `--layers all` of favor train distill does."""
+    for program, parser in parsers.items():
+        known = {name[2:] for name in parser.options()}
+        assert [old for old, names in RENAMED.items() if old in known and known & set(names)] == [], program
+
+
+def test_near_names_are_suggested_in_every_program(parsers, capsys):
+    for program, parser in parsers.items():
+        needed = [word for action in parser._actions if action.required for word in (action.option_strings[0], "1")]
+        for name in parser.options():
+            if len(name) > 7:
+                wrong = f"{name[:5]}{name[6]}{name[5]}{name[7:]}" if name[5] != name[6] else name[:-1]
+                with pytest.raises(SystemExit):
+                    parser.refuse([wrong])
+                said = capsys.readouterr().err
+                assert re.search(rf"unknown option {wrong}: did you mean --\w+\?\n$", said), (program, needed)
+
+
+def test_settings_saved_under_old_names_are_the_same_run(tmp_path):
+    (tmp_path / checkpoint.RESULTS).touch()
+    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, {"eval_file": "a", "seed": 1})
+    checkpoint.open_run(tmp_path, {"validation_file": "a", "seed": 1}, resume=True, overwrite=False)
+    with pytest.raises(ValueError, match="other settings: validation_file was 'a' and is 'b'"):
+        checkpoint.open_run(tmp_path, {"validation_file": "b", "seed": 1}, resume=True, overwrite=False)
+
+
+def test_a_training_finished_with_old_names_is_not_run_again(tmp_path):
+    words = ["--train_file", "x", "--validation_file", "eval_file"]
+    (tmp_path / checkpoint.RESULTS).write_text('{"loss": 3}')
+    cell = {"arguments": ["--train_file", "x", "--eval_file", "eval_file"], "machine": "m"}
+    (tmp_path / "cell.json").write_text(json.dumps(cell))
+    backend = launch.Backend("sdpa")
+    assert launch.train_once(words, backend, tmp_path) == ({"loss": 3}, "m", False)
+    with pytest.raises(ValueError, match="other arguments"):
+        launch.train_once([*words[:-1], "other"], backend, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "near"),
+    [
+        ("--num_feature", ["--features", "--num_features"], "--num_features"),
+        ("--model", ["--name", "--model_name_or_path"], "--model_name_or_path"),
+        ("--batch-size", ["--seed", "--per_device_eval_batch_size"], "--per_device_eval_batch_size"),
+        ("--resume_from_checkpoint", ["--resume", "--report_to"], "--resume"),
+        ("FAVOR+", favor.BACKENDS, "favor+"),
+        ("bertmodel", ["BertModel", "T5Model"], "BertModel"),
+        ("--entirely_else", ["--num_features"], None),
+        ("x", ["a_x_b"], None),
+    ],
+)
+def test_near_words(word, known, near):
+    assert did_you_mean(word, known) == (f": did you mean {near}?" if near else "")
