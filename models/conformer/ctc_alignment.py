@@ -41,9 +41,9 @@ def ctc_emissions(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 
     check_blank(blank, logits.shape[-1])
     found = []
     for row, length in zip(logits, values, strict=True):
-        best = row[:length].argmax(-1)
-        probabilities = checked_log_probs(row[:length]).gather(-1, best[:, None])[:, 0].exp()
-        found.append(_runs(best.tolist(), best.tolist(), probabilities.tolist(), blank))
+        search = GreedyEmissions(blank)
+        search.add(row[:length])
+        found.append([*search.final, *search.open])
     return found
 
 
@@ -103,18 +103,54 @@ def ctc_align(
     labels_of, probabilities = states.gather(1, paths.to(states.device)), log_probs.exp()
     chosen = probabilities.gather(2, labels_of[..., None])[..., 0]
     parts = zip(paths.tolist(), labels_of.tolist(), chosen.tolist(), frames, strict=True)
-    return [_runs(path[:n], tokens[:n], sure[:n], blank) for path, tokens, sure, n in parts]
-
-
-def _runs(states: list[int], labels: list[int], probabilities: list[float], blank: int) -> list[Emission]:
-    """Tokens of one path: stretches of the same state, without blanks."""
-    found, start = [], 0
-    for _, run in itertools.groupby(states):
-        end = start + len(list(run))
-        if labels[start] != blank:
-            found.append(Emission(labels[start], start, end, sum(probabilities[start:end]) / (end - start)))
-        start = end
+    found = []
+    for path, tokens, sure, n in parts:
+        runs = _Runs(blank)
+        runs.add_path(path[:n], tokens[:n], sure[:n])
+        found.append([*runs.final, *runs.open])
     return found
+
+
+class _Runs:
+    """Tokens of a path that may come in parts: stretches of the same state, without blanks.
+
+    Args:
+        blank: label of the blank.
+
+    Attributes:
+        final: tokens that no later frame can change.
+    """
+
+    def __init__(self, blank: int) -> None:
+        self.final: list[Emission] = []
+        self._blank, self._frames = blank, 0
+        self._state, self._label, self._start, self._sure = -1, blank, 0, 0.0
+
+    @property
+    def open(self) -> list[Emission]:
+        """The token of the last frame, which may go on; none after a blank."""
+        length = self._frames - self._start
+        is_blank = self._label == self._blank
+        return [] if is_blank else [Emission(self._label, self._start, self._frames, self._sure / length)]
+
+    def add_path(self, states: list[int], labels: list[int], probabilities: list[float]) -> None:
+        """Takes the state, the label and the probability of each of the next frames."""
+        for state, label, probability in zip(states, labels, probabilities, strict=True):
+            if state != self._state:
+                self.final += self.open
+                self._state, self._label, self._start, self._sure = state, label, self._frames, 0.0
+            self._sure += probability
+            self._frames += 1
+
+
+class GreedyEmissions(_Runs):
+    """Tokens of the most probable path of a row whose logits come in parts; see `ctc_emissions`."""
+
+    def add(self, logits: Tensor) -> None:
+        """Takes the next logits `[n, V]`."""
+        best = logits.argmax(-1)
+        probabilities = checked_log_probs(logits).gather(-1, best[:, None])[:, 0].exp()
+        self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
 
 
 def _checked_labels(

@@ -149,6 +149,12 @@ class EncoderState:
         self.layers, self.position = EncoderState.empty(encoder).layers, 0
 
 
+def check_open(has_ended: bool) -> None:
+    """Raises ValueError for a recording that has ended with `finish`."""
+    if has_ended:
+        raise ValueError("the recording has ended with finish: call reset to begin another one.")
+
+
 def one_waveform(audio: Any) -> Tensor:
     """Checks samples of one recording and gives them as float32 `[n]`.
 

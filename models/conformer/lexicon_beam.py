@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from favor._parts import needs
-from favor.models.conformer.ctc_alignment import ctc_align
-from favor.models.conformer.ctc_decoding import (
-    Hypothesis,
-    check_beam,
-    check_blank,
-    checked_lengths,
-    checked_log_probs,
-)
+from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
 from favor.models.conformer.ngram import LN10, NgramModel
+from favor.models.conformer.piece_search import PieceSearch
 from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.spans import Emission
 from favor.models.conformer.tokenization_conformer import SPACE, ConformerTokenizer
 from favor.models.conformer.word_beam import THRESHOLD
 from favor.models.conformer.word_scores import LM_WEIGHT, WORD_SCORE, checked_weight
@@ -192,78 +185,33 @@ def ctc_lexicon_beam(
         >>> tokenizer.decode(ctc_lexicon_beam(logits, [5], lexicon)[0][0].tokens, group_tokens=False)
         'COLD'
     """
-    if piece < 3:
-        raise ValueError(f"piece must be at least 3 frames, got {piece}.")
     found = []
-    for row in _rows(logits, lengths, lexicon, beam_size, blank):
-        before = Hypothesis([], 0.0)
-        *cut, (_, last) = _pieces(row, lexicon, beam_size, blank, piece)
-        for _, hypotheses in cut:
-            before = _joined(before, _first(hypotheses))
-        found.append([_joined(before, one) for one in last])
+    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
+        search = LexiconSearch(logits.shape[-1], lexicon, beam_size, blank, piece)
+        before = functools.reduce(_joined, (part.best for part in search.add(row[:length])), Hypothesis([], 0.0))
+        found.append([_joined(before, one) for one in search.rest().found])
     return found
 
 
-@torch.no_grad()
-def lexicon_emissions(
-    logits: Tensor,
-    lengths: Tensor | Sequence[int],
-    lexicon: WordLexicon,
-    beam_size: int = LEXICON_BEAM,
-    blank: int = 0,
-) -> list[list[Emission]]:
-    """Finds the tokens of the best hypothesis of `ctc_lexicon_beam`, with the frames and confidences of `ctc_align`.
+class LexiconSearch(PieceSearch):
+    """The search of `ctc_lexicon_beam`, where each piece is a text of its own; it has the same arguments."""
 
-    If the tokens are phonemes, the space that begins a word names it.
-    """
-    found = []
-    for row in _rows(logits, lengths, lexicon, beam_size, blank):
-        emissions = []
-        for frames, hypotheses in _pieces(row, lexicon, beam_size, blank, PIECE):
-            best = _first(hypotheses)
-            if not best.tokens:
-                continue
-            part, tokens = row[None, frames.start : frames.stop], torch.tensor([best.tokens], dtype=torch.long)
-            words = iter(best.words if lexicon.is_spoken else ())
-            for one in ctc_align(part, [len(frames)], tokens, blank=blank)[0]:
-                word = next(words, "") if one.token == lexicon.space else ""
-                emissions.append(replace(one, start=one.start + frames.start, end=one.end + frames.start, word=word))
-        found.append(emissions)
-    return found
+    def __init__(
+        self, labels: int, lexicon: WordLexicon, beam_size: int = LEXICON_BEAM, blank: int = 0, piece: int | None = None
+    ) -> None:
+        super().__init__(labels, lexicon.num_tokens, beam_size, blank, PIECE if piece is None else piece, "lexicon")
+        self._lexicon, self.space = lexicon, lexicon.space if lexicon.is_spoken else None
 
+    def cut(self, log_probs: Tensor) -> int:
+        """Finds the middle of the longest silence."""
+        return _middle_of_blanks(log_probs, self.blank)
 
-def _rows(
-    logits: Tensor, lengths: Tensor | Sequence[int], lexicon: WordLexicon, beam_size: int, blank: int
-) -> Iterator[Tensor]:
-    """Log probabilities `[length, V]` of each row, in float32 on the CPU, after a check of all arguments."""
-    values = checked_lengths("logits", logits, lengths)
-    check_beam(beam_size)
-    check_blank(blank, logits.shape[-1])
-    if logits.shape[-1] != lexicon.num_tokens:
-        raise ValueError(
-            f"logits must be [B, L, {lexicon.num_tokens}], as many as lexicon's tokens; got {logits.shape}."
-        )
-    for row, length in zip(logits, values, strict=True):
-        yield checked_log_probs(row[:length]).float().cpu()
+    def decode(self, log_probs: Tensor, ends: bool) -> list[Hypothesis]:
+        """Searches a piece as a whole text."""
+        return _decode(log_probs, self._lexicon, self.beam_size, self.blank)
 
-
-def _pieces(
-    row: Tensor, lexicon: WordLexicon, beam_size: int, blank: int, most: int
-) -> Iterator[tuple[range, list[Hypothesis]]]:
-    """Searches a row piece by piece: frames and hypotheses."""
-    first, end = 0, -1
-    while end < len(row):
-        end = len(row)
-        if end - first > most:
-            half = first + most // 2
-            end = half + 1 + _middle_of_blanks(row[half : first + most - 1], blank)
-        yield range(first, end), _decode(row[first:end], lexicon, beam_size, blank)
-        first = end
-
-
-def _first(hypotheses: list[Hypothesis]) -> Hypothesis:
-    """Gives the best hypothesis, without text if the frames can say none."""
-    return hypotheses[0] if hypotheses else Hypothesis([], -math.inf)
+    def go_on(self, best: Hypothesis) -> None:
+        """Does nothing."""
 
 
 def _joined(before: Hypothesis, after: Hypothesis) -> Hypothesis:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.chunks import Chunks
-from favor.models.conformer.encoder_state import EncoderState, check_stream, encode, one_waveform
+from favor.models.conformer.encoder_state import EncoderState, check_open, check_stream, encode, one_waveform
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.transducer_decoding import transducer_greedy
@@ -94,12 +94,13 @@ class ConformerStream:
             What `feed_features` returns for the features that are complete.
 
         Raises:
-            TypeError: for integers. ValueError: without an extractor, or for samples of several channels or not finite.
+            TypeError: for integers.
+            ValueError: without an extractor, for samples of several channels or not finite, or after `finish`.
         """
         extractor = self.feature_extractor
         if extractor is None or self.batch_size != 1:
             raise ValueError("feed needs a feature_extractor and batch_size 1; use feed_features for features.")
-        self._check_open()
+        check_open(self._state.has_ended)
         self._state.hear(one_waveform(audio), extractor, self.encoder)
         return self._next()
 
@@ -109,23 +110,25 @@ class ConformerStream:
         Returns:
             Logits `[B, m, V]` of a CTC model, else encoder frames `[B, m, C]`: those whose features are complete; m may
             be 0.
+
+        Raises:
+            ValueError: after `finish`.
         """
-        self._check_open()
+        check_open(self._state.has_ended)
         self._state.add(features, self.encoder)
         return self._next()
 
     def finish(self) -> Tensor:
         """Ends the recording: gives what `feed` gives, for the frames of the last chunk, which may be shorter.
 
-        The tokens stay until `reset`.
+        The tokens stay until `reset`, before which no more audio is taken.
+
+        Raises:
+            ValueError: if the recording has ended before.
         """
-        self._check_open()
+        check_open(self._state.has_ended)
         self._state.has_ended = True
         return self._next()
-
-    def _check_open(self) -> None:
-        if self._state.has_ended:
-            raise ValueError("the recording has ended with finish: call reset to begin another one.")
 
     @torch.no_grad()
     def _next(self) -> Tensor:

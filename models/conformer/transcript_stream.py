@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.chunks import Chunks
-from favor.models.conformer.encoder_state import EncoderState, check_stream, encode, one_waveform
+from favor.models.conformer.encoder_state import EncoderState, check_open, check_stream, encode, one_waveform
 from favor.models.conformer.endpoints import EndpointRules
 from favor.models.conformer.frame_search import Said, search_frames
 from favor.models.conformer.processing_conformer import ConformerProcessor
@@ -133,23 +133,29 @@ class TranscriptStream:
 
         Raises:
             TypeError: for integers.
-            ValueError: for samples of several channels or not finite, or if the model gives NaN.
+            ValueError: for samples of several channels or not finite, after `finish`, or if the model gives NaN.
         """
         return feed_streams([self], [audio])[0]
 
     def finish(self) -> list[Utterance]:
-        """Ends the recording: gives the utterance that was not final yet, if it has text, and resets the stream.
+        """Ends the recording: gives the utterance that was not final yet, if it has text.
+
+        No more audio is taken until `reset`.
 
         The last frame is the last one whose 145 ms of audio are complete, as in `model.transcribe`. If the end of the
         last word may need later frames, as with a Transducer, which says words late, feed half a second of zeros first.
 
         Returns:
             A list of one utterance, or an empty one; in chunks some more may end in the last chunk.
+
+        Raises:
+            ValueError: if the recording has ended before.
         """
+        check_open(self._state.has_ended)
         self._state.has_ended = True
-        last = self.feed(torch.zeros(0)) + self._close()
-        self.reset()
-        return last
+        ended = _hear([self])[0] + self._close()
+        self._state = EncoderState([], has_ended=True)  # the rest of the state is free
+        return ended
 
     def _close(self) -> list[Utterance]:
         """Gives the utterance so far, in a list that is empty if there is none, and begins decoding anew."""
@@ -186,12 +192,11 @@ class TranscriptStream:
         return self.rules.hold(silence, length, bool(self._emissions))
 
 
-@torch.no_grad()
 def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> list[list[Utterance]]:
     """Takes the next samples of several recordings in one pass of the model.
 
     Each stream gets what it would get alone, up to rounding. Streams may have heard different amounts of audio, pieces
-    may have different lengths, and streams may be new, finished or reset between two calls.
+    may have different lengths, and streams may be new or reset between two calls.
 
     With positive features and no window, each layer runs once for all streams. With exact attention, windows or
     landmarks, attention runs once per stream and the rest of the layer once for all; so does the first piece of
@@ -207,7 +212,8 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
     Raises:
         TypeError: for integers.
         ValueError: for another number of pieces, streams of different models, a stream that comes twice, samples of
-            several channels or not finite, or if the model gives NaN; after NaN the streams must be reset.
+            several channels or not finite, a stream after `finish`, or if the model gives NaN; after NaN the streams
+            must be reset.
 
     Example:
         >>> import torch
@@ -229,8 +235,16 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
     if len({(id(stream.model), stream.chunks) for stream in streams}) > 1:
         raise ValueError("streams must be of one model, with the same chunks; call feed_streams once for each.")
     checked = [one_waveform(piece) for piece in pieces]
+    for stream in streams:
+        check_open(stream._state.has_ended)
     for stream, samples in zip(streams, checked, strict=True):
         stream._state.hear(samples, stream.processor.feature_extractor, stream.model.encoder)
+    return _hear(streams)
+
+
+@torch.no_grad()
+def _hear(streams: Sequence[TranscriptStream]) -> list[list[Utterance]]:
+    """Encodes and decodes all frames of streams that can be computed; gives the utterances that end in them."""
     ended: dict[int, list[Utterance]] = {id(stream): [] for stream in streams}
     while True:
         ready = [stream for stream in streams if stream._state.ready(stream.model.encoder)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from favor._parts import needs
-from favor.models.conformer.ctc_alignment import ctc_align
-from favor.models.conformer.ctc_decoding import (
-    Hypothesis,
-    check_beam,
-    check_blank,
-    checked_lengths,
-    checked_log_probs,
-)
-from favor.models.conformer.spans import Emission
+from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
+from favor.models.conformer.piece_search import PieceSearch
 from favor.models.conformer.word_scores import Context, WordScorer
 
 BEAM_SIZE = 50
@@ -76,64 +69,37 @@ def ctc_word_beam(
         HOLD
         COLD
     """
-    if piece < 3:
-        raise ValueError(f"piece must be at least 3 frames, got {piece}.")
     found = []
-    for row in _rows(logits, lengths, scorer, beam_size, blank):
-        before: list[int] = []
-        score = 0.0
-        *cut, (_, last) = _pieces(row, scorer, beam_size, blank, piece)
-        for _, (best, *_) in cut:
-            before, score = before + best.tokens, score + best.log_prob
-        found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in last])
+    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
+        search = WordSearch(logits.shape[-1], scorer, beam_size, blank, piece)
+        best = [part.best for part in search.add(row[:length])]
+        before, score = [token for one in best for token in one.tokens], sum(one.log_prob for one in best)
+        found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in search.rest().found])
     return found
 
 
-@torch.no_grad()
-def word_emissions(
-    logits: Tensor, lengths: Tensor | Sequence[int], scorer: WordScorer, beam_size: int = BEAM_SIZE, blank: int = 0
-) -> list[list[Emission]]:
-    """Finds the tokens of the best hypothesis of `ctc_word_beam`, with the frames and confidences of `ctc_align`."""
-    found = []
-    for row in _rows(logits, lengths, scorer, beam_size, blank):
-        emissions = []
-        for frames, (best, *_) in _pieces(row, scorer, beam_size, blank, PIECE):
-            piece, tokens = row[None, frames.start : frames.stop], torch.tensor([best.tokens], dtype=torch.long)
-            for one in ctc_align(piece, [len(frames)], tokens, blank=blank)[0]:
-                emissions.append(Emission(one.token, one.start + frames.start, one.end + frames.start, one.confidence))
-        found.append(emissions)
-    return found
+class WordSearch(PieceSearch):
+    """The search of `ctc_word_beam`, whose scores of words go on from piece to piece; it has the same arguments."""
 
+    def __init__(
+        self, labels: int, scorer: WordScorer, beam_size: int = BEAM_SIZE, blank: int = 0, piece: int | None = None
+    ) -> None:
+        needs("lm", "flashlight")
+        super().__init__(labels, scorer.num_tokens, beam_size, blank, PIECE if piece is None else piece, "scorer")
+        self._scorer, self._context = scorer, scorer.start()
 
-def _rows(
-    logits: Tensor, lengths: Tensor | Sequence[int], scorer: WordScorer, beam_size: int, blank: int
-) -> Iterator[Tensor]:
-    """Log probabilities `[length, V]` of each row, in float32 on the CPU, after a check of all arguments."""
-    needs("lm", "flashlight")
-    values = checked_lengths("logits", logits, lengths)
-    check_beam(beam_size)
-    check_blank(blank, logits.shape[-1])
-    if logits.shape[-1] != scorer.num_tokens:
-        raise ValueError(f"logits must be [B, L, {scorer.num_tokens}], as many as scorer's tokens; got {logits.shape}.")
-    for row, length in zip(logits, values, strict=True):
-        yield checked_log_probs(row[:length]).float().cpu().contiguous()
+    def cut(self, log_probs: Tensor) -> int:
+        """Finds the likeliest blank."""
+        return int(log_probs[:, self.blank].argmax())
 
+    def decode(self, log_probs: Tensor, ends: bool) -> list[Hypothesis]:
+        """Searches a piece from the context on that the pieces before it have left."""
+        return _decode(log_probs.contiguous(), self._scorer, self._context, ends, self.beam_size, self.blank)
 
-def _pieces(
-    row: Tensor, scorer: WordScorer, beam_size: int, blank: int, most: int
-) -> Iterator[tuple[range, list[Hypothesis]]]:
-    """Searches a row piece by piece: frames and hypotheses, of the tokens and scores in these frames alone."""
-    context, first, end = scorer.start(), 0, -1
-    while end < len(row):
-        end = len(row)
-        if end - first > most:
-            half = first + most // 2
-            end = half + 1 + int(row[half : first + most - 1, blank].argmax())
-        found = _decode(row[first:end], scorer, context, end == len(row), beam_size, blank)
-        yield range(first, end), found
-        for token in found[0].tokens:
-            context, _ = scorer.advance(context, token)
-        first = end
+    def go_on(self, best: Hypothesis) -> None:
+        """Moves the context over the text of a piece."""
+        for token in best.tokens:
+            self._context, _ = self._scorer.advance(self._context, token)
 
 
 def _decode(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from favor.models.conformer.ctc_alignment import ctc_emissions
-from favor.models.conformer.ctc_decoding import Hypothesis
-from favor.models.conformer.lexicon_beam import LEXICON_BEAM, WordLexicon, ctc_lexicon_beam, lexicon_emissions
+from favor.models.conformer.ctc_alignment import GreedyEmissions, ctc_emissions
+from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
+from favor.models.conformer.lexicon_beam import LEXICON_BEAM, LexiconSearch, WordLexicon, ctc_lexicon_beam
+from favor.models.conformer.piece_search import WordEmissions
 from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.spans import Emission
-from favor.models.conformer.word_beam import BEAM_SIZE, ctc_word_beam, word_emissions
+from favor.models.conformer.word_beam import BEAM_SIZE, WordSearch, ctc_word_beam
 from favor.models.conformer.word_scores import WordScorer, check_searches_words
 
 Scorer: TypeAlias = WordScorer | WordLexicon
@@ -33,18 +35,45 @@ def search_words(
     return ctc_word_beam(logits, lengths, scorer, size, blank)
 
 
+def begin_search(
+    labels: int, scorer: Scorer | None, beam_size: int | None = None, blank: int = 0
+) -> GreedyEmissions | WordEmissions:
+    """Begins the search of `search_emissions` for a row whose logits come in parts.
+
+    The time for each part and what is kept do not grow with the row; the tokens that are found do.
+
+    Args:
+        labels: number of them in the logits.
+        scorer: of words; None searches greedily.
+        beam_size: as in `search_words`.
+        blank: label of the blank. Default 0.
+
+    Raises:
+        ValueError: for a blank or a beam size out of range, or another number of tokens than labels.
+    """
+    if scorer is None:
+        return GreedyEmissions(blank)
+    size = usual_beam(scorer) if beam_size is None else beam_size
+    if isinstance(scorer, WordLexicon):
+        return WordEmissions(LexiconSearch(labels, scorer, size, blank))
+    return WordEmissions(WordSearch(labels, scorer, size, blank))
+
+
+@torch.no_grad()
 def search_emissions(
     logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer | None, beam_size: int | None = None, blank: int = 0
 ) -> list[list[Emission]]:
     """Finds the tokens of the best text of `search_words`, with their frames and confidences; without a scorer those of
-    greedy search.
+    greedy search. If the tokens are phonemes, the space that begins a word names it.
     """
     if scorer is None:
         return ctc_emissions(logits, lengths, blank)
-    size = usual_beam(scorer) if beam_size is None else beam_size
-    if isinstance(scorer, WordLexicon):
-        return lexicon_emissions(logits, lengths, scorer, size, blank)
-    return word_emissions(logits, lengths, scorer, size, blank)
+    found = []
+    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
+        search = begin_search(logits.shape[-1], scorer, beam_size, blank)
+        search.add(row[:length])
+        found.append([*search.final, *search.open])
+    return found
 
 
 def searched_words(

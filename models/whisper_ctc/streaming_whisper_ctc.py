@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from favor.models.conformer.encoder_state import one_waveform
+from favor.models.conformer.encoder_state import check_open, one_waveform
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
 from favor.models.conformer.spans import Emission, Span
+from favor.models.conformer.tokenization_conformer import SPACE
 from favor.models.conformer.transcription import Transcript
-from favor.models.conformer.word_search import Scorer, search_emissions
+from favor.models.conformer.word_search import Scorer, begin_search
 
 if TYPE_CHECKING:
     from favor.models.whisper_ctc.modeling_whisper_ctc import WhisperForCTC
@@ -89,8 +89,12 @@ class WhisperCTCStream:
         """Forgets all audio and text: the next piece begins a new recording."""
         self._samples = torch.zeros(0)
         self._first = 0  # frame at which the samples begin
-        self._logits: list[Tensor] = []
-        self._frames = 0
+        config = self.model.config
+        self._search = begin_search(config.vocab_size, self.scorer, blank=config.pad_token_id)
+        self._frames, self._has_ended = 0, False
+        self._texts: list[str] = []  # of the tokens that are read
+        self._words: list[Span] = []
+        self._read = 0
 
     @property
     def seconds(self) -> float:
@@ -100,38 +104,68 @@ class WhisperCTCStream:
     @property
     def emissions(self) -> list[Emission]:
         """Tokens so far, with frames of 20 ms and confidences."""
-        if not self._logits:
-            return []
-        logits, blank = torch.cat(self._logits)[None], self.model.config.pad_token_id
-        return search_emissions(logits, [self._frames], self.scorer, blank=blank)[0]
+        return [*self._search.final, *self._search.open]
 
     @property
     def text(self) -> str:
         """Text so far."""
-        return Transcript.of(self.emissions, self.processor, self._frame, self.lexicon).text
+        last = self._transcript(self._unread())
+        return " ".join([*self._texts, last.text])
 
     @property
     def words(self) -> list[Span]:
         """Words so far, with times in seconds and confidences; the last one may go on."""
-        return Transcript.of(self.emissions, self.processor, self._frame, self.lexicon, "word").spans
+        last = self._transcript(self._unread())
+        return [*self._words, *last.spans]
+
+    def _unread(self) -> list[Emission]:
+        """Gives the tokens that may change or go on; reads those before them, up to the beginning of a word.
+
+        There are letters on both sides, as a text may treat spaces at its ends in another way than between words.
+        """
+        new = self._search.final[self._read :]
+        pieces = self.processor.tokenizer.convert_ids_to_tokens([one.token for one in new])
+        letters = [place for place, piece in enumerate(pieces) if piece.strip(SPACE)]
+        inner = range(letters[0] + 1, letters[-1] + 1) if letters else range(0)
+        begin = max((place for place in inner if pieces[place].startswith(SPACE)), default=0)
+        if begin:
+            part = self._transcript(new[:begin])
+            self._texts.append(part.text)
+            self._words += part.spans
+            self._read += begin
+        return [*new[begin:], *self._search.open]
+
+    def _transcript(self, emissions: list[Emission]) -> Transcript:
+        return Transcript.of(emissions, self.processor, self._frame, self.lexicon, "word")
 
     def feed(self, audio: Any) -> None:
         """Takes the next samples of the recording: floats in [-1, 1], `[n]` at the rate of the model.
 
         Raises:
-            TypeError: for integers. ValueError: for samples of several channels or not finite.
+            TypeError: for integers.
+            ValueError: for samples of several channels or not finite, or after `finish`.
         """
+        check_open(self._has_ended)
         self._samples = torch.cat([self._samples, one_waveform(audio)])
+        before = self._first
         while self._heard() >= self._frames + self.step + self.look_ahead:
             self._hear(self._frames + self.step, self._frames + self.step + self.look_ahead)
+        if self._first > before:
+            self._samples = self._samples.clone()  # a view would keep all of the audio
 
     def finish(self) -> None:
-        """Transcribes what is left, when the recording has ended."""
+        """Transcribes what is left, when the recording has ended; no more audio is taken until `reset`.
+
+        Raises:
+            ValueError: if the recording has ended before.
+        """
+        check_open(self._has_ended)
         extractor: Any = self.processor.feature_extractor
         features = extractor.num_frames(len(self._samples))
         end = self._first + int(self.model.subsampled_lengths(features))
         while self._frames < end:
             self._hear(min(self._frames + self.step, end), min(self._frames + self.step + self.look_ahead, end))
+        self._samples, self._has_ended = torch.zeros(0), True
 
     def _heard(self) -> int:
         """Counts the frames whose samples are all there."""
@@ -139,12 +173,12 @@ class WhisperCTCStream:
 
     @torch.no_grad()
     def _hear(self, end: int, last: int) -> None:
-        """Encodes a window up to frame `last` and keeps the logits up to frame `end`."""
+        """Encodes a window up to frame `last` and searches its logits up to frame `end`."""
         model = self.model
         piece = self._samples[: (last - self._first) * self.samples_per_frame]
         inputs = self.processor(piece, sampling_rate=self.processor.feature_extractor.sampling_rate)
         logits = model(inputs["input_features"].to(model.device, model.dtype)).logits[0]
-        self._logits.append(logits[self._frames - self._first : end - self._first].float().cpu())
+        self._search.add(logits[self._frames - self._first : end - self._first].float().cpu())
         self._frames = end
         drop = max(0, end - self.context - self._first)
         self._samples = self._samples[drop * self.samples_per_frame :]

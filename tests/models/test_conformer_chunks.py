@@ -174,16 +174,6 @@ def test_latency_counts_the_rest_of_the_chunk():
     assert model.stream(chunks=Chunks(16)).latency == pytest.approx(0.145 + 15 * 0.04)
 
 
-def test_after_finish_a_stream_must_be_reset():
-    stream = build(ConformerModel).stream(chunks=Chunks(4))
-    stream.feed_features(features(60, 1))
-    assert stream.finish().shape[1] == 0  # 12 frames are three chunks
-    with pytest.raises(ValueError, match="call reset"):
-        stream.feed_features(features(60, 1))
-    stream.reset()
-    assert stream.feed_features(features(60, 1)).shape[1] == 12
-
-
 def test_calibrated_parameters_work_in_chunks():
     model, inputs, chunks = build(ConformerModel, "favor#"), features(200), Chunks(6)
     with pytest.raises(ValueError, match="calibrate"):

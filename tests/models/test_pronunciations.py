@@ -23,7 +23,7 @@ from favor.models.conformer import (
     train_tokenizer,
     write_arpa,
 )
-from favor.models.conformer.lexicon_beam import lexicon_emissions
+from favor.models.conformer.word_search import search_emissions
 
 LINES = ["SEE\tS I", "SEA\tS I", "EITHER\tI S", "EITHER\tS S", "IS\tI S", "EYE\tI", "LACKING\tS Z"]
 TEXTS = ["EYE SEE EITHER", "EYE IS EITHER", "THE SEA IS", "EITHER SEE IS", "EYE SEE"]
@@ -114,7 +114,7 @@ def test_the_language_model_decides_between_homophones(tmp_path, tokenizer, spok
         row = ctc_lexicon_beam(logits, [2 * len(ids)], lexicon)[0]
         assert row[0].words == tuple(text.split())
         assert ("EYE", other) in [one.words for one in row]
-        emissions = lexicon_emissions(logits, [2 * len(ids)], lexicon)[0]
+        emissions = search_emissions(logits, [2 * len(ids)], lexicon)[0]
         assert [one.word for one in emissions if one.word] == text.split()
         assert [one.token for one in emissions] == row[0].tokens == ids
 
@@ -163,7 +163,7 @@ def test_long_rows_keep_their_words(arpa, tokenizer, spoken, monkeypatch):
         assert best.words in {("EYE", "IS", "SEE"), ("EYE", "EITHER", "SEE")}
         assert best.tokens == [*ids[0], *ids[1]]
     monkeypatch.setattr("favor.models.conformer.lexicon_beam.PIECE", 20)
-    emissions = lexicon_emissions(logits, [logits.shape[1]], lexicon)[0]
+    emissions = search_emissions(logits, [logits.shape[1]], lexicon)[0]
     words = [one for one in emissions if one.word]
     assert [one.word for one in words] == list(best.words)
     assert words[-1].start == len(rows[0]) + len(pause)

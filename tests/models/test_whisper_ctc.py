@@ -1,8 +1,12 @@
 """CTC on Whisper's encoder: against transformers' own encoder, padding, positions, saving, text with times."""
 
+import gc
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from marks import needs_search
 from transformers import (
     AutoModelForCTC,
     WhisperConfig,
@@ -10,10 +14,24 @@ from transformers import (
     WhisperForConditionalGeneration,
     pipeline,
 )
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 import favor
-from favor.models.conformer import ConformerProcessor, ctc_align, ctc_greedy, join_words, train_tokenizer
+from favor.models.conformer import (
+    ConformerProcessor,
+    Transcript,
+    WordLexicon,
+    WordScorer,
+    ctc_align,
+    ctc_greedy,
+    join_words,
+    lexicon_beam,
+    train_tokenizer,
+    word_beam,
+    word_search,
+    write_arpa,
+)
 from favor.models.whisper_ctc import (
     WhisperCTCConfig,
     WhisperCTCFeatureExtractor,
@@ -305,6 +323,67 @@ def test_a_stream_is_its_windows(saved):
         assert [word.text for word in stream.words] == stream.text.split()
     streams[0].reset()
     assert (streams[0].text, streams[0].seconds) == ("", 0)
+
+
+def kept(stream):
+    """Bytes of tensors that a stream holds beside its model, processor and scorer."""
+    seen = {id(one) for one in (stream.model, stream.processor, stream.scorer, None)}
+    found, waiting = {}, [vars(stream)]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, type):
+            seen.add(id(one))
+            if isinstance(one, torch.Tensor):
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            waiting += gc.get_referents(one)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("search", ["greedy", *(pytest.param(one, marks=needs_search) for one in ("words", "known"))])
+def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
+    """What it finds is that of one search over all logits, to the bit in any pieces, whenever the text is asked for.
+
+    No frame is searched once it cannot change the text, and what is kept does not grow.
+    """
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["A B AB"], "char"))
+    model, tokens = make(vocab_size=len(processor.tokenizer)), processor.tokenizer("AB A B AB B A " * 7).input_ids
+    logits = 2 * torch.randn(300, len(processor.tokenizer), generator=torch.Generator().manual_seed(0))
+    logits[range(0, 3 * len(tokens), 3), tokens] += 6.0
+    logits[2::3, 0] += 6.0
+    logits[:, 1:3] -= 99.0
+    places, searched = [], []
+
+    def forward(features):
+        first = max(0, 10 * len(places) - 20)
+        places.append(first)
+        return CausalLMOutput(logits=logits[None, first : first + (features.shape[1] + 1) // 2])
+
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(word_search, "usual_beam", lambda scorer: 6)
+    for module in (word_beam, lexicon_beam):
+        monkeypatch.setattr(module, "PIECE", 30)
+        right = partial(lambda right, rows, *given: searched.append(len(rows)) or right(rows, *given), module._decode)
+        monkeypatch.setattr(module, "_decode", right)
+    scorer = {"greedy": None, "words": WordScorer, "known": WordLexicon}[search]
+    if scorer is not None:
+        scorer = scorer(processor.tokenizer, write_arpa(["A B AB", "AB B"], tmp_path / "lm.arpa", 2))
+    found = []
+    for cuts in ([], [16000, 17000, 60000, 60001], range(1600, 96000, 1600)):
+        stream = model.stream(processor, step=0.2, look_ahead=0.1, context=0.4, scorer=scorer)
+        for place, piece in enumerate(np.split(waveform(6), cuts)):
+            stream.feed(piece)
+            assert place % 3 or stream.text.split() == [word.text for word in stream.words]
+            assert kept(stream) <= 4 * (16000 * 0.8 + 40 * logits.shape[1])
+        stream.finish()
+        places.clear()
+        found.append((stream.text, stream.words, stream.emissions))
+    assert found[0] == found[1] == found[2]
+    assert max(searched, default=0) <= 40
+    (expected,), (text, words, emissions) = word_search.search_emissions(logits[None], [300], scorer), found[0]
+    assert [(one.token, one.start, one.end) for one in emissions] == [(o.token, o.start, o.end) for o in expected]
+    assert [one.confidence for one in emissions] == pytest.approx([one.confidence for one in expected], abs=1e-5)
+    assert Transcript.of(emissions, processor, 0.02, None, "word") == Transcript(text, words)
+    assert len(words) > 30
 
 
 @pytest.mark.parametrize(

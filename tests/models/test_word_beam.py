@@ -29,6 +29,7 @@ from favor.models.conformer import (
     word_beam,
     write_arpa,
 )
+from favor.models.conformer.word_search import search_emissions
 
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 
@@ -209,15 +210,13 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     logits[range(1, len(logits), 3), tokens] = 5.0
     logits[2::3, 0] = 20.0
     scorer = WordScorer(tokenizer, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
-    whole, times = (
-        search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, word_beam.word_emissions)
-    )
+    whole, times = (search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, search_emissions))
     assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
     monkeypatch.setattr(word_beam, "PIECE", 10)
     pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
-    assert word_beam.word_emissions(logits[None], [len(logits)], scorer)[0] == times
+    assert search_emissions(logits[None], [len(logits)], scorer)[0] == times
 
 
 @pytest.mark.parametrize(
@@ -364,7 +363,7 @@ def test_a_lexicon_searches_long_rows_in_pieces(arpa, tokenizer, monkeypatch):
     assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
     times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
     monkeypatch.setattr(lexicon_beam, "PIECE", 28)
-    assert lexicon_beam.lexicon_emissions(logits, [logits.shape[1]], lexicon) == times
+    assert search_emissions(logits, [logits.shape[1]], lexicon) == times
     with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
         ctc_lexicon_beam(logits, [5], lexicon, piece=2)
 
@@ -374,7 +373,7 @@ def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
     logits = torch.full((1, 3, len(tokenizer)), -math.inf)
     logits[..., tokenizer.unk_token_id] = 0.0
     assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
-    assert lexicon_beam.lexicon_emissions(logits, [3], lexicon) == [[]]
+    assert search_emissions(logits, [3], lexicon) == [[]]
     assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
 
 
