@@ -157,26 +157,19 @@ def favor_attention_forward(
     keys = key_length if packing is None else packing.longest_key
     if torch.compiler.is_exporting():
         check_exact_below(keys, plan.exact_below)
-    fewer = f"fewer keys than exact_below = {plan.exact_below}"
     if keys < plan.exact_below:
-        _account(module, known, f"exact: {fewer}")
+        _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
         return exact_attention(call, query, key, value), None
     if all_exact(choice):
         _account(module, known, f"exact: {ALL_EXACT}")
         return exact_attention(call, query, key, value), None
 
-    counts = key_counts(sees, packing) if plan.exact_below else ()
-    few = sum(count < plan.exact_below for count in counts)
-    linear = f"{LINEAR}{plan.family}, M = {plan.num_features}, window {choice.get('window', plan.window)}" + (
-        f", {plan.selected_keys} selected keys" if plan.selected_keys else ""
-    )
+    counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
+    few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
+    _account(module, known, _by_rows(few, len(counts), plan, choice.get("window", plan.window)))
     if few:
-        rest = f", others {linear}" if few < len(counts) else ""
-        _account(module, known, f"exact in {few} of {len(counts)} rows: {fewer}{rest}")
-        estimated = partial(_estimated, name, plan, state)
-        return by_length(call, (query, key, value), counts, plan.exact_below, estimated).contiguous(), None
-    _account(module, known, linear)
-    return _estimated(name, plan, state, call, query, key, value).contiguous(), None
+        return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
+    return linear(call, query, key, value).contiguous(), None
 
 
 def _estimated(
@@ -232,6 +225,16 @@ def _account(module: nn.Module, keys: int, account: str) -> None:
     state = layer_state(module)
     if state is not None and state.first_pass is not None and not state.first_pass.is_told:
         note(state.first_pass, state.number, account, keys)
+
+
+def _by_rows(few: int, rows: int, plan: _Plan, window: int) -> str:
+    """Says how a layer runs of which some rows may have too few keys."""
+    linear = f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
+    linear += f", {plan.selected_keys} selected keys" if plan.selected_keys else ""
+    if not few:
+        return linear
+    others = f"; the others {linear}" if few < rows else ""
+    return f"exact in {few} of {rows} rows, with fewer keys than exact_below = {plan.exact_below}{others}"
 
 
 def _local(sees: Visibility) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from favor.attention.packing import Packing
 from favor.attention.padding import Compaction
 from favor.integrations.masks import Visibility
 from favor.kernels.dispatch import is_tracing
+
+_logger = logging.getLogger("favor")
 
 
 class Call(NamedTuple):
@@ -84,15 +88,41 @@ def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: 
     return triangle[None, None] if padding is None else triangle & padding[:, None, None, :]
 
 
-def key_counts(sees: Visibility, packing: Packing | None) -> Sequence[int]:
+def key_counts(sees: Visibility, packing: Packing | None, bound: int) -> Sequence[int]:
     """Counts the keys of each row of a batch without its padding, or of each packed sequence.
 
+    Args:
+        sees: which keys the queries see.
+        packing: where packed sequences begin and end; None for a batch of rows.
+        bound: `exact_below`.
+
     Returns:
-        The counts; empty if no row has padding, or if the contents of tensors must not be read.
+        The counts; empty if no row has padding, or if the contents of tensors must not be read, of which the log is
+        told.
     """
-    if is_tracing() or (packing is None and sees.padding is None):
+    if packing is None and sees.padding is None:
+        return ()
+    if is_tracing():
+        _tell_traced(bound)
         return ()
     return packing.key_lengths if packing is not None else sees.counts or sees.padding.sum(1).tolist()
+
+
+@torch.compiler.assume_constant_result
+def _tell_traced(bound: int) -> bool:
+    return _warn_of_tracing(bound)
+
+
+@lru_cache
+def _warn_of_tracing(bound: int) -> bool:
+    """Warns, once, that a traced program does not choose by the keys of each row."""
+    _logger.warning(
+        "favor: what is compiled, exported or recorded compares the length of a batch, padding included, with "
+        "exact_below = %d, and not the keys of each row. So the result of a row can depend on its batch; with "
+        "exact_below=0 it does not.",
+        bound,
+    )
+    return True
 
 
 def by_length(
