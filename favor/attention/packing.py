@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,6 +80,14 @@ class Packing:
             "max_seqlen_k": self.longest_key,
         }
 
+    def only(self, kept: Sequence[int]) -> Packing:
+        """Gives the lengths of some of the sequences, by their numbers, as if the others were not there."""
+        queries, keys = ([lengths[number] for number in kept] for lengths in (self._query_lengths, self.key_lengths))
+        ends = [torch.tensor([0, *accumulate(own)], dtype=torch.int32) for own in (queries, keys)]
+        device = self.queries.device
+        first = ends[0].to(device)
+        return Packing(first, first if queries == keys else ends[1].to(device), max(queries), max(keys))
+
     def split(self, query: Tensor, *keys: Tensor) -> list[tuple[Tensor, ...]]:
         """Gives queries `[1, H, length, d]` of each sequence, with its part of every tensor that goes with the keys."""
         parts = [self.split_keys(tensor) for tensor in keys]
@@ -103,7 +112,7 @@ class Packing:
 
     def split_keys(self, key: Tensor) -> tuple[Tensor, ...]:
         """Gives the keys (or values) of each sequence, `[1, Hk, length, d]`."""
-        return key.split(self._key_lengths, dim=2)
+        return key.split(self.key_lengths, dim=2)
 
     # Each read makes a GPU wait, so the lengths are read once.
     @cached_property
@@ -111,7 +120,8 @@ class Packing:
         return self.queries.diff().tolist()
 
     @cached_property
-    def _key_lengths(self) -> list[int]:
+    def key_lengths(self) -> list[int]:
+        """The number of keys of each sequence."""
         return self._query_lengths if self.keys is self.queries else self.keys.diff().tolist()
 
 

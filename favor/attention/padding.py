@@ -29,6 +29,11 @@ class Compaction:
         """Makes a permutation for a mask `[B, S]`, True for real tokens; None if all padding is at the end."""
         if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
+        return cls.to_front(mask)
+
+    @classmethod
+    def to_front(cls, mask: Tensor) -> Compaction:
+        """Makes a permutation for a mask `[B, S]` without a look at its contents, for which a GPU would wait."""
         real = mask.cumsum(1)
         places = torch.where(mask, real - 1, real[:, -1:] + (~mask).cumsum(1) - 1)
         tokens = torch.arange(mask.shape[1], device=mask.device).expand_as(places)

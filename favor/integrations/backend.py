@@ -19,7 +19,7 @@ from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, StreamLayer, state_of
 from favor.integrations.engines import check_exact_below, heads_of_process
-from favor.integrations.exact import exact_attention
+from favor.integrations.exact import Call, by_length, exact_attention, key_counts
 from favor.integrations.first_pass import LINEAR, note
 from favor.integrations.layer import (
     ALL_EXACT,
@@ -137,11 +137,11 @@ def favor_attention_forward(
     if cached is not None and sees.padding is not None:
         sees = sees._replace(padding=sees.padding[:, known - key_length :])
     packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
-    call = _Call(module, sees, scaling, dropout, packing)
+    call = Call(module, sees, scaling, dropout, packing)
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
         _account(module, known, "exact: another part of the model was switched" if name is None else _local(sees))
-        return _exact(call, query, key, value, attention_mask), None
+        return exact_attention(call, query, key, value, attention_mask), None
 
     causal = sees.causal
     plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
@@ -159,37 +159,38 @@ def favor_attention_forward(
         check_exact_below(keys, plan.exact_below)
     if keys < plan.exact_below:
         _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
-        return _exact(call, query, key, value), None
+        return exact_attention(call, query, key, value), None
     if all_exact(choice):
         _account(module, known, f"exact: {ALL_EXACT}")
-        return _exact(call, query, key, value), None
+        return exact_attention(call, query, key, value), None
 
-    _account(
-        module,
-        known,
-        f"{LINEAR}{plan.family}, M = {plan.num_features}, window {choice.get('window', plan.window)}"
-        + (f", {plan.selected_keys} selected keys" if plan.selected_keys else ""),
-    )
-    return _estimated(call, name, plan, (query, key, value), state).contiguous(), None
+    counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
+    few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
+    _account(module, known, _by_rows(few, len(counts), plan, choice.get("window", plan.window)))
+    if few:
+        return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
+    return linear(call, query, key, value).contiguous(), None
 
 
 def _estimated(
-    call: _Call,
     backend: str,
     plan: _Plan,
-    tensors: tuple[Tensor, Tensor, Tensor],
     state: StreamState | StreamLayer | None,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Tensor:
     """Computes attention `[B, L, H, dv]` with the parameters that the layer stores, exact in the heads that stay exact.
 
     Args:
-        call: the arguments that exact attention takes too.
         backend: its name.
         plan: the options of the layer.
-        tensors: query, key and value.
         state: of earlier tokens, or the layer of a cache that holds it; None for a whole sequence.
+        call: the arguments that exact attention takes too.
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
     """
-    module, causal, (query, key, _), choice = call.module, call.sees.causal, tensors, stored_choice(call.module)
+    module, causal, choice = call.module, call.sees.causal, stored_choice(call.module)
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)
@@ -213,7 +214,8 @@ def _estimated(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         stored, exact_heads, drawn = heads_of_process(module, key.shape[1], stored, exact_heads)
     estimate = _Estimate(call, plan, layer, redraw, window, state, drawn)
-    return by_head(*tensors, stored, exact_heads, partial(_exact, call), partial(_linear, estimate))
+    heads = partial(exact_attention, call), partial(_linear, estimate)
+    return by_head(query, key, value, stored, exact_heads, *heads)
 
 
 def _account(module: nn.Module, keys: int, account: str) -> None:
@@ -223,6 +225,16 @@ def _account(module: nn.Module, keys: int, account: str) -> None:
     state = layer_state(module)
     if state is not None and state.first_pass is not None and not state.first_pass.is_told:
         note(state.first_pass, state.number, account, keys)
+
+
+def _by_rows(few: int, rows: int, plan: _Plan, window: int) -> str:
+    """Says how a layer runs of which some rows may have too few keys."""
+    linear = f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
+    linear += f", {plan.selected_keys} selected keys" if plan.selected_keys else ""
+    if not few:
+        return linear
+    others = f"; the others {linear}" if few < rows else ""
+    return f"exact in {few} of {rows} rows, with fewer keys than exact_below = {plan.exact_below}{others}"
 
 
 def _local(sees: Visibility) -> str:
@@ -256,24 +268,6 @@ class _Plan(NamedTuple):
     asks_for_selected: bool
 
 
-class _Call(NamedTuple):
-    """The checked arguments of one call that exact and linear attention share, without queries, keys and values.
-
-    Attributes:
-        module: the attention module.
-        sees: which keys the queries see.
-        scaling: factor of the logits; None for 1/sqrt(d).
-        dropout: probability that an attention weight is dropped.
-        packing: where packed sequences begin and end; None for a batch of rows.
-    """
-
-    module: nn.Module
-    sees: Visibility
-    scaling: float | None
-    dropout: float
-    packing: Packing | None
-
-
 class _Estimate(NamedTuple):
     """How linear attention estimates one call.
 
@@ -286,7 +280,7 @@ class _Estimate(NamedTuple):
         key_heads: which of the heads with directions these are, see `favor.favor_attention`; None for all.
     """
 
-    call: _Call
+    call: Call
     plan: _Plan
     layer: int
     redraw: int
@@ -394,12 +388,6 @@ def by_head(
     joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
     order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
     return joined[:, :, order].flatten(2, 3)
-
-
-def _exact(call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    module, sees, scaling, dropout, packing = call
-    tensors = (query, key, value)
-    return exact_attention(module, tensors, sees, mask=mask, scaling=scaling, dropout=dropout, packing=packing)
 
 
 def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:

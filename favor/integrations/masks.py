@@ -6,7 +6,7 @@ Of a mask, linear attention can use only which keys are padding.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +42,14 @@ class Visibility(NamedTuple):
         reach: how many tokens away a visible key may be, as in layers with a sliding window; None for any distance.
         padding: boolean `[B, S]`, True for real keys; None if all are.
         dense: whether the layer is local in another way, which only its mask of all pairs says.
+        counts: real keys of each row, read when the mask was made; empty if they were not read.
     """
 
     causal: bool
     reach: int | None = None
     padding: Tensor | None = None
     dense: bool = False
+    counts: Sequence[int] = ()
 
 
 def favor_mask(
@@ -101,16 +103,17 @@ def favor_mask(
             "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
             'Use the default cache_implementation, or attn_implementation="sdpa".'
         )
-    padding = None
+    padding, counts = None, ()
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] < kv_length:
             padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-        if not is_tracing() and bool(padding.all()):
-            padding = None
+        if not is_tracing():  # a GPU waits here, once per forward pass
+            counts = padding.sum(1).tolist()
+            padding = None if min(counts, default=kv_length) == kv_length else padding
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
     shown = shown[:, None, None, :].expand(batch_size, 1, q_length if pattern.causal else 1, kv_length)
-    return _record(shown, Visibility(pattern.causal, pattern.reach, padding))
+    return _record(shown, Visibility(pattern.causal, pattern.reach, padding, counts=counts))
 
 
 def _pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:

@@ -182,11 +182,19 @@ def test_replicas_that_run_side_by_side_are_one_first_pass(caplog):
     assert "2 layers linear: landmark" in line
 
 
-def test_short_inputs_are_told_of(caplog):
-    BERT.build("favor#")(**tokens(False))
+EXACT = "2 layers exact: fewer keys than exact_below = 1024"
+SOME = "2 layers exact in 2 of 3 rows, with fewer keys than exact_below = 20; the others linear: wderf, M = 256"
+ALL = "2 layers exact in 3 of 3 rows, with fewer keys than exact_below = 24."
+
+
+@pytest.mark.parametrize(("padding", "exact_below", "line"), [(0, "auto", EXACT), (0, 20, SOME), (1, 24, ALL)])
+def test_short_inputs_are_told_of(padding, exact_below, line, caplog):
+    inputs = tokens(True)
+    inputs["attention_mask"][0, :padding] = 0
+    BERT.build("favor#", exact_below=exact_below)(**inputs)
     (record,) = [record for record in caplog.records if "first forward pass" in record.message]
     assert record.levelname == "WARNING"
-    assert "up to 24 keys: 2 layers exact: fewer keys than exact_below = 1024" in record.message
+    assert f"up to 24 keys: {line}" in record.message
 
 
 def test_missing_parameters_and_refused_layers_are_described():

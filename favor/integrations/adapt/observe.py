@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from favor.integrations.exact import exact_attention
+from favor.integrations.exact import Call, exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.integrations.modules import configs_of, private_configs
@@ -174,7 +174,7 @@ def _observed(
     shape = (query.shape[0], query.shape[2], key.shape[2])
     sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"))
     tensors = (query, key, value)
-    out = exact_attention(module, tensors, sees, mask=attention_mask, scaling=scaling, dropout=dropout)
+    out = exact_attention(Call(module, sees, scaling, dropout, None), *tensors, attention_mask)
     if sees.reach is not None or sees.dense:
         return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
