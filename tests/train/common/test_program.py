@@ -4,6 +4,7 @@ import argparse
 import gzip
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -239,5 +240,5 @@ def test_the_line_comes_first_under_accelerate_launch(bert_folder, tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0].startswith("favor-glue: error: unknown GLUE task 'rtte': did you mean rte?")
     assert lines[0].endswith("; the lines below are from accelerate launch")
-    # None of the lines below is a traceback through this package.
-    assert not [line for line in lines if "favor" in line and "File" in line]
+    # None of the lines below is a traceback through the program; the path of the environment may hold any name.
+    assert not [line for line in lines if str(Path(glue.__file__).parent) in line and "File" in line]
