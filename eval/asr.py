@@ -238,9 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend, arguments = parse_arguments(words)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
     if arguments.data_dir is not None and folder.resolve() == Path(arguments.data_dir).resolve():
-        raise ValueError(
-            f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}"
-        )
+        raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
     hold(folder)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

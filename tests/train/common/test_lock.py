@@ -110,5 +110,5 @@ def test_folders_that_cannot_be_written_or_locked_are_named(tmp_path, monkeypatc
     while len(numbers) > 1:
         with pytest.warns(UserWarning, match="on a file system without locks: make sure yourself"), locked(tmp_path):
             (tmp_path / "written").touch()
-    with pytest.raises(OSError, match="cannot write to .*Input/output error"), locked(tmp_path):
+    with pytest.raises(OSError, match=r"cannot write to .*Input/output error"), locked(tmp_path):
         pass

@@ -132,6 +132,8 @@ def test_evaluations_speak_the_same_way(start, wrong_files, monkeypatch):
     monkeypatch.chdir(wrong_files)
     code, said = start(small_decoder, "--text", "nothing.txt", "--output_dir", "run")
     assert_one_line(said, code, "favor.eval.small_decoder", "expected a text file, got nothing.txt")
+    code, said = start(small_decoder, "--text", "empty.txt", "--output_dir", ".")
+    assert_one_line(said, code, "favor.eval.small_decoder", "expected a new folder or an empty one, got .")
     code, said = start(variance, "--sgimas", 1)
     assert_one_line(said, code, "favor.eval.variance", "unknown option --sgimas: did you mean --sigmas?")
     code, said = start(variance, "--sets", 0)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train import glue, mlm
+from favor.train import distill, glue, mlm
 from favor.train.common import checkpoint, state
 
 PARTS = ("model", "optimizer", "scheduler", "progress", "redraws", "process_0")
@@ -98,6 +98,14 @@ def test_checkpoints_of_others_are_refused_and_stay(names, flags, train, tmp_pat
     assert not (tmp_path / "trace").exists()
     assert {path.name for path in folder.iterdir()} == set(names)
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-500"]
+
+
+def test_stages_of_a_distillation_are_folders_too(bert_folder, text, tmp_path):
+    (tmp_path / "attention" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "attention" / "checkpoint-5" / "trainer_state.json").touch()
+    words = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="attention/checkpoint-5 was written by another program"):
+        distill.main([*words, "--overwrite_output_dir"])
 
 
 def test_a_new_start_removes_what_the_run_wrote_and_nothing_else(stopped, train):
