@@ -22,6 +22,7 @@ from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
 from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
 from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train.common.arguments import BackendArguments
+from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import program
 from favor.train.speech.arguments import HUB, Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
 from favor.train.speech.data import Utterance, long_enough
@@ -226,6 +227,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
     ]
 
 
+@releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code.
 
@@ -235,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     backend, arguments = parse_arguments(words)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
-    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.data_dir is not None and folder.resolve() == Path(arguments.data_dir).resolve():
+        raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
+    hold(folder)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
     model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")

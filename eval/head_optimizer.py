@@ -190,12 +190,12 @@ class Runs:
         self.path = path
         self.known: dict[str, Run] = {}
         if path is not None and path.is_file():
-            whole, _, broken_off = path.read_text().rpartition("\n")
-            for line in whole.splitlines():
-                record = json.loads(line)
+            for line in path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # a run was stopped while it wrote this line: it is done again
                 self._keep(record["key"], record["run"])
-            if broken_off:
-                path.write_text(whole + "\n" * bool(whole))
 
     def _keep(self, key: str, run: Run) -> None:
         # A longer run holds all results of a shorter one.
@@ -219,8 +219,9 @@ class Runs:
         self._keep(key, run)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
             with self.path.open("a") as stream:
-                stream.write(json.dumps({"key": key, "run": run}) + "\n")
+                stream.write(("\n" if torn else "") + json.dumps({"key": key, "run": run}) + "\n")
         losses = " ".join(f"{loss:.4f}" for loss in run["train"].values())
         print(f"{task.name}: {config['head']}, {label(config)}, seed {seed}: {losses}", flush=True)
         return run

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from favor.eval.common import launch, report
 from favor.eval.options.mlm_steps import parse_arguments
+from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import program
 
 
@@ -36,9 +37,11 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
+@releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and writes the report after each run; returns the exit code."""
     arguments, rest = parse_arguments(argv)
+    hold(arguments.output_dir)
     folder = arguments.results_dir or arguments.output_dir
     words = report.local_names(arguments.command)
     command = report.shown_command("favor.eval.mlm_steps", words, [], ["--output_dir", "--results_dir"])

@@ -9,7 +9,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from favor.eval.options.small_decoder import parse_arguments
-from favor.train.common.program import program
+from favor.train.common.program import check_new, program
 from favor.train.text.samples import read_text
 
 END = "<|endoftext|>"
@@ -25,6 +25,7 @@ def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the folder."""
     given = parse_arguments(argv)
+    check_new(given.output_dir)
     tokenizer = make_tokenizer(read_text(given.text), given.vocab_size)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

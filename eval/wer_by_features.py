@@ -32,6 +32,7 @@ from favor.integrations.adapt.observe import Observation
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.train import asr
 from favor.train.common import checkpoint
+from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import program
 from favor.train.speech import arguments as asr_arguments
 from favor.train.speech.data import long_enough
@@ -168,6 +169,7 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
 
 def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Runs the unfinished arms, seed by seed, and reports after each run; returns the names of failed runs."""
+    hold(arguments.output_dir)
     register_uniform_mean()
     common = list(rest)
     if arguments.model_name_or_path is not None:
@@ -192,6 +194,7 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     return failures
 
 
+@releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if an arm failed.
 

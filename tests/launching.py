@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 
@@ -32,6 +32,15 @@ PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train
 PRELOADED.append("favor.eval.speech.long_form_cell")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
+
+
+def options(given: Mapping[str, object]) -> list[str]:
+    """Writes options as words: a text is cut at its spaces into several values, a path is not; None leaves one out."""
+    words: list[str] = []
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name}", *(value.split() if isinstance(value, str) else [str(value)])]
+    return words
 
 
 def run(*command: object) -> str:

@@ -20,6 +20,7 @@ from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED
 from favor.train.common.average import weight_average
+from favor.train.common.lock import releases_locks
 from favor.train.common.optimizers import adamw_groups
 from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
@@ -267,6 +268,7 @@ def train_and_evaluate(
     return progress.history[-1]
 
 
+@releases_locks
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains and returns what `all_results.json` holds.
 

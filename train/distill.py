@@ -28,6 +28,7 @@ from favor.integrations.layer import attention_modules, decodes, layer_options, 
 from favor.integrations.stored import fix_directions, store_parameters, train_directions, update_choices
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.average import weight_average
+from favor.train.common.lock import releases_locks
 from favor.train.common.pretrained import check_model, check_positions, load_exact
 from favor.train.common.program import program
 from favor.train.common.teacher import Teacher, relative_squared_error
@@ -284,6 +285,7 @@ class Distillation:
         self.accelerator.print(json.dumps({"after": stage, "relative error of hidden states": self.errors[stage]}))
 
 
+@releases_locks
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Distils as the command line says; returns what it writes to `all_results.json`.
 
@@ -301,6 +303,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     settings = arguments.settings(accelerator.num_processes)
     there = any(checkpoint.checkpoints(folder / name) for name in ("attention", "model"))
     there = there or (folder / checkpoint.SETTINGS).exists()
+    for name in ("attention", "model"):
+        checkpoint.check_foreign(folder / name, overwrite=True)
     checkpoint.open_run(folder, settings, arguments.resume, arguments.overwrite_output_dir, there)
     check_model(arguments.model_name_or_path)
     if arguments.train_file is not None:
@@ -310,8 +314,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for name in ("attention", "model") if arguments.overwrite_output_dir else ():
-            for path in (folder / name).glob("checkpoint*"):
-                checkpoint.remove(path)
+            checkpoint.clear(folder / name)
         checkpoint.start_run(folder, settings, arguments.overwrite_output_dir)
     accelerator.wait_for_everyone()
     set_seed(arguments.seed)

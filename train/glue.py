@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import favor
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED, ModelArguments
+from favor.train.common.lock import releases_locks
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
 from favor.train.common.program import program
@@ -201,6 +202,7 @@ def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> 
     accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
 
 
+@releases_locks
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains every seed and returns what `all_results.json` holds.
 
@@ -255,7 +257,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
     """Writes the model card, then `all_results.json`, which marks the run as finished."""
     if accelerator.is_main_process:
-        (folder / "README.md").write_text(glue_report.model_card(task, results, folder.resolve().name))
+        card = folder / "README.md"
+        if card.exists() and glue_report.MARK not in card.read_text(encoding="utf-8", errors="replace"):
+            accelerator.print(f"{card} is not of this program and stays: the model card is {glue_report.OTHER_CARD}")
+            card = folder / glue_report.OTHER_CARD
+        card.write_text(glue_report.model_card(task, results, folder.resolve().name), encoding="utf-8")
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
 
 

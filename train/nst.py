@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +19,7 @@ from favor.models.conformer.pronunciations import lexicon_of
 from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
 from favor.train import asr
 from favor.train.common import checkpoint, report
+from favor.train.common.lock import releases_locks
 from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
 from favor.train.options.nst import NAME, NstArguments, parse_arguments
@@ -31,12 +32,14 @@ from favor.train.speech.pseudo_labels import (
     collect,
     fingerprint,
     label,
+    remove_labels,
     select,
     write_manifest,
 )
 from favor.train.speech.sources import load_speech
 
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
+LABELS, FIT = "labels", "fit"  # folders of a generation
 
 
 @dataclass
@@ -88,11 +91,19 @@ def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         if train.overwrite_output_dir:
-            (folder / RESULTS).unlink(missing_ok=True)
-            for old in folder.glob("gen_*"):
-                shutil.rmtree(old)
+            clear(folder)
         checkpoint.write_json(path, settings)
     accelerator.wait_for_everyone()
+
+
+def clear(folder: Path) -> None:
+    """Removes what a run made that a new one would take for its own: results, checkpoints and labels."""
+    (folder / RESULTS).unlink(missing_ok=True)
+    for old in folder.glob("gen_*"):
+        if re.fullmatch(r"gen_\d+", old.name):
+            checkpoint.clear(old)
+            for part in (LABELS, FIT):
+                remove_labels(old / part)
 
 
 def load(task: Task) -> None:
@@ -201,21 +212,21 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
         teacher: folder of its model.
         folder: of the generation.
     """
-    parts: dict[str, Sequence[Utterance]] = {"labels": task.unlabelled}
+    parts: dict[str, Sequence[Utterance]] = {LABELS: task.unlabelled}
     if task.development is not None:
-        parts["fit"] = task.development
+        parts[FIT] = task.development
     processor = label_all(task, teacher, folder, parts)
     own = own_processor(task)
     processor = processor if own is None else ConformerProcessor.from_pretrained(own)
     if task.accelerator.is_main_process:
-        labels = collect(task.unlabelled, folder / "labels")
+        labels = collect(task.unlabelled, folder / LABELS)
         model, data, train = task.student.model, task.student.data, task.student.train
         selection = select(
             labels,
             processor,
             threshold=task.nst.threshold,
             keep=task.nst.keep,
-            reference=None if task.development is None else collect(task.development, folder / "fit"),
+            reference=None if task.development is None else collect(task.development, folder / FIT),
             ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
             fastest=max(data.speeds),
             max_seconds=train.per_device_train_batch_seconds * min(data.speeds),
@@ -330,6 +341,7 @@ def table(generations: Sequence[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+@releases_locks
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains all generations; returns what `nst.json` holds.
 

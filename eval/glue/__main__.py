@@ -17,6 +17,7 @@ from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256, minilm_path
 from favor.eval.common.report import write_files
 from favor.eval.glue import adaptation, table
 from favor.eval.options.glue import DEFAULT_BACKENDS, parse_arguments
+from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import program
 
 Adapted = Mapping[str, Mapping[str, Any]]
@@ -107,6 +108,7 @@ def train_all(
     arguments: argparse.Namespace, rest: Sequence[str], adapted: Adapted
 ) -> tuple[list[table.Run], list[str]]:
     """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures."""
+    hold(arguments.output_dir)
     default = () if arguments.adapted else DEFAULT_BACKENDS
     backends = [launch.Backend.parse(text) for text in arguments.backends or default]
     backends += [launch.Backend.adapted(folder) for folder in arguments.adapted]
@@ -259,6 +261,7 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace, adapt
     table.plot(runs, folder / f"{arguments.name}.png")
 
 
+@releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
     arguments, rest = parse_arguments(argv)

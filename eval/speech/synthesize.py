@@ -14,7 +14,7 @@ from favor.eval.options.synthesize import parse_arguments
 from favor.eval.speech.synthesizers import Synthesizer, speak, synthesizer
 from favor.eval.speech.texts import read_text, sentences, word_sequences
 from favor.models.conformer import normalize_transcript
-from favor.train.common.program import program
+from favor.train.common.program import check_new, program
 from favor.train.speech.sources import load_speech
 
 SHORTEST, LONGEST = 8, 35  # words of a sentence
@@ -108,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parse_arguments(argv)
     folder: Path = arguments.output_dir
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"output_dir must be new or empty, got {folder}")
+    check_new(folder)
     voices = [synthesizer(name) for name in arguments.voices]
     held_out = [one.text for split in arguments.without for one in load_speech(arguments.data_dir, split)[0]]
     avoided = word_sequences(held_out, IN_COMMON)

@@ -22,7 +22,7 @@ from transformers import (
 
 from favor.eval.common.pretrained import packaged
 from favor.eval.options.whisper_convert import FILES, PACKAGE, parse_arguments
-from favor.train.common.program import program
+from favor.train.common.program import check_new, program
 
 # sha256 of model.bin in PACKAGE
 SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
@@ -198,6 +198,7 @@ def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProce
 def main(argv: Sequence[str] | None = None) -> int:
     """Converts a model."""
     arguments = parse_arguments(argv)
+    check_new(arguments.output_dir)
     model, processor = convert(arguments.source or packaged_folder())
     model.save_pretrained(arguments.output_dir)
     processor.save_pretrained(arguments.output_dir)

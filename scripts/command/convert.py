@@ -16,7 +16,7 @@ from typing import Any
 
 from favor_command import models
 from favor_command.check import kind_of
-from favor_command.program import Parser, program
+from favor_command.program import Parser, check_new, program
 
 NAME = "favor convert"
 LONG = 2**24  # tokens; no text of this length is short enough for exact attention
@@ -48,8 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ValueError: if there is no such model, it cannot be switched, or the folder already exists and is not empty.
     """
     arguments = parse_arguments(words)
-    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
-        raise ValueError(f"expected a new folder or an empty one, got {arguments.out}")
+    check_new(arguments.out)
     config = models.read_config(arguments.model)
     # Refuse a model that cannot be switched before any weights are read.
     switchable(models.without_weights(config), arguments)

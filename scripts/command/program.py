@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
@@ -93,6 +94,12 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_new(folder: Path) -> None:
+    """Raises ValueError if a path is not a new or empty folder, so that nothing in it is replaced."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"expected a new folder or an empty one, got {folder}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

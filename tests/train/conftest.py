@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from accelerate.state import AcceleratorState, PartialState
+from launching import options
 
 from favor.train import glue
 
@@ -35,9 +36,7 @@ def train(bert_folder, glue_folder, tmp_path):
             "max_train_steps": 3,
             **values,
         }
-        given = {name: value for name, value in settings.items() if value is not None}
-        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
-        return glue.main([*words, *(f"--{flag}" for flag in flags)])
+        return glue.main([*options(settings), *(f"--{flag}" for flag in flags)])
 
     return call
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from safetensors import SafetensorError
 
+from favor.train.common import lock
 from favor.train.common import state as files
 from favor_command.names import with_new_names
 
 KEEP = 2
 RESULTS = "all_results.json"
 SETTINGS = "settings.json"
+# Names of checkpoints, which the trainer of transformers has too, and files that only those of our runs have.
+CHECKPOINT = re.compile(r"checkpoint(-\d+(\.damaged)?|\.partial)")
+MARKS = (SETTINGS, "progress.json", "process_*.json", "process_*.safetensors")
+MODELS = ("*.safetensors", "pytorch_model*.bin")
 # With these no process holds the whole model, so no process can write it.
 SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -98,11 +104,6 @@ class States:
         Raises:
             ValueError: if a file cannot be used; the message says which and why.
         """
-        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".pkl", ".bin"))
-        if pickled:
-            raise files.DamagedError(
-                f"it holds {pickled[0]}, a pickle, which can run code: continue with the earlier favor that wrote it"
-            )
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
         for name, part in self.parts.items():
             try:
@@ -141,9 +142,11 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     problem = None
     try:
         with writing(final, states.nbytes):
-            states.write(partial)
+            partial.mkdir(exist_ok=True)
+            # First, so that a part of a checkpoint is known as ours.
             if accelerator.is_main_process and (folder / SETTINGS).exists():
                 shutil.copy(folder / SETTINGS, partial)
+            states.write(partial)
     except OSError as error:
         problem = str(error)
     except KeyboardInterrupt:
@@ -155,7 +158,7 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
             remove(partial)
         after = "there is no earlier checkpoint"
         if whole := checkpoints(folder):
-            after = f"{whole[-1].name} is whole: free some space and continue with --resume"
+            after = f"{whole[-1].name} is whole: continue from it with --resume"
         raise OSError(f"{problems[0]}; {after}")
     if accelerator.is_main_process:
         os.replace(partial, final)
@@ -204,8 +207,19 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
+def is_ours(path: Path) -> bool:
+    """Tells whether a path has the name and the files of a checkpoint, whole or not, that `save_checkpoint` wrote."""
+    if not CHECKPOINT.fullmatch(path.name):
+        return False
+    if path.is_symlink() and not path.exists():
+        return True
+    return path.is_dir() and (not any(path.iterdir()) or any(next(path.glob(mark), None) for mark in MARKS))
+
+
 def remove(path: Path) -> None:
-    """Removes a folder, or a link to one, if it exists."""
+    """Removes a checkpoint, or a link to one, if it exists; a folder that is not ours stays."""
+    if not is_ours(path):
+        return
     if path.is_symlink():
         path.unlink()
     else:
@@ -227,7 +241,7 @@ def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
 
 @contextmanager
 def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Raises OSError with the path, its size and the free space if the code inside the context cannot write.
+    """Raises OSError with the path if the code inside the context cannot write; on a full disk also with the sizes.
 
     Args:
         path: the file or folder that is written.
@@ -236,20 +250,60 @@ def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            f"cannot write {path}, which needs about {size() / 1e6:.1f} MB; {free / 1e6:.1f} MB are free: {error}"
-        ) from error
+        sizes = ""
+        # safetensors gives the error of the operating system in words alone.
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or re.search("No space|quota", str(error)):
+            free = shutil.disk_usage(path.parent).free
+            sizes = f", which needs about {size() / 1e6:.1f} MB; {free / 1e6:.1f} MB are free"
+        raise OSError(f"cannot write {path}{sizes}: {error}") from error
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Lists the complete checkpoints of a run, oldest first."""
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
-    return [path for match, path in sorted(((m, p) for m, p in numbered if m), key=lambda pair: int(pair[0][1]))]
+    numbered = [path for path in folder.glob("checkpoint-*") if path.suffix != ".damaged" and is_ours(path)]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def clear(folder: Path) -> None:
+    """Removes the checkpoints and the results of a run from its folder."""
+    for path in folder.glob("checkpoint*"):
+        remove(path)
+    if (folder / SETTINGS).exists():
+        (folder / RESULTS).unlink(missing_ok=True)
+
+
+def check_foreign(folder: Path, overwrite: bool) -> None:
+    """Makes sure that a run in a folder loses nothing that no run wrote there.
+
+    Args:
+        folder: the run's folder, existing or not.
+        overwrite: whether a model of its own may be replaced.
+
+    Raises:
+        ValueError: for a checkpoint or settings of another program, or a model that would be replaced.
+    """
+    foreign = [path for path in sorted(folder.glob("checkpoint*")) if CHECKPOINT.fullmatch(path.name)]
+    foreign = [path for path in foreign if not is_ours(path)]
+    if not foreign and (folder / SETTINGS).exists():
+        with suppress(ValueError):  # if they are damaged: `saved_settings` says it
+            foreign = [] if "num_processes" in read_json(folder / SETTINGS) else [folder / SETTINGS]
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} was written by another program, or by an earlier favor, and would be lost: choose another "
+            "--output_dir, or move it away"
+        )
+    models = [path for kind in MODELS for path in folder.glob(kind)]
+    if models and not overwrite and not (folder / SETTINGS).exists():
+        raise ValueError(
+            f"{models[0]} is the model of another program and would be replaced: choose another --output_dir, or "
+            "replace it with --overwrite_output_dir"
+        )
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bool, there: bool | None = None) -> None:
-    """Makes sure that a run may write to its folder; writes nothing itself.
+    """Locks a run's folder until the program ends, and makes sure that the run may write to it.
+
+    All processes call this function, inside a function that `lock.releases_locks` decorates.
 
     Args:
         folder: the run's folder, existing or not.
@@ -259,11 +313,15 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
         there: whether the folder holds a run. Default None: it does if it has a checkpoint or results.
 
     Raises:
-        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, if both are set, or if the
-            run to resume had other settings or settings that cannot be read.
+        ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, if both are set, if the run
+            to resume had other settings or settings that cannot be read, if another run writes to the folder, or for
+            files of others that would be lost.
+        OSError: if the folder cannot be written to.
     """
     if resume and overwrite:
         raise ValueError("resume continues a run and overwrite_output_dir starts it again: set one of them")
+    lock.hold_together(folder)
+    check_foreign(folder, overwrite)
     if there is None:
         there = bool(checkpoints(folder)) or (folder / RESULTS).exists()
     if there and not (resume or overwrite):
@@ -306,9 +364,7 @@ def start_run(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
     """Creates a run's folder and records its settings; with `overwrite`, removes the files of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
-        for path in folder.glob("checkpoint*"):
-            remove(path)
-        (folder / RESULTS).unlink(missing_ok=True)
+        clear(folder)
     write_json(folder / SETTINGS, settings)
 
 

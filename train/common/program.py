@@ -9,9 +9,9 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from favor_command.program import Formatter, Parser, did_you_mean, program
+from favor_command.program import Formatter, Parser, check_new, did_you_mean, program
 
-__all__ = ["DataclassParser", "Formatter", "Parser", "did_you_mean", "program"]
+__all__ = ["DataclassParser", "Formatter", "Parser", "check_new", "did_you_mean", "program"]
 
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 

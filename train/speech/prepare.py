@@ -154,8 +154,6 @@ class _Store:
         """Reads the whole lines of a file, and removes a part of a line that a killed run left."""
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
         try:
             lines = [json.loads(line) for line in content[:whole].splitlines()]
             if lines:
@@ -167,6 +165,8 @@ class _Store:
             raise ValueError(
                 f"{path} was made with {settings}, not with {self.settings}: choose another folder, or delete the file."
             )
+        if whole < len(content):
+            os.truncate(path, whole)
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes a record so that it is kept if the process is killed."""

@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
 
 def _files(folder: Path) -> list[Path]:
     """Lists the files with labels, older ones first: the last label of an id counts."""
-    return [path for path in (folder / FINAL, *sorted(folder.glob(PART.format("*")))) if path.exists()]
+    return [path for path in (folder / FINAL, *sorted(folder.glob(PART.format("[0-9]*")))) if path.exists()]
 
 
 def _known(folder: Path, settings: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, PseudoLabel]]:
@@ -256,6 +257,14 @@ def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoL
         for path in parts:
             path.unlink()
     return [known[utterance.id] for utterance in utterances]
+
+
+def remove_labels(folder: Path) -> None:
+    """Removes the files of `label` and `collect`, and the folder if nothing else is in it."""
+    for path in _files(folder):
+        path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ from favor.train.options.glue import Arguments
 from favor.train.text.glue_data import HUB_ID, GlueData, Task
 from favor.train.text.metrics import load_glue_metric
 
+# A line of every card that this program writes, and the name of a card where another README.md is not to be lost.
+MARK, OTHER_CARD = "Attention backend", "MODEL_CARD.md"
+
 
 def baseline(data: GlueData, metric: EvaluationModule) -> dict[str, float]:
     """Scores a predictor that reads no sentence: it says the training set's most frequent class, or its mean score."""
@@ -125,7 +128,7 @@ def model_card(task: Task, results: dict[str, Any], name: str) -> str:
         "Samples": _pairs({"train": results["train_samples"], **results["eval_samples"]}),
         "Base model": f"`{_base_name(results)}`",
         "License": f"{_license(results)} (of the base model, if its card says it)",
-        "Attention backend": f"`{results['attn_implementation']}`",
+        MARK: f"`{results['attn_implementation']}`",
         "Backend options": _pairs(results["favor"] or {}) or "none",
         "Seeds": ", ".join(map(str, results["seeds"])),
         "Optimizer steps": results["steps"],

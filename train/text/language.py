@@ -24,6 +24,7 @@ from favor.train.common.arguments import (
     SOFTMAX_BOUND,
 )
 from favor.train.common.batches import EpochSampler
+from favor.train.common.lock import releases_locks
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
 from favor.train.text.arguments import Arguments
@@ -203,6 +204,7 @@ def train_model(
     return run, trained
 
 
+@releases_locks
 def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]) -> dict[str, Any]:
     """Trains and returns what `all_results.json` holds.
 

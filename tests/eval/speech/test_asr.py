@@ -233,6 +233,8 @@ def test_user_errors(ctc, corpus, tmp_path):
         call(tmp_path, corpus, tmp_path)
     with pytest.raises(ValueError, match="num_features: options of FAVOR attention, not of sdpa"):
         call(ctc, corpus, tmp_path, "--num_features", "8")
+    with pytest.raises(ValueError, match="output_dir must not be data_dir"):
+        call(ctc, corpus, corpus)
     with pytest.raises(ValueError, match="splits must be different"):
         call(ctc, corpus, tmp_path, splits=("dev", "dev"))
     with pytest.raises(ValueError, match="beam_size must be greater than 0"):

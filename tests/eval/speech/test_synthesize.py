@@ -128,7 +128,7 @@ def test_what_is_missing_is_named(text, tmp_path, monkeypatch):
     install(tmp_path / "bin", monkeypatch, "flite")
     with pytest.raises(ValueError, match=r"flite with the voice none failed on '.*': there is no such voice"):
         call(text, tmp_path / "out", "--voices", "flite:none")
-    with pytest.raises(ValueError, match="output_dir must be new or empty"):
+    with pytest.raises(ValueError, match="expected a new folder or an empty one"):
         call(text, tmp_path)
     with pytest.raises(ValueError, match=r"nothing\.txt must be a text in UTF-8"):
         call(tmp_path / "nothing.txt", tmp_path / "out")

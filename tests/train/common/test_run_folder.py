@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train import glue, mlm
+from favor.train import distill, glue, mlm
 from favor.train.common import checkpoint, state
 
 PARTS = ("model", "optimizer", "scheduler", "progress", "redraws", "process_0")
@@ -82,19 +82,62 @@ def test_a_poisoned_file_is_never_run(part, kind, stopped, train, tmp_path, caps
 
 
 OLD = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "pytorch_model.bin")
+TRAINER = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth")
 
 
-@pytest.mark.parametrize("name", OLD)
-def test_pickles_of_older_checkpoints_are_refused(name, stopped, train, tmp_path):
-    for folder in checkpoint.checkpoints(stopped):
-        shutil.rmtree(folder)
-        folder.mkdir()
+@pytest.mark.parametrize("flags", [(), ("resume",), ("overwrite_output_dir",)])
+@pytest.mark.parametrize("names", [OLD, TRAINER])
+def test_checkpoints_of_others_are_refused_and_stay(names, flags, train, tmp_path):
+    """Those of an earlier favor are pickles, those of a trainer of transformers have the same names as ours."""
+    folder = tmp_path / "run" / "checkpoint-500"
+    folder.mkdir(parents=True)
+    for name in names:
         torch.save({"x": Evil(tmp_path / "trace")}, folder / name)
-    with pytest.raises(ValueError, match=rf"no checkpoint in .*checkpoint-4: it holds {name}, a pickle, .*--overwrite"):
-        train(flags=("resume",), **SETTINGS)
+    with pytest.raises(ValueError, match=r"checkpoint-500 was written by another program, .* choose another"):
+        train(flags=flags, **SETTINGS)
     assert not (tmp_path / "trace").exists()
-    # Nothing was renamed: the favor that wrote them can go on.
-    assert [path.name for path in checkpoint.checkpoints(stopped)] == ["checkpoint-2", "checkpoint-4"]
+    assert {path.name for path in folder.iterdir()} == set(names)
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-500"]
+
+
+def test_stages_of_a_distillation_are_folders_too(bert_folder, text, tmp_path):
+    (tmp_path / "attention" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "attention" / "checkpoint-5" / "trainer_state.json").touch()
+    words = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match="attention/checkpoint-5 was written by another program"):
+        distill.main([*words, "--overwrite_output_dir"])
+
+
+def test_a_new_start_removes_what_the_run_wrote_and_nothing_else(stopped, train):
+    others = ["checkpoints-of-my-other-model/model.safetensors", "checkpoint-best/notes.txt", "checkpoint.txt"]
+    for name in others:
+        (stopped / name).parent.mkdir(exist_ok=True)
+        (stopped / name).write_text("mine")
+    shutil.copytree(stopped / "checkpoint-2", stopped / "checkpoint-2.damaged")
+    (stopped / "checkpoint.partial").mkdir()
+    (stopped / "checkpoint.partial" / "settings.json").write_text("{}")
+    train(flags=("overwrite_output_dir",), max_train_steps=1)
+    assert sorted(path.name for path in stopped.glob("checkpoint*")) == sorted({name.split("/")[0] for name in others})
+    assert all((stopped / name).read_text() == "mine" for name in others)
+
+
+def test_a_model_settings_and_a_card_of_others_stay(train, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model.safetensors").write_text("mine")
+    for flags in ((), ("resume",)):
+        with pytest.raises(ValueError, match=r"model\.safetensors is the model of another .*--overwrite_output_dir"):
+            train(flags=flags)
+    assert (run / "model.safetensors").read_text() == "mine"
+    (run / "settings.json").write_text('{"editor": 1}')
+    with pytest.raises(ValueError, match=r"settings\.json was written by another program"):
+        train(flags=("overwrite_output_dir",))
+    (run / "settings.json").unlink()
+    (run / "README.md").write_text("mine")
+    train(flags=("overwrite_output_dir",), max_train_steps=1)
+    assert "README.md is not of this program and stays: the model card is MODEL_CARD.md" in capsys.readouterr().out
+    assert (run / "README.md").read_text() == "mine"
+    assert "favor" in (run / "MODEL_CARD.md").read_text()
 
 
 def truncate(path):
@@ -187,7 +230,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_p
     monkeypatch.setattr(state, "save_file", full)
     message = (
         r"cannot write .*checkpoint-4, which needs about \d+\.\d MB; \d+\.\d MB are free: .*No space left.*; "
-        "checkpoint-2 is whole: free some space and continue with --resume"
+        "checkpoint-2 is whole: continue from it with --resume"
     )
     with pytest.raises(OSError, match=message):
         train(**SETTINGS)
@@ -196,6 +239,15 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_p
     train(output="whole", **SETTINGS)
     train(flags=("resume",), **SETTINGS)
     assert_equal_to_the_whole_run(tmp_path / "run")
+
+
+def test_the_disk_is_blamed_for_nothing_else(tmp_path):
+    gone = tmp_path / "gone" / "checkpoint-2"
+    with (
+        pytest.raises(OSError, match=r"^cannot write .*checkpoint-2: \[Errno 2\] No such file or directory: .*file'$"),
+        checkpoint.writing(gone, lambda: 1),
+    ):
+        (gone / "file").touch()
 
 
 def test_ctrl_c_while_a_checkpoint_is_written_leaves_no_half_of_it(train, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from launching import options
 from safetensors.torch import load_file
 from speech import write_corpus
 from stopping import stopped_after
@@ -49,9 +50,7 @@ def train(corpus, tmp_path):
             "output_dir": tmp_path / output,
             **values,
         }
-        given = {name: value for name, value in settings.items() if value is not None}
-        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
-        return asr.main([*words, *(f"--{flag}" for flag in flags)])
+        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
 
     return call
 

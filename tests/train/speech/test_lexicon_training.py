@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from launching import options
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import make_processor, save
@@ -52,12 +53,11 @@ def test_both_stages_have_phonemes(place):
 
 def student(folder, output, *more):
     """Words of a run in which a model labels dev and test and learns from its labels."""
-    words = f"--data_dir {folder} --unlabelled_split dev+test --eval_splits dev --teacher {folder / 'model'}"
-    words += (
-        f" --model_name_or_path {folder / 'model'} --generations 1 --ema_decay 0 --per_device_train_batch_seconds 24"
-    )
-    words += f" --max_train_steps 2 --encoder_learning_rate 0 --output_dir {output}"
-    return [*words.split(), *more]
+    words = "--unlabelled_split dev+test --eval_splits dev --generations 1 --ema_decay 0 --per_device_train_batch_seconds 24"
+    words += " --max_train_steps 2 --encoder_learning_rate 0"
+    model = folder / "model"
+    places = {"data_dir": folder, "teacher": model, "model_name_or_path": model, "output_dir": output}
+    return [*words.split(), *options(places), *more]
 
 
 @needs_search

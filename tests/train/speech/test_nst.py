@@ -12,7 +12,7 @@ import pytest
 import soundfile
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from launching import fork
+from launching import fork, options
 from safetensors.torch import load_file
 from speech_corpus import write_shard
 
@@ -99,7 +99,7 @@ def words(corpus, output, **values):
         "output_dir": output,
         **values,
     }
-    return [word for name, value in settings.items() for word in (f"--{name}", *str(value).split())]
+    return options(settings)
 
 
 NEW = {"preset": "dot", "tokenizer_type": "char", "num_mel_bins": 20, "dropout": 0}
@@ -258,6 +258,18 @@ def test_a_folder_with_a_run_is_not_written_over_by_accident(whole, corpus, teac
         start(corpus, teacher, output, "--resume", keep=0.5, learning_rate=0.1)
     with pytest.raises(ValueError, match="set one of them"):
         start(corpus, teacher, output, "--resume", "--overwrite_output_dir")
+
+
+def test_a_new_start_keeps_what_no_run_wrote(tmp_path):
+    run = ["nst.json", "gen_1/settings.json", "gen_1/labels/labels.jsonl", "gen_1/fit/labels.part-1.jsonl"]
+    results = ["gen_1/all_results.json", "gen_1/checkpoint-3/settings.json"]
+    others = ["gen_ideas/all_results.json", "gen_2/all_results.json", "gen_1/notes.txt", "gen_1/labels/mine.jsonl"]
+    for name in (*run, *results, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    nst.clear(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*others, "gen_1/settings.json"}
 
 
 def test_overwriting_another_fit_and_a_threshold(corpus, teacher, tmp_path, capsys):

@@ -110,8 +110,12 @@ def test_bad_files_are_remembered(mixed, tmp_path, monkeypatch):
 def test_other_settings_are_refused(corpus, tmp_path):
     utterances = read_librispeech(corpus, "dev")
     prepare(utterances, tmp_path)
+    with (tmp_path / "checked.jsonl").open("a") as stream:
+        stream.write("not ours")
+    before = (tmp_path / "checked.jsonl").read_text()
     with pytest.raises(ValueError, match=r"was made with .*'resample': False.*not with .*'resample': True"):
         prepare(utterances, tmp_path, resample=True)
+    assert (tmp_path / "checked.jsonl").read_text() == before
     (tmp_path / "checked.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="is damaged"):
         prepare(utterances, tmp_path)

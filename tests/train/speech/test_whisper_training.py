@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launching import options
 from safetensors.torch import load_file
 from speech import write_corpus
 from stopping import stopped_after
@@ -51,9 +52,7 @@ def train(corpus, folder, tmp_path):
             "output_dir": tmp_path / output,
             **values,
         }
-        given = {name: value for name, value in settings.items() if value is not None}
-        words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split())]
-        return asr.main([*words, *(f"--{flag}" for flag in flags)])
+        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
 
     return call
 
