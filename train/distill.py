@@ -18,7 +18,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 from torch import Tensor
-from transformers import AutoTokenizer
 
 import favor
 from favor import features as families
@@ -35,6 +34,7 @@ from favor.train.options.distill import NAME, DistillArguments, parse_arguments
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
+from favor_command.saved import load_processor
 
 if TYPE_CHECKING:
     from favor.train.speech.distill_data import Sounds
@@ -100,7 +100,7 @@ class Distillation:
         else:
             check_positions(self.whole, arguments.max_length)
             self.model = self.whole
-            self.data = Texts(arguments, AutoTokenizer.from_pretrained(path), processes)
+            self.data = Texts(arguments, load_processor(path), processes)
         self.teacher = copy.deepcopy(self.model).eval()
         inputs = self.moved(self.data.first(1)[0])
         self.shapes, self.decoder = layers_of(self.model, inputs)
