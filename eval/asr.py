@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import favor
 from favor.eval.common import report
@@ -31,6 +31,7 @@ from favor.train.speech.model import CLASSES, make_model, make_processor, saved_
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
 from favor.train.speech.word_errors import ErrorCounts, character_errors, word_errors
+from favor_command.saved import read_config
 
 
 def speech_config(path: str) -> PreTrainedConfig:
@@ -39,10 +40,7 @@ def speech_config(path: str) -> PreTrainedConfig:
     Raises:
         ValueError: if there is no saved ConformerForCTC, ConformerForTransducer or WhisperForCTC.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except OSError as error:
-        raise ValueError(f"model_name_or_path must be a saved speech model, got {path!r}: {error}") from error
+    config: PreTrainedConfig = read_config(path)
     if saved_architecture(config) is None:
         kinds = " or a ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
         raise ValueError(f"{path} must hold a {kinds}, got {config.architectures or 'no architecture'}")

@@ -16,18 +16,18 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import favor
 from favor import favor_attention
 from favor import features as families
 from favor.config import FavorConfig, feature_family
+from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.options.feature_weights import BASELINE, parse_arguments
 from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.integrations.layer import attention_modules, stored_parameters
-from favor.train.common.pretrained import load_exact
 from favor.train.common.program import program
 from favor.train.text.samples import samples
 
@@ -58,7 +58,7 @@ class Variant:
         own = {"num_features": self.num_features, "window": self.window, "seed": self.seed, "features": features}
         return own | {"exact_below": 0, "statistics": "batch" if self.kind == PLAIN else "calibrated"}
 
-    def calibrated(self, model: PreTrainedModel, batches: Iterable[Tensor]) -> PreTrainedModel:
+    def calibrated(self, model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> PreTrainedModel:
         """Makes a calibrated copy of a model, with all that the variant learns."""
         options = {name: value for name, value in self.options().items() if name != "statistics"}
         if self.kind != CALIBRATED:
@@ -151,10 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     path = arguments.model or str(minilm_path())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer, model = AutoTokenizer.from_pretrained(path), load_exact(path).to(device).eval()
-    batches = (
-        samples(arguments.text, tokenizer, arguments.max_length, arguments.calibration_samples).to(device).split(4)
-    )
+    tokenizer, model = load(path, device)
+    ids = samples(arguments.text, tokenizer, arguments.max_length, arguments.calibration_samples)
+    batches = [text_inputs(model, part) for part in ids.split(4)]
     length = arguments.held_out_length or arguments.max_length
     texts = {
         Path(text).name: samples(text, tokenizer, length, arguments.held_out_samples).to(device)
@@ -174,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[name].models = models
                 with torch.no_grad(), observe(model, found[name]):
                     for sample in ids.split(1):
-                        model(input_ids=sample)
+                        model(**text_inputs(model, sample))
     words = list(argv if argv is not None else sys.argv[1:])
     files = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
     command = report.shown_command("favor.eval.feature_weights", files, (), ("--output_dir", "--name"))

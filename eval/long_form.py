@@ -32,6 +32,7 @@ from favor.train.common.program import program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
+from favor_command.saved import read_config
 
 TOLERANCE = 1e-3
 # Logits, their scaled copy or softmax, and the rest of an earlier one: about three matrices L x L per head.
@@ -163,11 +164,11 @@ def attention_heads(setup: Setup) -> int:
     """Counts the attention heads; raises ValueError if a checkpoint is not a `ConformerForCTC` that is not causal."""
     if setup.model_name_or_path is None:
         return ConformerConfig.preset(setup.preset).num_attention_heads
-    config = ConformerConfig.from_pretrained(setup.model_name_or_path)
-    if config.architectures != ["ConformerForCTC"] or config.causal:
+    config = read_config(setup.model_name_or_path)
+    if not isinstance(config, ConformerConfig) or config.architectures != ["ConformerForCTC"] or config.causal:
         raise ValueError(
             f"model_name_or_path must be a ConformerForCTC that is not causal, got {config.architectures}, "
-            f"causal={config.causal}, in {setup.model_name_or_path}."
+            f"causal={getattr(config, 'causal', None)}, in {setup.model_name_or_path}."
         )
     return config.num_attention_heads
 

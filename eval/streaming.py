@@ -26,6 +26,7 @@ from favor.models.conformer import (
     ConformerStream,
 )
 from favor.train.common.program import program
+from favor_command.saved import load_model, load_processor
 
 RATE = 16000
 TOLERANCE = 1e-3
@@ -46,7 +47,7 @@ def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
         ValueError: if the checkpoint's extractor cannot stream.
     """
     if arguments.model_name_or_path is not None:
-        extractor = ConformerFeatureExtractor.from_pretrained(arguments.model_name_or_path)
+        extractor = load_processor(arguments.model_name_or_path, ConformerFeatureExtractor)
         if extractor.normalize != "none":
             raise ValueError(
                 f'model_name_or_path must be a model for streaming, with features of normalize="none"; those of '
@@ -66,9 +67,8 @@ def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argpars
     """
     torch.manual_seed(arguments.seed)
     if arguments.model_name_or_path is not None:
-        model = ConformerForCTC.from_pretrained(
-            arguments.model_name_or_path, dtype=torch.float32, attn_implementation=backend
-        )
+        options = {"dtype": torch.float32, "attn_implementation": backend}
+        model = load_model(ConformerForCTC, arguments.model_name_or_path, **options)
     else:
         model = ConformerForCTC(ConformerConfig.preset(arguments.preset, causal=True, attn_implementation=backend))
     options = {"num_features": arguments.num_features, "exact_below": 0}

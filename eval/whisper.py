@@ -29,6 +29,7 @@ from favor.train.common.program import program
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
+from favor_command.saved import load_model, load_processor, read_config
 
 RATE = 16000
 
@@ -64,14 +65,12 @@ def load(folder: Path | None) -> tuple[Any, Any]:
     folder = packaged_folder() if folder is None else folder
     if (folder / "model.bin").is_file():
         return convert(folder)
-    config = folder / "config.json"
-    kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    kind = read_config(str(folder)).model_type
     if kind != "whisper":
-        raise ValueError(
-            f"expected the folder of a Whisper, got {folder}, which holds {f'a {kind}' if kind else 'no model'}"
-        )
-    model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
-    return model.eval(), WhisperProcessor.from_pretrained(folder)
+        raise ValueError(f"expected the folder of a Whisper, got {folder}, which holds a {kind}")
+    exact = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    model = load_model(WhisperForConditionalGeneration, str(folder), **exact)
+    return model.eval(), load_processor(str(folder), WhisperProcessor)
 
 
 def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:

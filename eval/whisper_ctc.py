@@ -35,6 +35,7 @@ from favor.train.common.program import program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
+from favor_command.saved import load_processor
 
 NEAR = 0.08  # seconds
 Texts = list[list[tuple[str, float]]]
@@ -178,7 +179,7 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     parts = {name: load_speech(arguments.data_dir, split)[0] for name, split in names.items()}
     parts = {name: asr.evenly_spaced(part, arguments.max_eval_samples) for name, part in parts.items()}
     first = arguments.models[0]
-    config, processor = asr.speech_config(first), ConformerProcessor.from_pretrained(first)
+    config, processor = asr.speech_config(first), load_processor(first, ConformerProcessor)
     blank, tokenizer = config.pad_token_id, processor.tokenizer
     spoken = lexicon_of(arguments.lexicon, first)
     if spoken is not None:

@@ -37,8 +37,8 @@ def check_causal(model: PreTrainedModel) -> None:
     """Raises ValueError for a model with a layer that sees later tokens."""
     if not all(decodes_or_is_causal(module) for module in attention_modules(model).values()):
         raise ValueError(
-            f"{type(model).__name__} has layers that see later tokens, so it would learn to copy them: train it with "
-            "favor.train.mlm"
+            f"{type(model).__name__} has layers that see later tokens, so it can copy them and is no causal language "
+            "model: favor.train.mlm trains such models"
         )
 
 

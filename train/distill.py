@@ -18,7 +18,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 from torch import Tensor
-from transformers import AutoTokenizer
 
 import favor
 from favor import features as families
@@ -36,6 +35,8 @@ from favor.train.options.distill import NAME, DistillArguments, parse_arguments
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
+from favor_command.program import in_one_line
+from favor_command.saved import load_processor
 
 if TYPE_CHECKING:
     from favor.train.speech.distill_data import Sounds
@@ -101,12 +102,17 @@ class Distillation:
         else:
             check_positions(self.whole, arguments.max_length)
             self.model = self.whole
-            self.data = Texts(arguments, AutoTokenizer.from_pretrained(path), processes)
+            self.data = Texts(arguments, load_processor(path), processes)
         self.teacher = copy.deepcopy(self.model).eval()
         inputs = self.moved(self.data.first(1)[0])
-        self.shapes, self.decoder = layers_of(self.model, inputs)
-        with torch.no_grad():
-            predicts = getattr(self.teacher(**inputs), "logits", None) is not None
+        try:
+            self.shapes, self.decoder = layers_of(self.model, inputs)
+            with torch.no_grad():
+                found = self.teacher(**inputs, output_hidden_states=True)
+            predicts = len(found.hidden_states) > 1 and getattr(found, "logits", None) is not None
+        except Exception as error:
+            kind = type(self.model).__name__
+            raise ValueError(f"{kind} cannot be distilled on these data: {in_one_line(error)}") from error
         if arguments.model_steps and not predicts and (arguments.task_weight or not arguments.hidden_weight):
             raise ValueError(
                 f"{type(self.model).__name__} makes no predictions: set task_weight to 0 and hidden_weight above 0"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import AutoConfig
 
 from favor.models.conformer import ConformerProcessor
 from favor.models.conformer.pronunciations import lexicon_of
@@ -20,7 +19,6 @@ from favor.models.conformer.word_search import Scorer, searched_words, usual_bea
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.lock import releases_locks
-from favor.train.common.pretrained import check_model
 from favor.train.common.program import program
 from favor.train.options.nst import NAME, NstArguments, parse_arguments
 from favor.train.speech import arguments as asr_arguments
@@ -37,6 +35,7 @@ from favor.train.speech.pseudo_labels import (
     write_manifest,
 )
 from favor.train.speech.sources import load_speech
+from favor_command.saved import check_model, load_model, load_processor, read_config
 
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
 LABELS, FIT = "labels", "fit"  # folders of a generation
@@ -136,14 +135,14 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
     Raises:
         ValueError: if the model is not one for CTC or Transducer.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(str(folder))
     found = saved_architecture(config)
     if found is None:
         kinds = ", ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
         name = (config.architectures or ["none"])[0]
         raise ValueError(f"teacher must be one of {kinds}, got {name} in {folder}")
-    model: Any = CLASSES[config.model_type][found].from_pretrained(folder, use_safetensors=True)
-    return model.to(accelerator.device).eval(), ConformerProcessor.from_pretrained(folder)
+    model: Any = load_model(CLASSES[config.model_type][found], str(folder), use_safetensors=True)
+    return model.to(accelerator.device).eval(), load_processor(str(folder), ConformerProcessor)
 
 
 def own_processor(task: Task) -> str | None:
@@ -217,7 +216,7 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
         parts[FIT] = task.development
     processor = label_all(task, teacher, folder, parts)
     own = own_processor(task)
-    processor = processor if own is None else ConformerProcessor.from_pretrained(own)
+    processor = processor if own is None else load_processor(own, ConformerProcessor)
     if task.accelerator.is_main_process:
         labels = collect(task.unlabelled, folder / LABELS)
         model, data, train = task.student.model, task.student.data, task.student.train

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 import favor
 from favor.config import BACKEND, FavorConfig, feature_family
@@ -27,16 +26,17 @@ from favor.integrations.layer import attention_modules, stored_choice
 from favor.train.common.pretrained import load_exact
 from favor.train.common.program import program
 from favor.train.text.glue_data import load_glue
+from favor_command.saved import read_config
 
 
 def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any]:
     """Loads converted checkpoints, by the variants that describe them."""
     models = {}
     for folder in folders:
-        model = load_exact(folder).to(device).eval()
+        model = whole.text_part(load_exact(folder)).to(device).eval()
         options = model.config.favor
         name = Path(folder).name
-        saved = (getattr(AutoConfig.from_pretrained(folder), "favor", None) or {}).get(BACKEND)
+        saved = (getattr(read_config(folder), "favor", None) or {}).get(BACKEND)
         backend = saved if saved in favor.BACKENDS else "favor#"
         features = feature_family(backend, FavorConfig.from_dict(options))[0] if backend == "favor#" else None
         layers = (getattr(model.config, "favor_layers", None) or {}).values()

@@ -25,6 +25,7 @@ from favor.train.common.pretrained import load_exact
 from favor.train.speech.data import read_audio
 from favor.train.speech.distill_data import encoder_of
 from favor.train.speech.sources import load_speech
+from favor_command.saved import load_processor
 
 
 class Recordings:
@@ -42,12 +43,11 @@ class Recordings:
             model, processor = whisper.load(None)
             self.extractor: Any = processor.feature_extractor
         else:
-            model, self.extractor = (
-                load_exact(arguments.model),
-                AutoFeatureExtractor.from_pretrained(arguments.model),
-            )
+            model = load_exact(arguments.model)
         model.set_attn_implementation("sdpa")
         self.model = encoder_of(model).to(device).eval()
+        if arguments.model is not None:
+            self.extractor = load_processor(arguments.model, AutoFeatureExtractor)
 
     def measured(
         self, size: float, found: Sequence[Variant], others: Mapping[Variant, PreTrainedModel] | None = None

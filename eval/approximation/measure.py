@@ -15,6 +15,7 @@ from favor.eval.approximation.report import Measured
 from favor.eval.approximation.variants import Variant
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules
+from favor_command.program import in_one_line
 
 
 def measure(
@@ -43,8 +44,7 @@ def measure(
     Returns:
         Errors of the heads, and the score of the whole model with exact attention and with each variant.
     """
-    places = whole.placement(model, ids.shape[1], period)
-    inputs = [{"input_ids": sample.to(model.device), **places} for sample in ids.split(1)]
+    inputs = [whole.text_inputs(model, sample, period) for sample in ids.split(1)]
     outputs = partial(whole.outputs, ids=ids, mask_id=mask_id, seed=seed, period=period)
     return measure_inputs(model, inputs, found, outputs, seed=seed, query_samples=query_samples, others=others)
 
@@ -70,14 +70,22 @@ def measure_inputs(
 
     Returns:
         Errors of the heads, and the score of the whole model with exact attention and with each variant.
+
+    Raises:
+        ValueError: before anything is measured, if the model cannot be scored on these inputs alone.
     """
-    others = others or {}
+    kind, scores, others = whole.measure_of(model), {}, others or {}
+    try:
+        exact = outputs(model)
+    except Exception as error:
+        raise ValueError(f"{type(model).__name__} cannot be measured: {in_one_line(error)}") from error
     modules = {variant.folder: attention_modules(other) for variant, other in others.items() if variant.folder}
     heads = HeadErrors(found, seed, query_samples, modules)
     with torch.no_grad(), observe(model, heads):
         for each in inputs:
             model(**each)
-    kind, exact, scores = whole.measure_of(model), outputs(model), {}
+    if not heads.errors:
+        raise ValueError(f"{type(model).__name__} has no attention layer that can be linear: see favor.describe")
     for variant in found:
         if variant.is_backend:
             switched = whole.switch(others.get(variant, model), variant, seed)

@@ -14,9 +14,37 @@ from transformers import PreTrainedModel
 
 import favor
 from favor.eval.approximation.variants import Variant
-from favor.train.common.pretrained import positions_of
+from favor.train.common.pretrained import load_exact, positions_of
+from favor_command.saved import load_processor
 
 MASKED = 0.15
+
+
+def load(path: str, device: torch.device) -> tuple[Any, Any]:
+    """Loads the tokenizer of a model, and the part that reads a text, with exact attention.
+
+    Args:
+        path: folder or hub name.
+        device: of the model.
+
+    Raises:
+        ValueError: if one of them cannot be loaded, or the model reads no text.
+    """
+    model = text_part(load_exact(path)).to(device).eval()
+    return load_processor(path), model
+
+
+def text_part(model: PreTrainedModel) -> Any:
+    """Gives what is measured of a model: a language model whole, since its loss is a score; else all below the head.
+
+    Raises:
+        ValueError: if its input is no text.
+    """
+    part: Any = model if measure_of(model) != "cosine" else model.base_model
+    if part.main_input_name != "input_ids":
+        kind = type(model).__name__
+        raise ValueError(f"expected a model that reads text, got a {kind}, whose input is {part.main_input_name}")
+    return part
 
 
 def measure_of(model: PreTrainedModel) -> str:
@@ -33,6 +61,24 @@ def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTra
         model.set_attn_implementation("sdpa")
         return model
     return favor.configure(model, variant.backend, **variant.options(seed))
+
+
+def text_inputs(model: PreTrainedModel, sample: Tensor, period: int | None = None) -> dict[str, Tensor]:
+    """Makes the arguments of a model from samples `[n, L]`; a decoder with an encoder reads the same tokens.
+
+    Args:
+        model: any model that reads text.
+        sample: tokens of the samples.
+        period: of the positions, as in `placement`.
+
+    Raises:
+        ValueError: as `placement` does.
+    """
+    sample = sample.to(model.device)
+    both = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    names = ("input_ids", "decoder_input_ids") if both else ("input_ids",)
+    places = placement(model, sample.shape[1], period).items()
+    return {**dict.fromkeys(names, sample), **{name: own.expand(len(sample), -1) for name, own in places}}
 
 
 def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[str, Tensor]:
@@ -93,15 +139,16 @@ def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int,
         period: of the positions, as in `placement`.
     """
     measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
-    places, ids = placement(model, ids.shape[1], period), ids.to(model.device)
     if measure == "cosine":
-        return embeddings(model, [{"input_ids": sample, **places} for sample in ids.split(1)])
+        return embeddings(model, [text_inputs(model, sample, period) for sample in ids.split(1)])
+    if measure == "masked-LM loss" and mask_id is None:
+        raise ValueError(f"{type(model).__name__} predicts masked words, and its tokenizer has no mask token")
     for sample in ids.split(1):
         inputs, labels = sample, sample
         if measure == "masked-LM loss":
             hidden = (torch.rand(sample.shape, generator=generator) < MASKED).to(sample.device)
-            inputs, labels = sample.masked_fill(hidden, mask_id or 0), sample.masked_fill(~hidden, -100)
-        rows.append(model(input_ids=inputs, labels=labels, **places).loss.view(1, 1))
+            inputs, labels = sample.masked_fill(hidden, mask_id), sample.masked_fill(~hidden, -100)
+        rows.append(model(**text_inputs(model, inputs, period), labels=labels.to(model.device)).loss.view(1, 1))
     return torch.cat(rows).cpu()
 
 
@@ -139,7 +186,7 @@ def sentence_similarity(
         part = order[start : start + batch]
         inputs = tokenizer([texts[i] for i in part], padding=True, truncation=True, return_tensors="pt")
         inputs = inputs.to(model.device)
-        hidden = model(**inputs).last_hidden_state
+        hidden = model(**{**text_inputs(model, inputs["input_ids"]), **inputs}).last_hidden_state
         weights = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         pooled = (hidden * weights).sum(1) / weights.sum(1)
         for index, row in zip(part, pooled.cpu(), strict=True):

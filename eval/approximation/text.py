@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from favor.eval.approximation import model as whole
 from favor.eval.approximation.measure import measure
 from favor.eval.approximation.report import Measured
 from favor.eval.approximation.variants import Variant
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.train.common.pretrained import load_exact
 from favor.train.text.samples import samples
 
 
@@ -32,8 +31,7 @@ class TextSamples:
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         path = arguments.model or str(minilm_path())
         self.arguments = arguments
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.model: Any = load_exact(path).to(device).eval()
+        self.tokenizer, self.model = whole.load(path, device)
         self.sizes: list[int] = arguments.lengths
 
     def measured(
@@ -53,9 +51,8 @@ class TextSamples:
 
     def inputs_to_choose(self) -> list[dict[str, Tensor]]:
         """Makes arguments of the model from the text of `--choose_on`, in the greatest length."""
-        places = whole.placement(self.model, self.sizes[-1], self.arguments.position_period)
-        ids = self._ids(self.arguments.choose_on, self.sizes[-1])
-        return [{"input_ids": sample, **places} for sample in ids.split(1)]
+        ids, period = self._ids(self.arguments.choose_on, self.sizes[-1]), self.arguments.position_period
+        return [whole.text_inputs(self.model, sample, period) for sample in ids.split(1)]
 
     def facts(self, measured: Sequence[Measured]) -> dict[str, Any]:
         """Describes model and samples in words."""
@@ -68,7 +65,7 @@ class TextSamples:
         )
         chosen = {"settings chosen on": Path(arguments.choose_on).name} if arguments.choose_on else {}
         return {
-            "model": name,
+            "model": f"{name} ({type(self.model).__name__})",
             "text": f"{number} samples of {lengths} tokens of {Path(arguments.text).name}",
             **chosen,
             "positions": whole.positions(self.model, self.sizes[-1], arguments.position_period),

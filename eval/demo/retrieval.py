@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import favor
 from favor.eval.approximation.model import placement
 from favor.eval.demo.documents import Document
+from favor_command.saved import load_model, load_processor
 
 CUT = 512  # positions of the model
 HALF, WHOLE = 4096, 8192
@@ -46,7 +47,8 @@ class Reader:
 
     def load(self, folder: Path, seed: int) -> PreTrainedModel:
         """Loads the model with this attention."""
-        model = AutoModel.from_pretrained(folder, attn_implementation=self.backend, dtype=torch.float32)
+        options = {"attn_implementation": self.backend, "dtype": torch.float32}
+        model: PreTrainedModel = load_model(AutoModel, str(folder), **options)
         if self.backend in favor.BACKENDS:
             favor.configure(model, seed=seed, **self.options)
         return model.eval()
@@ -95,7 +97,7 @@ def read_all(
     Returns:
         A `Reading` for each label.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_processor(str(folder))
     models = {reader.label: reader.load(folder, seed) for reader in readers}
     found: dict[str, list[Tensor]] = {label: [] for label in models}
     seconds: dict[str, dict[int, list[float]]] = {label: {} for label in models}

@@ -12,6 +12,7 @@ from typing import Any
 
 from favor.eval.language.tasks import HIDDEN, KEYS, Fact, Question, common, vocabulary
 from favor.train.text.samples import around
+from favor_command.saved import check_known
 
 # Greatest number of tokens from the end of a sentence to the place of a fact, which moves back to that end.
 NEAR = 100
@@ -60,6 +61,7 @@ class Haystack:
     def __init__(self, text: str, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ids = self._tokens(text)
+        check_known([self.ids], tokenizer, "the text")
         self.words = vocabulary(text)
         names = tokenizer.convert_ids_to_tokens(self.ids)
         # Places after which a sentence begins.

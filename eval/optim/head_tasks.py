@@ -17,6 +17,7 @@ from favor.eval.common.pretrained import minilm_path
 from favor.eval.options.head_optimizer import IMAGES
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import read_text
+from favor_command.saved import load_model, load_processor
 
 WORD = re.compile(r"\w+|[^\w\s]")
 UNKNOWN = 0
@@ -137,10 +138,10 @@ def sst2(
         batch_size: sentences of a batch.
         path: folder of the pretrained model. Default: that of the package in `favor.eval.common.pretrained`.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     path = minilm_path() if path is None else path
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_processor(str(path))
     data = load_glue("sst2", folder)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:samples]
     train, dev = data.train.select(order.tolist()), data.evaluation["validation"]
@@ -151,7 +152,7 @@ def sst2(
     parts["measured"] = (parts["train"][0][:measured], parts["train"][1][:measured])
 
     def build() -> nn.Module:
-        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
+        return load_model(AutoModelForSequenceClassification, str(path), num_labels=2)
 
     def logits(model: nn.Module, ids: Tensor) -> Tensor:
         mask = ids != tokenizer.pad_token_id

@@ -35,8 +35,7 @@ def pass_seconds(
     Returns:
         The median by variant; None is exact attention.
     """
-    device, ids = model.device.type, ids.to(model.device)
-    one_pass = partial(model, input_ids=ids, **whole.placement(model, ids.shape[1], None))
+    device, one_pass = model.device.type, partial(model, **whole.text_inputs(model, ids))
     expected = seconds(one_pass, device)
     settings: dict[str, Variant | None] = {"exact": None, **{variant.title: variant for variant in found}}
     entries = {

@@ -15,6 +15,7 @@ from favor.models.conformer.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.loaders import evaluation_loader
+from favor_command.saved import load_processor
 
 Parts = Mapping[str, Sequence[Utterance]]
 
@@ -84,7 +85,7 @@ def check_alike(folders: Sequence[str], lexicon: Path | None) -> None:
 
 def traits(folder: str, lexicon: Path | None) -> list[str]:
     """Lists in words what models must share: frames, blank, tokens and pronunciations, counts before their items."""
-    config, processor = asr.speech_config(folder), ConformerProcessor.from_pretrained(folder)
+    config, processor = asr.speech_config(folder), load_processor(folder, ConformerProcessor)
     rate, count = processor.feature_extractor.sampling_rate, len(processor.tokenizer)
     tokens = processor.tokenizer.convert_ids_to_tokens(range(count))
     pronunciations = lexicon_of(lexicon, folder)

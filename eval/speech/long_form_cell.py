@@ -31,6 +31,7 @@ from favor.models.conformer import (
 )
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.transcribe import transcribe
+from favor_command.saved import load_model, load_processor
 
 RATE = 16000
 # These do what the environment variables of favor.eval.speed.measure do. They slow passes, which are then not timed.
@@ -105,9 +106,8 @@ class Setup:
         torch.manual_seed(self.seed)
         name = backend.name
         if self.model_name_or_path is not None:
-            model = ConformerForCTC.from_pretrained(
-                self.model_name_or_path, dtype=torch.float32, attn_implementation=name
-            )
+            exact = {"dtype": torch.float32, "attn_implementation": name}
+            model = load_model(ConformerForCTC, self.model_name_or_path, **exact)
         else:
             model = ConformerForCTC(ConformerConfig.preset(self.preset, attn_implementation=name))
         if name in favor.BACKENDS:
@@ -122,7 +122,7 @@ class Setup:
         """Gives the model's feature extractor."""
         if self.model_name_or_path is None:
             return ConformerFeatureExtractor()
-        return ConformerFeatureExtractor.from_pretrained(self.model_name_or_path)
+        return load_processor(self.model_name_or_path, ConformerFeatureExtractor)
 
 
 @torch.inference_mode()
@@ -242,7 +242,7 @@ def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance])
 
 
 def _tokenizer(setup: Setup) -> Any:
-    return ConformerProcessor.from_pretrained(setup.model_name_or_path).tokenizer
+    return load_processor(str(setup.model_name_or_path), ConformerProcessor).tokenizer
 
 
 def _settle() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from favor_command import models
 from favor_command.program import Parser, program
+from favor_command.saved import read_config
 
 NAME = "favor check"
 KEPT = ("exact", "local", "refused")
@@ -49,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ValueError: if there is no such model, or an option has a bad value.
     """
     arguments = parse_arguments(words)
-    model = models.without_weights(models.read_config(arguments.model))
+    model = models.without_weights(read_config(arguments.model))
     try:
         backend = models.switch(model, arguments)
     except ValueError as error:

@@ -17,11 +17,10 @@ from typing import Any
 from favor_command import models
 from favor_command.check import kind_of
 from favor_command.program import Parser, check_new, program
+from favor_command.saved import CONFIG, load_model, load_processor, model_class, read_config
 
 NAME = "favor convert"
 LONG = 2**24  # tokens; no text of this length is short enough for exact attention
-PREPROCESSING = ("*token*", "*process*", "*vocab*", "*.model")
-NONE = "no tokenizer or processor was found"
 
 
 def parse_arguments(words: Sequence[str] | None) -> Any:
@@ -49,23 +48,24 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = parse_arguments(words)
     check_new(arguments.out)
-    config = models.read_config(arguments.model)
+    config = read_config(arguments.model)
+    kind = model_class(config)
     # Refuse a model that cannot be switched before any weights are read.
     switchable(models.without_weights(config), arguments)
-    kind = models.model_class(config)
-    model = kind.from_pretrained(models.location(arguments.model), trust_remote_code=False)
+    model = load_model(kind, arguments.model)
     before = model.config._attn_implementation
     backend = models.switch(model, arguments)
     linear, total = switchable(model)
     model.save_pretrained(arguments.out)
-    saved = json.loads((arguments.out / models.CONFIG).read_text())
+    saved = json.loads((arguments.out / CONFIG).read_text())
     beside = save_preprocessing(arguments.model, arguments.out)
+    package = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__.rpartition(".")[0]
     print(
         f"{arguments.model} ({before}) -> {arguments.out} ({backend}): {linear} of {total} attention layers are linear "
         "in long texts; the weights are the same\n"
         f"config.json: favor = {json.dumps(saved['favor'])}\n"
         f"beside the model: {beside}\n"
-        f"load it: import favor; from transformers import {kind.__name__}\n"
+        f"load it: import favor; from {package} import {kind.__name__}\n"
         f'         {kind.__name__}.from_pretrained("{arguments.out}")'
     )
     return 0
@@ -94,19 +94,20 @@ def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
 
 
 def save_preprocessing(model: str, out: Path) -> str:
-    """Saves the tokenizer or processor of a model; returns the name of its class, or that none was found."""
-    from transformers import AutoProcessor
+    """Saves the tokenizer or processor of a model; returns the name of its class, or why there is none."""
+    from transformers import AutoFeatureExtractor, AutoProcessor
 
-    place = Path(models.location(model))
-    # If a folder has no file of a tokenizer, transformers makes an empty one: do not save that.
-    if place.is_dir() and not any(path for pattern in PREPROCESSING for path in place.glob(pattern)):
-        return NONE
-    try:
-        found = AutoProcessor.from_pretrained(models.location(model), trust_remote_code=False)
-    except (OSError, ValueError):
-        return NONE
-    found.save_pretrained(out)
-    return type(found).__name__
+    said: list[str] = []
+    for kind in (AutoProcessor, AutoFeatureExtractor):  # a model that hears may have no tokenizer
+        try:
+            found = load_processor(model, kind)
+        except ValueError as error:
+            said = said or [f"no tokenizer or processor was found: {error}"]
+            continue
+        found.save_pretrained(out)
+        said.insert(0, type(found).__name__)
+        break
+    return "; ".join(said)
 
 
 cli = program(NAME, main)

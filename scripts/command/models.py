@@ -1,70 +1,21 @@
-"""Models by folder or name, without their weights where the weights are not needed."""
+"""Models without their weights, and the options of attention that programs of the command share."""
 
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
-CONFIG = "config.json"
-
-
-def location(model: str) -> str:
-    """Gives the path of a folder with ~ replaced by the user's home; a name of the hub is returned unchanged."""
-    folder = Path(model).expanduser()
-    return str(folder) if folder.exists() else model
-
-
-def read_config(model: str) -> Any:
-    """Reads the config of a saved model.
-
-    Args:
-        model: a folder, or a name of the hub that transformers can resolve.
-
-    Raises:
-        ValueError: if there is no such model.
-    """
-    from transformers import AutoConfig
-
-    import favor  # noqa: F401  the models of the zoo
-
-    folder = Path(model).expanduser()
-    if folder.exists() and not (folder / CONFIG).is_file():
-        what = f"holds no {CONFIG}" if folder.is_dir() else "is a file"
-        raise ValueError(f"expected the folder of a saved model, got {model}, which {what}")
-    try:
-        return AutoConfig.from_pretrained(location(model), trust_remote_code=False)
-    except OSError as error:
-        if folder.exists():
-            raise
-        raise ValueError(
-            f"expected a model, got {model!r}: there is no such folder here, and transformers finds none of that name "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+from favor_command.saved import model_class
 
 
 def without_weights(config: Any) -> Any:
-    """Builds the model of a config on the meta device."""
+    """Builds the model of a config, with its head, on the meta device; raises ValueError if it has no class."""
     import torch
-    from transformers import AutoModel
 
-    # transformers iterates over this list for models with several base classes, and fails if it is None.
-    config.architectures = getattr(config, "architectures", None) or []
+    kind = model_class(config)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about computing initial weights on the meta device
-        return AutoModel.from_config(config, trust_remote_code=False).eval()
-
-
-def model_class(config: Any) -> Any:
-    """Finds the class of a saved model, with its head; AutoModel if its config names no class."""
-    import transformers
-
-    import favor.models
-
-    name = (getattr(config, "architectures", None) or [""])[0]
-    places = [transformers, *(getattr(favor.models, part) for part in favor.models.__all__)]
-    found = next((getattr(place, name) for place in places if name and hasattr(place, name)), None)
-    return found or transformers.AutoModel
+        return kind._from_config(config).eval()
 
 
 def add_options(parser: Any) -> None:

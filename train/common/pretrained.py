@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers import PreTrainedModel
 
 import favor
-import favor.models
 from favor.models.stored_backend import zoo_configuration, zoo_model
 from favor.train.common.arguments import ModelArguments
+from favor_command.saved import check_model, load_model, load_processor, location, model_class, read_config
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-
-def check_model(path: str | None) -> None:
-    """Raises ValueError if a path is neither the folder of a model nor the name of one on the hub; None passes."""
-    if path is None:
-        return
-    folder = Path(path).expanduser()
-    if folder.exists():
-        if not (folder / CONFIG_NAME).is_file():
-            what = f"holds no {CONFIG_NAME}" if folder.is_dir() else "is a file"
-            raise ValueError(f"expected the folder of a saved model, got {path}, which {what}")
-        return
-    problem = "and that is no name of the hub"
-    if HUB_NAME.fullmatch(path):
-        try:
-            cached_file(path, CONFIG_NAME)
-            return
-        except OSError as error:
-            problem = f"and the hub gives none of that name ({str(error).splitlines()[0]})"
-    raise ValueError(f"expected a model, got {path!r}: there is no such folder here, {problem}")
+__all__ = ["check_model", "check_positions", "load_exact", "load_switched", "load_tokenizer", "positions_of"]
 
 
 def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
@@ -50,19 +26,18 @@ def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
             The saved folder of the counterpart remembers its backend.
 
     Raises:
-        ValueError: if there is no such class, or the zoo has the model but not with the head of the checkpoint.
+        ValueError: if there is no such class, the zoo has the model but not with the head of the checkpoint, or a file
+            is damaged.
     """
-    config = AutoConfig.from_pretrained(path)
-    name = (config.architectures or [None])[0]
-    model_class: Any = AutoModel
-    if name is not None:
-        zoo = (getattr(getattr(favor.models, part), name, None) for part in favor.models.__all__)
-        model_class = getattr(transformers, name, None) or next(filter(None, zoo), None)
-        if model_class is not None and performer and zoo_configuration(type(config)):
-            model_class = zoo_model(model_class)
-        if model_class is None:
-            raise ValueError(f"{path} holds a {name}, and there is no class to load it with")
-    return model_class.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    config = read_config(path)
+    kind = model_class(config)
+    if performer and zoo_configuration(type(config)):
+        own = zoo_model(kind)
+        if own is None:
+            raise ValueError(f"{path} holds a {kind.__name__}, and there is no class of favor to load it with")
+        kind = own
+    loaded: PreTrainedModel = load_model(kind, path, attn_implementation="sdpa", dtype=torch.float32)
+    return loaded
 
 
 def load_switched(
@@ -84,10 +59,10 @@ def load_switched(
     """
     path, backend, options = arguments.model_name_or_path, arguments.attn_implementation, arguments.favor_options()
     remote = {"trust_remote_code": arguments.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **remote)
+    config = read_config(path, **remote)
     own = zoo_configuration(type(config)) if backend in favor.BACKENDS else None
     if own is not None and own in auto_class._model_mapping:
-        config = own.from_pretrained(path)
+        config = own.from_pretrained(location(path))
     adapt(config)
     if arguments.dropout is not None:
         for name, value in config.to_dict().items():
@@ -95,7 +70,8 @@ def load_switched(
                 setattr(config, name, arguments.dropout)
     set_seed(seed)
     try:
-        model = auto_class.from_pretrained(
+        model: PreTrainedModel = load_model(
+            auto_class,
             path,
             config=config,
             attn_implementation=backend or config._attn_implementation,
@@ -104,10 +80,12 @@ def load_switched(
             ignore_mismatched_sizes=arguments.ignore_mismatched_sizes,
             **remote,
         )
-    except OSError as error:
-        raise ValueError(
-            f"{error}\nIf the weights are in a pickle file that you trust, add --allow_pickle_weights."
-        ) from error
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError) and not arguments.allow_pickle_weights:
+            raise ValueError(
+                f"{error}\nIf the weights are in a pickle file that you trust, add --allow_pickle_weights."
+            ) from error
+        raise
     if model.config._attn_implementation in favor.BACKENDS:
         return favor.configure(model, **options, seed=seed)
     if options and backend is None:
@@ -117,9 +95,7 @@ def load_switched(
 
 def load_tokenizer(arguments: ModelArguments) -> Any:
     """Loads the checkpoint's tokenizer; if it has no padding token, it pads with its end-of-text token."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code
-    )
+    tokenizer = load_processor(arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

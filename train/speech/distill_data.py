@@ -15,6 +15,7 @@ from favor.train.options.distill import DistillArguments
 from favor.train.speech.data import Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.text.distill_data import check_number
+from favor_command.saved import load_processor
 
 INPUTS = ("input_features", "input_values")
 
@@ -49,7 +50,7 @@ class Sounds:
     def __init__(self, arguments: DistillArguments, processes: int) -> None:
         self.arguments, self.processes = arguments, processes
         path, folder = arguments.model_name_or_path, str(arguments.audio_dir)
-        self.processor, self.extractor = AutoProcessor.from_pretrained(path), AutoFeatureExtractor.from_pretrained(path)
+        self.processor, self.extractor = (load_processor(path, kind) for kind in (AutoProcessor, AutoFeatureExtractor))
         if "input_features" not in self.extractor.model_input_names:
             raise ValueError(
                 "audio_dir needs a model that hears input_features, such as a Whisper or a Conformer; the extractor of "

@@ -26,6 +26,7 @@ from favor.train.speech.arguments import Arguments, SpeechDataArguments, SpeechM
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.whisper import make_whisper
 from favor.train.speech.whisper_ctc import make_whisper_ctc
+from favor_command.saved import check_known, load_model, load_processor
 
 MODELS: dict[str, Any] = {"ctc": ConformerForCTC, "transducer": ConformerForTransducer}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -50,17 +51,19 @@ def make_processor(
     tokenizer are its phonemes.
 
     Raises:
-        ValueError: for options of a new model together with a checkpoint, or a vocabulary that the transcripts do not
-            allow.
+        ValueError: for options of a new model together with a checkpoint, a vocabulary that the transcripts do not
+            allow, or a saved tokenizer that does not know them.
     """
     path, data = _check_new(arguments), arguments.data
     if path is not None and architecture_of(arguments.model) == WHISPER:
-        return WhisperProcessor.from_pretrained(path)
+        return load_processor(path, WhisperProcessor)
     if has_new_head(arguments.model):
-        features = WhisperCTCFeatureExtractor.from_pretrained(path)
+        features = load_processor(path, WhisperCTCFeatureExtractor)
         return ConformerProcessor(features, _new_tokenizer(data, utterances, lexicon))
     if path is not None:
-        processor = ConformerProcessor.from_pretrained(path)
+        processor = load_processor(path, ConformerProcessor)
+        tokens = (processor.tokenizer(utterance.text)["input_ids"] for utterance in utterances[:MEASURED])
+        check_known(tokens, processor.tokenizer, "the transcripts")
         if isinstance(processor.feature_extractor, ConformerFeatureExtractor):
             _check_causal(arguments.model, processor.feature_extractor.normalize)
         return processor
@@ -152,7 +155,7 @@ def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
             "architectures": [model_class.__name__]
         }  # so that CTC can take the encoder of a Transducer
         changes |= {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
-        model = model_class.from_pretrained(given.model_name_or_path, dtype=torch.float32, **backend, **changes)
+        model = load_model(model_class, given.model_name_or_path, dtype=torch.float32, **backend, **changes)
     else:
         dropouts = ("dropout", "activation_dropout", "attention_dropout", "prediction_dropout")
         config = ConformerConfig.preset(

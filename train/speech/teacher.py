@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, WhisperForConditionalGeneration
 
 from favor.models.conformer import ConformerConfig
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+from favor_command.saved import load_model, load_processor
 
 FEATURES, MASK = "teacher_features", "teacher_mask"
 
@@ -33,12 +34,11 @@ class WhisperTeacher:
     def __init__(self, path: str, device: torch.device) -> None:
         kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
         if kind == "whisper":
-            whisper = WhisperForConditionalGeneration.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="sdpa"
-            )
+            exact = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+            whisper = load_model(WhisperForConditionalGeneration, path, **exact)
             model = WhisperForCTC.from_whisper(whisper, vocab_size=2, attn_implementation="sdpa")
         elif kind == WhisperCTCConfig.model_type:
-            model = WhisperForCTC.from_pretrained(path, dtype=torch.float32)
+            model = load_model(WhisperForCTC, path, dtype=torch.float32)
         else:
             raise ValueError(
                 f"whisper_teacher must be a Whisper, or CTC on its encoder; {path} holds {kind or 'no model'}"
@@ -46,7 +46,7 @@ class WhisperTeacher:
         self.encoder = model.encoder.eval().requires_grad_(False).to(device)
         self.width: int = model.config.d_model
         self.samples_per_frame: int = model.config.samples_per_frame
-        self.extractor = WhisperCTCFeatureExtractor.from_pretrained(path)
+        self.extractor = load_processor(path, WhisperCTCFeatureExtractor)
 
     @torch.no_grad()
     def states(self, features: Tensor, mask: Tensor, places: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from favor.models.conformer.configuration_conformer import IGNORED
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.data import Skipped, Utterance
+from favor_command.saved import load_model
 
 ENCODER = "model.encoder"
 _MOST_TOKENS = 224  # of a transcript, as in OpenAI's program
@@ -39,7 +40,7 @@ def make_whisper(arguments: Arguments, seed: int) -> WhisperForConditionalGenera
         raise ValueError(f"a learning rate of {rate:g} destroys a pretrained Whisper: add --learning_rate 1e-5")
     exact: dict[str, Any] = {"attn_implementation": backend if backend and backend not in favor.BACKENDS else "sdpa"}
     # Without a backend the saved one stays, with its options and its seed.
-    model = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32, **(exact if backend else {}))
+    model = load_model(WhisperForConditionalGeneration, path, dtype=torch.float32, **(exact if backend else {}))
     if backend in favor.BACKENDS:
         return favor.configure(model, backend, only=ENCODER, **options, seed=seed)
     if options and model.config._attn_implementation not in favor.BACKENDS:

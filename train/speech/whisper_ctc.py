@@ -7,6 +7,7 @@ from transformers import WhisperForConditionalGeneration
 
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.speech.arguments import Arguments
+from favor_command.saved import load_model
 
 
 def make_whisper_ctc(arguments: Arguments, vocab_size: int, new_head: bool) -> WhisperForCTC:
@@ -21,7 +22,8 @@ def make_whisper_ctc(arguments: Arguments, vocab_size: int, new_head: bool) -> W
     path, backend = str(given.model_name_or_path), given.attn_implementation
     if not new_head:
         chosen = {} if backend is None else {"attn_implementation": backend}
-        return WhisperForCTC.from_pretrained(path, dtype=torch.float32, **chosen)
-    whisper = WhisperForConditionalGeneration.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        return load_model(WhisperForCTC, path, dtype=torch.float32, **chosen)
+    exact = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    whisper = load_model(WhisperForConditionalGeneration, path, **exact)
     # The head alone: Whisper was trained without dropout, and its outputs change a lot with it.
     return WhisperForCTC.from_whisper(whisper, vocab_size, attn_implementation=backend, head_dropout=given.dropout)

@@ -11,6 +11,9 @@ from transformers import DataCollatorWithPadding
 from favor.train.common.arguments import DataArguments, TrainArguments
 from favor.train.common.batches import EpochSampler
 from favor.train.text.glue_data import GlueData, Task
+from favor_command.saved import check_known
+
+CHECKED = 1000  # samples whose tokens must be known
 
 
 def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments) -> Dataset:
@@ -62,6 +65,7 @@ def make_loaders(
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments)
+    check_known(samples[:CHECKED]["input_ids"], tokenizer, f"the training set of {data.task.folder}")
     size = train.per_device_train_batch_size
     tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
     train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from favor_command.saved import check_known
+
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -61,10 +63,11 @@ def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, s
         seed: draws the order.
 
     Raises:
-        ValueError: if the text is shorter than one sample.
+        ValueError: if the text is shorter than one sample, or the tokenizer does not know it.
     """
     before, after = around(tokenizer)
     ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
+    check_known([ids], tokenizer, str(path))
     width = length - len(before) - len(after)
     available = len(ids) // width if width > 0 else 0
     if available < 1:

@@ -131,7 +131,9 @@ def observe_batches(
     try:
         with observe(model, count):
             for batch in islice(dataloader, max_batches):
-                model(**_inputs(batch, device))
+                # A head may want more than tokens, such as choices or an end of the text, and has no attention.
+                reads = model if isinstance(batch, Mapping) else model.base_model
+                reads(**_inputs(batch, device))
                 batches += 1
     finally:
         for module in training:

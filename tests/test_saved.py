@@ -1,0 +1,333 @@
+"""Saved models that are whole, damaged or strange: what their loaders accept, and the line with which they refuse."""
+
+import json
+import shutil
+
+import pytest
+import sentencepiece
+import torch
+from conftest import WORDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoProcessor,
+    BertConfig,
+    BertForTokenClassification,
+    BertModel,
+    BertTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    WhisperConfig,
+)
+
+from favor.eval import feature_weights
+from favor.eval.approximation import __main__ as approximation
+from favor.eval.language import needle, perplexity
+from favor.eval.report import __main__ as report
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
+from favor.train import clm, distill, glue, mlm
+from favor.train.common.pretrained import load_exact
+from favor_command import check, convert
+from favor_command.saved import check_known, load_model, load_processor, model_class
+
+SENTENCE = "good film"
+NO_MODELS_OF_BERT = ("pipeline", "AutoTokenizer", "models", "PreTrainedModel", "LlamaForCausalLM", "MyOwnBert", 3)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def one_line(error: ValueError) -> str:
+    message = str(error)
+    assert "\n" not in message
+    return message
+
+
+def with_config(folder, config):
+    config.save_pretrained(folder)
+    return folder
+
+
+def words_in_a_list(folder):
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    return with_config(folder, BertConfig(**SIZES, vocab_size=19))
+
+
+def bytes_and_merges(folder, config_class=GPT2Config, **more):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 9, trainer)
+    folder.mkdir()
+    tokenizer.model.save(str(folder))
+    return with_config(folder, config_class(vocab_size=tokenizer.get_vocab_size(), **more))
+
+
+def bytes_in_one_file(folder):
+    bytes_and_merges(folder, LlamaConfig)
+    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).unlink()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def pieces(folder):
+    folder.mkdir()
+    sentences = iter([" ".join(WORDS)] * 9)
+    with (folder / "spiece.model").open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences, model_writer=stream, vocab_size=30, hard_vocab_limit=False, minloglevel=2
+        )
+    return with_config(folder, T5Config(vocab_size=130))
+
+
+def phonemes(folder):
+    tokenizer = train_tokenizer([SENTENCE] * 9, "char")
+    ConformerProcessor(ConformerFeatureExtractor(feature_size=16), tokenizer).save_pretrained(folder)
+    return with_config(folder, ConformerConfig(vocab_size=len(tokenizer), num_mel_bins=16))
+
+
+def heard_words(folder):
+    more = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
+    return bytes_and_merges(folder, WhisperConfig, **more)
+
+
+MAKERS = (words_in_a_list, bytes_and_merges, bytes_in_one_file, pieces, phonemes, heard_words)
+
+
+@pytest.mark.parametrize("make", [None, *MAKERS])
+def test_a_folder_without_a_file_reads_as_before_or_is_refused(make, bert_folder, tmp_path):
+    """transformers makes tokenizers without words for most of these folders, and says nothing."""
+    whole = bert_folder if make is None else make(tmp_path / "whole")
+    kind = AutoProcessor if make is phonemes else None
+
+    def tokens(folder):
+        found = load_processor(str(folder), kind)
+        return getattr(found, "tokenizer", found)(SENTENCE)["input_ids"]
+
+    expected = tokens(whole)
+    assert len(set(expected)) > 1
+    files = [path.name for path in whole.iterdir() if path.name not in ("config.json", "model.safetensors")]
+    for number, missing in enumerate([*([name] for name in files), files]):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        for name in missing:
+            (folder / name).unlink()
+        if missing == ["tokenizer_config.json"]:
+            assert tokens(folder) == expected
+        else:
+            with pytest.raises(ValueError, match=f"{folder} (holds no tokenizer|cannot be loaded)") as error:
+                tokens(folder)
+            one_line(error.value)
+
+
+def test_a_tokenizer_of_bytes_needs_no_other_file(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    found = load_processor(str(with_config(tmp_path, T5Config(vocab_size=384))))
+    assert found.decode(found("é")["input_ids"], skip_special_tokens=True) == "é"
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", "{}"])
+def test_a_damaged_tokenizer_is_refused(damaged, bert_folder, tmp_path):
+    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(damaged)
+    with pytest.raises(ValueError, match="cannot be loaded, a file is missing or damaged") as error:
+        load_processor(str(tmp_path))
+    assert str(tmp_path) in one_line(error.value)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "added", "message"),
+    [
+        (19, {"extra_special_tokens": {"image_token": "<image>"}}, None),  # no text contains it, as in Gemma 3
+        (18, {}, "the token 'scene' has number 18, and vocab_size is 18"),
+        (19, {"pad_token": "<pad>"}, "the token '<pad>' has number 19, and vocab_size is 19"),
+        (38, {}, None),
+        (39, {}, "it has 19 tokens, and vocab_size is 39"),
+    ],
+)
+def test_a_tokenizer_must_fit_its_model(vocab_size, added, message, bert_folder, tmp_path):
+    BertTokenizer.from_pretrained(bert_folder, **added).save_pretrained(tmp_path)
+    BertConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path)
+    if message is None:
+        assert len(load_processor(str(tmp_path))) == 19 + len(added)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        load_processor(str(tmp_path))
+    assert str(tmp_path) in one_line(error.value)
+
+
+def test_texts_that_a_tokenizer_does_not_know_are_refused(bert_folder, tmp_path):
+    tokenizer = load_processor(str(bert_folder))
+
+    def rows(text):
+        return tokenizer([text])["input_ids"]
+
+    check_known(rows("good film zz"), tokenizer, "x")
+    with pytest.raises(ValueError, match=r"50% of the tokens of x are \[UNK\]"):
+        check_known(rows("good zz"), tokenizer, "x")
+    check_known([], tokenizer, "x")
+    whisper = load_processor(str(heard_words(tmp_path / "whisper")))
+    check_known([[whisper.eos_token_id]], whisper, "x")  # its unknown token is the end of the text
+
+
+@pytest.mark.parametrize("name", NO_MODELS_OF_BERT)
+def test_architectures_name_a_model_of_the_config(name, bert_folder, tmp_path):
+    config = json.loads((bert_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    for load in (load_exact, lambda folder: check.main([folder]), lambda folder: convert.main([folder, f"{folder}/x"])):
+        with pytest.raises(ValueError, match=f"{tmp_path} holds a {name}, and there is no class to load it") as error:
+            load(str(tmp_path))
+        one_line(error.value)
+
+
+def test_a_config_without_architectures_names_the_model_without_a_head():
+    assert model_class(BertConfig(**SIZES)) is BertModel
+    assert model_class(ConformerConfig()).__name__ == "ConformerModel"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"null", b"\xff{}", b"[" * 200_000])
+def test_a_damaged_config_is_named(damaged, tmp_path):
+    (tmp_path / "config.json").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"config\.json is damaged") as error:
+        load_exact(str(tmp_path))
+    assert str(tmp_path) in one_line(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"hidden_size": "a"}, {"hidden_size": -4}, {"hidden_act": "x"}, {"vocab_size": 40}),
+        *({"num_attention_heads": 0}, {"dtype": "float99"}, {"id2label": 3}, {"model_type": "x"}),
+    ],
+)
+def test_a_config_that_fits_no_model_or_no_weights_is_one_line(change, bert_folder, tmp_path):
+    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=rf"{tmp_path} cannot be (used|loaded): \S") as error:
+        load_exact(str(tmp_path))
+    one_line(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged"),
+    [("model.safetensors", b""), ("model.safetensors", b"x" * 99), ("model.safetensors.index.json", b'{"weight')],
+)
+def test_damaged_weights_are_named(file, damaged, bert_folder, tmp_path):
+    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / file).write_bytes(damaged)
+    with pytest.raises(ValueError, match=f"{file} is damaged") as error:
+        load_model(BertModel, str(tmp_path))
+    assert str(tmp_path / file) in one_line(error.value)
+
+
+@pytest.fixture(scope="module")
+def decoder_folder(bert_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder")
+    load_processor(str(bert_folder)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=24)).save_pretrained(folder)
+    return folder
+
+
+TEXT, GLUE, OUT = "{text}", "{glue}", "{out}"
+TRAINED = ["--train_file", TEXT, "--output_dir", OUT, "--max_length", "32"]
+PROGRAMS = {
+    "glue": (glue, ["--model_name_or_path", "--task_name", "sst2", "--data_dir", GLUE, "--output_dir", OUT]),
+    "mlm": (mlm, ["--model_name_or_path", *TRAINED]),
+    "clm": (clm, ["--model_name_or_path", *TRAINED]),
+    "distill": (distill, ["--model_name_or_path", *TRAINED, "--num_features", "8"]),
+    "report": (report, ["", "--text", TEXT, "--html", f"{OUT}/x.html"]),
+    "approximation": (approximation, ["", "--text", TEXT, "--results", OUT]),
+    "feature_weights": (feature_weights, ["", "--text", TEXT, "--held_out", TEXT, "--results", OUT]),
+    "perplexity": (perplexity, ["", "--texts", TEXT, "--output_dir", OUT]),
+    "needle": (needle, ["", "--text", TEXT, "--output_dir", OUT]),
+    "check": (check, [""]),
+    "convert": (convert, ["", OUT]),
+}
+
+
+def no_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    return r"holds no tokenizer|the tokenizer of .* cannot be loaded"
+
+
+def cut_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return r"model\.safetensors is damaged"
+
+
+def cut_config(folder):
+    file = folder / "config.json"
+    file.write_bytes(file.read_bytes()[:-100])
+    return r"config\.json is damaged"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("harm", [no_tokenizer, cut_weights, cut_config])
+def test_every_program_refuses_a_folder_that_is_not_whole(
+    harm, name, bert_folder, decoder_folder, text, glue_folder, tmp_path
+):
+    program, words = PROGRAMS[name]
+    if (name, harm) in (("check", no_tokenizer), ("check", cut_weights), ("convert", no_tokenizer)):
+        pytest.skip("this program does not need the file")
+    folder = tmp_path / "model"
+    shutil.copytree(decoder_folder if name in ("clm", "perplexity", "needle") else bert_folder, folder)
+    message = harm(folder)
+    given = [word.format(text=text, glue=glue_folder, out=tmp_path / "out") for word in words]
+    given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
+    with pytest.raises(ValueError, match=message) as error:
+        program.main(given)
+    assert str(folder) in one_line(error.value)
+    assert not list((tmp_path / "out").glob("*token*"))
+
+
+@pytest.mark.parametrize("name", ["glue", "mlm", "report", "perplexity", "needle"])
+def test_programs_refuse_texts_that_the_tokenizer_does_not_know(name, bert_folder, decoder_folder, tmp_path):
+    """Such a model learns, and is measured, on [UNK]."""
+    text = tmp_path / "text.txt"
+    text.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich\n" * 99)
+    (tmp_path / "SST-2").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\nzwölf jagen viktor\t1\n quer über\t0\n")
+    program, words = PROGRAMS[name]
+    folder = decoder_folder if name in ("perplexity", "needle") else bert_folder
+    given = [word.format(text=text, glue=tmp_path, out=tmp_path / "out") for word in words]
+    given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
+    with pytest.raises(ValueError, match=r"\d+% of the tokens of .* are \[UNK\]"):
+        program.main(given)
+
+
+def test_convert_leaves_a_useless_tokenizer_behind(bert_folder, tmp_path, capsys):
+    shutil.copytree(bert_folder, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert convert.main([str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    assert "no tokenizer or processor was found" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*token*"))
+
+
+def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, capsys):
+    own = load_exact(str(bert_folder), performer=True)
+    own.save_pretrained(tmp_path / "model")
+    convert.main([str(tmp_path / "model"), str(tmp_path / "out")])
+    lines = capsys.readouterr().out.partition("load it: ")[2]
+    space: dict = {}
+    exec(lines.replace("\n         ", "\nmodel = "), space)
+    assert type(space["model"]) is type(own)
+
+
+def test_head_and_body_are_loaded_alike(bert_folder, tmp_path):
+    torch.manual_seed(0)
+    BertForTokenClassification.from_pretrained(bert_folder).save_pretrained(tmp_path)
+    head, body = load_exact(str(tmp_path)), load_exact(str(bert_folder))
+    assert type(head) is BertForTokenClassification
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        assert torch.equal(head.base_model(ids).last_hidden_state, body(ids).last_hidden_state)
