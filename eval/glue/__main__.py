@@ -157,15 +157,16 @@ def evaluate_all(arguments: argparse.Namespace) -> tuple[list[table.Run], list[s
             continue
         trained = run_from_results(results, backend, record["machine"])
         scores, tokens = checkpoints.evaluate(folder, results, arguments.data_dir)
-        details = dict(trained.details)
+        before = trained.details["all_metrics"]
+        details = trained.details | {"all_metrics": scores}
         if details["options"]:
             short = [number <= details["options"]["num_features"] for number in tokens]
             details["short_samples"] = sum(short) / len(short)
         again = replace(trained, value=scores[table.column(trained.task).metric], details=details)
-        same = abs(again.value - trained.value) <= arguments.tolerance
-        print(
-            f"{folder}: {100 * again.value:.4f}, {'as' if same else 'NOT AS'} in training ({100 * trained.value:.4f})"
-        )
+        known = [name for name in scores if name in before]
+        same = all(abs(scores[name] - before[name]) <= arguments.tolerance for name in known)
+        found, expected = (", ".join(f"{name} {100 * of[name]:.4f}" for name in known) for of in (scores, before))
+        print(f"{folder}: {found}, {'as' if same else 'NOT AS'} in training ({expected})")
         runs.append(again)
         if not same:
             failures.append(str(folder))
@@ -219,6 +220,7 @@ def report_lines(runs: Sequence[table.Run], arguments: argparse.Namespace, comma
         f"- Seeds: {', '.join(map(str, seeds))}; mean ± sample standard deviation where there are several",
         f"- Data: {'; '.join(sources)}",
         *lengths_lines(runs),
+        *table.mismatched_lines(runs),
         *(f"- Backend {text}" for text in options),
         *([f"- Warning: constant predictions of {', '.join(constant)}"] if constant else []),
         *(f"- Machine: {text}" for text in machines),
@@ -262,11 +264,15 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace, adapt
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a run failed or did not repeat its metric."""
     arguments, rest = parse_arguments(argv)
+    if getattr(arguments, "task_name", None) is not None:
+        from favor.eval.glue import classifier
+
+        return classifier.run(arguments)
     adapted = adaptation.read(arguments.adapted)
     runs, failures = evaluate_all(arguments) if arguments.checkpoints else train_all(arguments, rest, adapted)
     if runs:
         write_report(runs, arguments, adapted)
-        print("\n".join(["", *table.score_lines(runs), "", *table.cost_lines(runs)]))
+        print("\n".join(["", *table.score_lines(runs), *table.mismatched_lines(runs), "", *table.cost_lines(runs)]))
         print(f"\nwritten to {arguments.results or arguments.output_dir}")
     if failures:
         print("failed: " + "; ".join(failures), file=sys.stderr)
