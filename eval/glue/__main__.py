@@ -112,6 +112,9 @@ def train_all(
     backends += [launch.Backend.adapted(folder) for folder in arguments.adapted]
     options = parse_task_options(arguments.task_options)
     model = arguments.model_name_or_path or (str(minilm_path()) if any(not one.folder for one in backends) else "")
+    config = Path(model) / "config.json"
+    if config.is_file() and "ForSequenceClassification" in config.read_text():
+        print(f"{model} is a classifier and is trained further; with --task_name it is evaluated as it is")
     data = ["--data_dir", arguments.data_dir] if arguments.data_dir else []
     cells = [(s, t, b) for s in arguments.seeds or [0] for t in arguments.tasks for b in backends]
     runs: list[table.Run] = []

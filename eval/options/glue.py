@@ -51,7 +51,8 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
         "--backends",
         nargs="+",
         metavar="NAME[:FEATURES][:M]",
-        help=f"default: {' '.join(DEFAULT_BACKENDS)}, or none with --adapted; with --checkpoints: all",
+        help=f"default: {' '.join(DEFAULT_BACKENDS)}, or none with --adapted; with --checkpoints: all; with "
+        "--task_name: the one that the model was saved with, else landmark, and NAME:OPTION=VALUE,... is possible",
     )
     parser.add_argument(
         "--adapted",
@@ -112,7 +113,7 @@ def _add_classifier(parser: Parser) -> None:
     add = group.add_argument
     add(
         "--task_name",
-        help="evaluate --model_name_or_path on this task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, ...",
+        help="evaluate --model_name_or_path on its task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli",
     )
     add(
         "--exact_below",
