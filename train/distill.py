@@ -113,9 +113,12 @@ class Distillation:
         except Exception as error:
             kind = type(self.model).__name__
             raise ValueError(f"{kind} cannot be distilled on these data: {in_one_line(error)}") from error
-        if arguments.model_steps and not predicts and (arguments.task_weight or not arguments.hidden_weight):
+        if arguments.model_steps and not predicts and not arguments.hidden_weight:
+            raise ValueError(f"{type(self.model).__name__} makes no predictions: set hidden_weight above 0")
+        if arguments.model_steps and arguments.task_weight and self.model.get_output_embeddings() is None:
             raise ValueError(
-                f"{type(self.model).__name__} makes no predictions: set task_weight to 0 and hidden_weight above 0"
+                f"task_weight is of the words of the text, and {type(self.model).__name__} predicts none: set "
+                "task_weight to 0; favor.train.glue trains classifiers on a task"
             )
         heads = sum(heads for heads, _ in self.shapes.values())
         if arguments.exact_heads >= heads:

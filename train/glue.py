@@ -13,64 +13,22 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 import favor
 from favor.train.common import checkpoint, loop, report
-from favor.train.common.arguments import DEFAULT_SEED, ModelArguments
+from favor.train.common.arguments import DEFAULT_SEED
 from favor.train.common.lock import releases_locks
 from favor.train.common.optimizers import make_optimizer
-from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
+from favor.train.common.pretrained import check_model, check_positions, load_tokenizer
 from favor.train.common.program import program
-from favor.train.common.teacher import Teacher
-from favor.train.options.glue import Arguments, TeacherArguments, parse_arguments
+from favor.train.options.glue import Arguments, parse_arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
+from favor.train.text.glue_labels import rows_set
 from favor.train.text.glue_loaders import cut_off, make_loaders
+from favor.train.text.glue_models import load_model, load_teacher
 from favor.train.text.metrics import load_glue_metric
-
-
-def load_model(arguments: ModelArguments, task: Task, seed: int) -> transformers.PreTrainedModel:
-    """Loads the pretrained model with a head for the task, as `favor.train.common.pretrained.load_switched` does."""
-
-    def adapt(config: Any) -> None:
-        labels = task.labels or ("score",)
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {label: number for number, label in enumerate(labels)}
-        config.problem_type = "regression" if task.is_regression else "single_label_classification"
-
-    return load_switched(arguments, AutoModelForSequenceClassification, seed, adapt)
-
-
-def load_teacher(
-    arguments: TeacherArguments, given: ModelArguments, student: transformers.PreTrainedModel, task: Task
-) -> Teacher:
-    """Loads the teacher, with exact attention, as carefully as the student.
-
-    Raises:
-        ValueError: if it was not fine-tuned on a task with the same labels, or has another vocabulary.
-    """
-    path = str(arguments.teacher)
-    check_model(path)
-    remote = {"trust_remote_code": given.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **remote)
-    own, labels = (list((each.id2label or {}).values()) for each in (config, student.config))
-    if own != labels or not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        raise ValueError(
-            f"expected a teacher that was fine-tuned on {task.folder}, with the labels {', '.join(labels)}; "
-            f"{path} holds a {(config.architectures or ['model'])[0]} with {', '.join(own[:5])}"
-        )
-    if config.vocab_size != student.config.vocab_size:
-        raise ValueError(
-            f"teacher and student read the same tokens: the vocabulary of {path} has {config.vocab_size} and that of "
-            f"{given.model_name_or_path} has {student.config.vocab_size}"
-        )
-    safe = None if given.allow_pickle_weights else True
-    exact = {"attn_implementation": "sdpa", "dtype": torch.float32, "use_safetensors": safe}
-    model = AutoModelForSequenceClassification.from_pretrained(path, **exact, **remote)
-    weights = {name: getattr(arguments, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
-    options = {"temperature": arguments.temperature, "is_regression": task.is_regression}
-    return Teacher(model.eval(), **weights, **options)
 
 
 def prepare_run(
@@ -90,16 +48,19 @@ def prepare_run(
     # Hidden states alone give pooler and classifier no gradient.
     parts = [] if own.task_weight or own.logits_weight else [DistributedDataParallelKwargs(find_unused_parameters=True)]
     accelerator = loop.make_accelerator(train, folder, parts)
-    model = load_model(arguments.model, data.task, seed)
+    model = load_model(arguments.model, data.task, seed, accelerator.print)
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
-    train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple)
+    rows = rows_set(model.config, data.task)
+    train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple, rows)
     if arguments.data.distractors and (note := cut_off(train_loader.dataset, arguments.data.max_length)):
         accelerator.print(note)
-    teacher = load_teacher(arguments.teacher, arguments.model, model, data.task) if arguments.teacher.teacher else None
+    teacher = None
+    if own.teacher:
+        teacher = load_teacher(own, arguments.model, model, data.task, accelerator.print)
     optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
@@ -124,16 +85,18 @@ def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[st
     """
     metric = load_glue_metric(task.name)
     run.model.eval()
+    rows = rows_set(run.accelerator.unwrap_model(run.model).config, task)
     scores: dict[str, float] = {}
     constant = False
     for split, loader in eval_loaders.items():
         predictions, references = [], []
         for batch in loader:
-            logits = run.model(**batch).logits.float()
+            labels = batch.pop("labels")  # numbers of the data, which are not those of the model
+            logits = run.model(**batch).logits.float()[:, rows]
             if not logits.isfinite().all():
                 raise FloatingPointError(f"a logit is not finite at step {run.progress.step}: lower the learning rate")
             guess = logits.squeeze(-1) if task.is_regression else logits.argmax(-1)
-            guess, labels = run.accelerator.gather_for_metrics((guess, batch["labels"]))
+            guess, labels = run.accelerator.gather_for_metrics((guess, labels))
             predictions.append(guess.cpu())
             references.append(labels.cpu())
         said, true = torch.cat(predictions).numpy(), torch.cat(references).numpy()

@@ -18,7 +18,9 @@ from favor.eval.common.launch import Backend
 from favor.models.stored_backend import keeps_backend
 from favor.train.common.arguments import DataArguments
 from favor.train.text.glue_data import get_task, load_glue, with_distractors
+from favor.train.text.glue_labels import label_rows, names_of
 from favor.train.text.glue_loaders import tokenized
+from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
 
 
@@ -65,9 +67,9 @@ def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tuple[dict[str, float], list[int]]:
-    """Computes the metrics of a saved run on its development set (MNLI: matched), with its training's limit of length.
+    """Computes the metrics of a saved run on its development sets, with its training's limit of length.
 
-    Also returns how many tokens each sample has.
+    Also returns how many tokens each sample of the first one has.
 
     Args:
         folder: where `save_pretrained` wrote model and tokenizer.
@@ -77,21 +79,25 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
     known = {field.name for field in fields(DataArguments)} & results["arguments"].keys()
     arguments = DataArguments(**{name: results["arguments"][name] for name in known})
     task = get_task(results["task_name"])
-    data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows)
+    data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows, train=False)
     data.keep_first(None, arguments.max_eval_samples)
-    evaluation = with_distractors(data.evaluation[task.eval_splits[0]], task, arguments.distractors)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
-    encoded = tokenized(evaluation, task, tokenizer, arguments)
+    rows, _ = label_rows(names_of(model.config), task, str(folder), "train it again")
     mixed = results["mixed_precision"]
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=None if mixed == "no" else 8)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
-    guesses, labels = [], []
-    for batch in DataLoader(encoded, results["arguments"]["per_device_eval_batch_size"], collate_fn=collate):
-        labels.append(batch.pop("labels"))
-        with torch.autocast(device.type, precision) if precision else contextlib.nullcontext():
-            logits = model(**batch.to(device)).logits.float()
-        guesses.append((logits.squeeze(-1) if task.is_regression else logits.argmax(-1)).cpu())
-    metric = load_glue_metric(task.name)
-    scores = metric.compute(predictions=torch.cat(guesses).numpy(), references=torch.cat(labels).numpy())
-    return scores, [len(ids) for ids in encoded["input_ids"]]
+    scores: dict[str, float] = {}
+    lengths: list[int] = []
+    for split, texts in data.evaluation.items():
+        encoded = tokenized(with_distractors(texts, task, arguments.distractors), task, tokenizer, arguments)
+        lengths = lengths or [len(ids) for ids in encoded["input_ids"]]
+        guesses, labels = [], []
+        for batch in DataLoader(encoded, results["arguments"]["per_device_eval_batch_size"], collate_fn=collate):
+            labels.append(batch.pop("labels"))
+            with torch.autocast(device.type, precision) if precision else contextlib.nullcontext():
+                logits = model(**batch.to(device)).logits.float()[:, rows]
+            guesses.append((logits.squeeze(-1) if task.is_regression else logits.argmax(-1)).cpu())
+        said, true = torch.cat(guesses).numpy(), torch.cat(labels).numpy()
+        scores |= named(load_glue_metric(task.name).compute(predictions=said, references=true), split)
+    return scores, lengths

@@ -133,7 +133,7 @@ class ModelArguments(BackendArguments):
     """The model and its attention."""
 
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
-    ignore_mismatched_sizes: bool = option(False, "Replace a head for another number of labels by a new head.")
+    ignore_mismatched_sizes: bool = option(False, "Replace a head for other labels by a new head.")
     trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.")
     allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
     dropout: float | None = option(None, "Every dropout probability of the model. Default: those of the checkpoint.")

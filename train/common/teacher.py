@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ class Teacher:
         task_weight: of the student's own loss, for batches with labels.
         temperature: by which logits are divided.
         is_regression: whether the predictions are numbers, compared by their squared difference.
+        columns: the teacher's output that each output of the student is compared with. None: that of the same number.
     """
 
     model: PreTrainedModel
@@ -29,6 +30,7 @@ class Teacher:
     task_weight: float = 0.0
     temperature: float = 1.0
     is_regression: bool = False
+    columns: Sequence[int] | None = None
 
     def loss(self, student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Computes the loss of a student, prepared for training or not, for a batch of the model's arguments.
@@ -47,7 +49,7 @@ class Teacher:
             total = total + self.hidden_weight * hidden_loss(found.hidden_states, goal.hidden_states, mask)
         if self.logits_weight and getattr(goal, "logits", None) is not None:
             mask = batch.get("attention_mask") if goal.logits.ndim == 3 else None
-            own = (found.logits, goal.logits)
+            own = (found.logits, goal.logits if self.columns is None else goal.logits[..., list(self.columns)])
             difference = (
                 nn.functional.mse_loss(*own) if self.is_regression else logits_loss(*own, mask, self.temperature)
             )

@@ -163,6 +163,8 @@ class SkippedRows:
 class GlueData:
     """The splits of one task. `evaluation` holds one split, for MNLI one or two. Label columns are named `label`.
 
+    `train` may be empty if it was not asked for.
+
     `sources` says the origin of each split: the hub's name of the task, or a file of the task's folder.
     """
 
@@ -220,7 +222,9 @@ def with_distractors(dataset: Dataset, task: Task, number: int) -> Dataset:
     return dataset.map(document, with_indices=True, load_from_cache_file=False)
 
 
-def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False) -> GlueData:
+def load_glue(
+    name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False, *, train: bool = True
+) -> GlueData:
     """Loads the training and development sets of a task.
 
     Args:
@@ -229,19 +233,20 @@ def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool
             `train.tsv` is missing, a file that is marked as a sample of it is read, such as `train.sub9999.tsv`.
             Default None: `nyu-mll/glue` from the hub.
         skip_bad_rows: leave out malformed rows and count them, instead of raising. Default False.
+        train: read the training set too. Default True.
 
     Raises:
         ValueError: for an unknown task, a missing or empty file, or a malformed row; the message names
             the expected files, or the file and the line.
     """
     task = get_task(name)
-    skipped = SkippedRows()
     if data_dir is None:
         return load_from_hub(task)
     folder = find_folder(task, Path(data_dir))
     skipped = SkippedRows()
-    files = {split: find_file(folder, split.replace("validation", "dev")) for split in ("train", *task.eval_splits)}
-    for split in ("train", task.eval_splits[0]):
+    first = ("train",) if train else ()
+    files = {split: find_file(folder, split.replace("validation", "dev")) for split in (*first, *task.eval_splits)}
+    for split in (*first, task.eval_splits[0]):
         if files[split] is None:
             raise missing_file(folder, split.replace("validation", "dev"))
     splits = {
@@ -250,7 +255,7 @@ def load_glue(name: str, data_dir: str | Path | None = None, skip_bad_rows: bool
         if path is not None
     }
     sources = {split: f"{task.folder}/{path.name}" for split, path in files.items() if path is not None}
-    return GlueData(task, splits.pop("train"), splits, skipped, sources)
+    return GlueData(task, splits.pop("train", Dataset.from_dict({})), splits, skipped, sources)
 
 
 def load_from_hub(task: Task) -> GlueData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -16,7 +17,9 @@ from favor_command.saved import check_known
 CHECKED = 1000  # samples whose tokens must be known
 
 
-def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments) -> Dataset:
+def tokenized(
+    dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments, rows: Sequence[int] | None = None
+) -> Dataset:
     """Turns sentences into token numbers, without padding unless `pad_to_max_length` is set.
 
     Args:
@@ -24,12 +27,15 @@ def tokenized(dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArgum
         task: names the columns with sentences.
         tokenizer: that of the model.
         arguments: greatest length and padding.
+        rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
     """
+    renumbers = rows is not None and not task.is_regression
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
         padding = "max_length" if arguments.pad_to_max_length else False
-        return tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
+        encoded = tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
+        return encoded | {"label": [rows[label] for label in batch["label"]]} if renumbers else encoded
 
     return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
 
@@ -51,7 +57,13 @@ def cut_off(samples: Dataset, max_length: int) -> str:
 
 
 def make_loaders(
-    data: GlueData, tokenizer: Any, arguments: DataArguments, train: TrainArguments, seed: int, multiple: int | None
+    data: GlueData,
+    tokenizer: Any,
+    arguments: DataArguments,
+    train: TrainArguments,
+    seed: int,
+    multiple: int | None,
+    rows: Sequence[int],
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes loaders of the training set, shuffled by seed and epoch, and of each development set, in order.
 
@@ -62,9 +74,10 @@ def make_loaders(
         train: sizes of batches.
         seed: of the order.
         multiple: batches are padded to their longest sample, rounded up to a multiple of this. None: not rounded.
+        rows: the output of the model for each label. Labels to train are outputs, those of development sets stay.
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
-    samples = tokenized(data.train, data.task, tokenizer, arguments)
+    samples = tokenized(data.train, data.task, tokenizer, arguments, rows)
     check_known(samples[:CHECKED]["input_ids"], tokenizer, f"the training set of {data.task.folder}")
     size = train.per_device_train_batch_size
     tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None

@@ -101,6 +101,16 @@ def test_paper_rows():
     assert rows["*paper: training rows*"][0] == "392k"
 
 
+def test_the_other_half_of_mnli_has_a_line():
+    runs = [
+        run("mnli", backend, seed, 0.5, metrics={"accuracy": 0.5, "accuracy_mismatched": value})
+        for backend, seed, value in (("sdpa", 0, 0.7), ("sdpa", 1, 0.72), ("favor+", 0, 0.6))
+    ]
+    (line,) = table.mismatched_lines([*runs, run("rte", "sdpa", 0, 0.5)])
+    assert line == "- MNLI, mismatched half (accuracy): `sdpa` 71.00 ± 1.41, `favor+` 60.00"
+    assert table.mismatched_lines([run("rte", "sdpa", 0, 0.5)]) == []
+
+
 def test_costs():
     runs = [
         run("rte", "sdpa", seed, 0.5, seconds_per_step=seconds, peak_memory_bytes=peak * 2**20)

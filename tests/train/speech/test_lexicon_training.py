@@ -53,8 +53,8 @@ def test_both_stages_have_phonemes(place):
 
 def student(folder, output, *more):
     """Words of a run in which a model labels dev and test and learns from its labels."""
-    words = "--unlabelled_split dev+test --eval_splits dev --generations 1 --ema_decay 0 --per_device_train_batch_seconds 24"
-    words += " --max_train_steps 2 --encoder_learning_rate 0"
+    words = "--unlabelled_split dev+test --eval_splits dev --generations 1 --ema_decay 0"
+    words += " --per_device_train_batch_seconds 24 --max_train_steps 2 --encoder_learning_rate 0"
     model = folder / "model"
     places = {"data_dir": folder, "teacher": model, "model_name_or_path": model, "output_dir": output}
     return [*words.split(), *options(places), *more]

@@ -217,7 +217,7 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--lengths", "8", "--start_length", "8"], "lengths and start_length both set"),
         (["--model_directions_learning_rate", "-1"], "model_directions_learning_rate must not be negative, got -1"),
         (["--pair_probability", "1.5"], "pair_probability must be between 0 and 1, got 1.5"),
-        (["--model_steps", "1", "--task_weight", "1"], "makes no predictions: set task_weight to 0"),
+        (["--model_steps", "1", "--task_weight", "1"], "and BertModel predicts none: set task_weight to 0"),
         (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
         (["--statistics", "batch"], "statistics must be calibrated or corrected"),
         (["--exact_below", "often"], "exact_below must be"),

@@ -146,7 +146,7 @@ def test_mnli_reports_both_development_sets(train, tmp_path, glue_folder):
 def test_distractors_are_trained_and_evaluated_with(train, tmp_path, glue_folder):
     results = train("mnli", distractors=2)
     scores, lengths = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
-    assert scores["accuracy"] == results["metrics"]["accuracy"]
+    assert scores == results["metrics"]  # of both development sets
     del results["arguments"]["distractors"]  # a run of an earlier version
     _, short = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
     assert all(long >= own + 4 for long, own in zip(lengths, short, strict=True))
@@ -457,7 +457,7 @@ def test_scores_are_learned_from_a_teacher_with_checkpoints(train, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"teacher": "DIR"}, "expected a teacher that was fine-tuned on SST-2, with the labels negative, positive"),
+        ({"teacher": "DIR"}, "expected a teacher that was fine-tuned on SST-2; .* holds a BertModel"),
         ({"teacher": "DIR", "hidden_weight": -1}, "hidden_weight must not be negative, got -1"),
         ({"teacher": "DIR", "temperature": 0}, "temperature must be greater than 0"),
         (
