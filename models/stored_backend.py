@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -9,6 +10,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from favor import FavorConfig
 
 DEFAULT_BACKEND = "favor#"
+# Greatest sizes that a `config.json` may ask for, by the end of their names; the first that fits counts.
+MOST = {
+    "layers": 1 << 10,
+    "vocab_size|positions|embeddings|cells": 1 << 24,
+    "size|dim|d_model|heads|channels|bins|stride|length|width": 1 << 16,
+}
 
 
 class StoredBackend(PreTrainedConfig):
@@ -21,12 +28,16 @@ class StoredBackend(PreTrainedConfig):
     is_counterpart: ClassVar[bool] = True  # of the configuration of transformers that it extends, for the same models
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills in the default backend and checks the options."""
+        """Fills in the default backend and checks the options and sizes."""
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = DEFAULT_BACKEND
         if self.favor is not None:
             self.favor = FavorConfig.from_dict(self.favor).to_dict()
         super().__post_init__(**kwargs)
+        for name, value in vars(self).items():
+            most = next((most for end, most in MOST.items() if re.search(f"({end})$", name)), None)
+            if most is not None and isinstance(value, int) and value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ def read_rows(path: Path) -> list[list[str]]:
         ValueError: if rows have different numbers of fields, or fewer than two.
     """
     content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("%")]
     if path.name.removesuffix(".gz").endswith(".arff"):
         (start,) = (number for number, line in enumerate(lines) if line.lower() == "@data")

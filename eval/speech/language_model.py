@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from favor.eval.options.language_model import parse_arguments
-from favor.eval.speech.texts import read_text, transcripts
+from favor.eval.speech.texts import transcripts
 from favor.models.conformer import normalize_transcript, write_arpa
 from favor.train.common.program import program
+from favor.train.text.samples import read_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import lzma
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from favor.models.conformer import normalize_transcript
+from favor.train.text.samples import read_text
 
 # As transcripts of LibriSpeech write what is said.
 SAID = {"Mr": "mister", "Mrs": "missus", "Dr": "doctor", "St": "saint", "Messrs": "messieurs"}
 END = re.compile(r"(?<=[.!?;])[\"'\u201d\u2019)\]]*\s+|\n\s*\n")
-
-
-def read_text(path: Path) -> str:
-    """Reads a text in UTF-8, packed by xz if its name ends in .xz.
-
-    Raises:
-        ValueError: if the file is missing or no such text; the message names it.
-    """
-    try:
-        if path.suffix == ".xz":
-            with lzma.open(path, "rt", encoding="utf-8") as stream:
-                return stream.read()
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
-        raise ValueError(f"{path} must be a text in UTF-8, or one packed by xz: {error}") from error
 
 
 def sentences(text: str) -> Iterator[str]:

@@ -133,6 +133,8 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
             raise ValueError(f"ctc_loss_reduction must be mean or sum, got {self.ctc_loss_reduction!r}.")
         if not 0 <= self.ctc_weight < 1:
             raise ValueError(f"ctc_weight must be in [0, 1), got {self.ctc_weight}; use ConformerForCTC for CTC alone.")
+        if not 1 <= self.num_attention_heads <= self.hidden_size:
+            raise ValueError(f"num_attention_heads must be 1 to hidden_size, got {self.num_attention_heads}.")
         if not self.causal and self.conv_kernel_size % 2 == 0:
             raise ValueError(
                 f"conv_kernel_size must be odd unless causal=True, so that a frame is in the middle; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, LasrFeatureExtractor
 from transformers.utils import logging
+
+from favor.models.conformer.audio import RATES
 
 logger = logging.get_logger(__name__)
 
@@ -21,6 +24,17 @@ VARIANCE_FLOOR = 1e-5
 # measured audio; other audio must not be amplified there more than tenfold.
 STD_FLOOR = 0.1
 TOP_HERTZ = 7500
+# Greatest sizes that a `preprocessor_config.json` may ask for, so that memory follows the audio.
+MOST = {
+    "feature_size": 512,
+    "sampling_rate": RATES[1],
+    "hop_length": 1 << 15,
+    "win_length": 1 << 15,
+    "n_fft": 1 << 15,
+    "chunk_length": 1 << 15,
+}
+# Frames in a second of audio, and frames that see the same sample.
+MOST_FRAMES, MOST_OVERLAP = 1000, 64
 
 
 class ConformerFeatureExtractor(LasrFeatureExtractor):
@@ -46,6 +60,7 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
 
     Raises:
         ValueError: for a setting out of range; the message names it.
+        TypeError: for a size that is no whole number.
 
     Example:
         >>> import numpy as np
@@ -70,11 +85,9 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
     ) -> None:
         if normalize not in NORMALIZE:
             raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}.")
-        if not (feature_size >= 1 and hop_length >= 1 and 1 <= win_length <= n_fft):
-            raise ValueError(
-                "feature_size, hop_length and win_length must be positive and n_fft at least win_length, got "
-                f"{feature_size}, {hop_length}, {win_length} and {n_fft}."
-            )
+        check_sizes(feature_size, sampling_rate, hop_length, n_fft, win_length=win_length)
+        if win_length > n_fft:
+            raise ValueError(f"n_fft must be at least win_length, got {n_fft} and {win_length}.")
         if sampling_rate < 2 * TOP_HERTZ:
             raise ValueError(
                 f"sampling_rate must be at least {2 * TOP_HERTZ}, got {sampling_rate}: resample the audio."
@@ -220,6 +233,30 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         check_rate(sampling_rate, self.sampling_rate)
         if return_attention_mask is False:
             raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")
+
+
+def check_sizes(feature_size: int, sampling_rate: int, hop_length: int, n_fft: int, **others: int) -> None:
+    """Checks the sizes of an extractor before memory is taken for them.
+
+    Args:
+        feature_size, sampling_rate, hop_length, n_fft: of the extractor.
+        **others: more sizes of `MOST`.
+
+    Raises:
+        TypeError: for a size that is no whole number.
+        ValueError: for one that is out of range, or too many frames for the audio.
+    """
+    sizes = {"feature_size": feature_size, "sampling_rate": sampling_rate, "hop_length": hop_length, "n_fft": n_fft}
+    for name, size in {**sizes, **others}.items():
+        if not isinstance(size, Integral):
+            raise TypeError(f"{name} must be a whole number, got {size!r}.")
+        if not 1 <= size <= MOST[name]:
+            raise ValueError(f"{name} must be 1 to {MOST[name]}, got {size}.")
+    if hop_length < max(sampling_rate / MOST_FRAMES, n_fft / MOST_OVERLAP):
+        raise ValueError(
+            f"hop_length must be at least sampling_rate / {MOST_FRAMES} and n_fft / {MOST_OVERLAP}, got {hop_length}, "
+            f"{sampling_rate} and {n_fft}."
+        )
 
 
 def check_rate(given: int | None, expected: int) -> None:

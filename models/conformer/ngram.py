@@ -6,6 +6,7 @@ import gzip
 import math
 import mmap
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,15 @@ class NgramModel:
 
 def _words_of(path: Path) -> list[str]:
     """Words of a language model: the unigrams of an ARPA file, or the list at the end of a binary file of KenLM."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        if head == b"mmap lm ":
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                first = content.rfind(b"<unk>\0")
-                if first < 0:
-                    raise ValueError(f"{path} was built without its words: give the ARPA file.")
-                return content[first:].decode().rstrip("\0").split("\0")
     words = []
     try:
+        with path.open("rb") as file:
+            head = file.read(8)
+            if head == b"mmap lm ":
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    if (first := content.rfind(b"<unk>\0")) >= 0:
+                        return content[first:].decode().rstrip("\0").split("\0")
+                raise ValueError(f"{path} was built without its words: give the ARPA file.")
         with (gzip.open if head.startswith(b"\x1f\x8b") else open)(path, "rt", encoding="utf-8") as lines:
             section = ""
             for line in lines:
@@ -106,6 +106,6 @@ def _words_of(path: Path) -> list[str]:
                     words.append(fields[1])
                 elif section == "\\2-grams:":
                     break
-    except (UnicodeDecodeError, OSError) as error:
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is neither an ARPA file in UTF-8 nor a binary file of KenLM: {error}") from error
     return words

@@ -45,9 +45,11 @@ class Pronunciations:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"lexicon must be a text in UTF-8 with lines WORD<TAB>PH PH: {error}") from error
+            raise ValueError(
+                f"lexicon must be a text in UTF-8 with lines WORD<TAB>PH PH, got {path}: {error}"
+            ) from error
         self.spoken: dict[str, list[tuple[str, ...]]] = {}
         for number, line in enumerate(lines, 1):
             word, tab, phonemes = line.partition("\t")

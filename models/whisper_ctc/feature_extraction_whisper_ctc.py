@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from favor.models.conformer.feature_extraction_conformer import check_rate, waveforms
+from favor.models.conformer.feature_extraction_conformer import check_rate, check_sizes, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
@@ -18,12 +18,27 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
     The features are those of transformers' `WhisperFeatureExtractor`, which takes the same arguments, but of each
     waveform alone and as long as it is, so that they do not depend on the batch.
 
+    Raises:
+        ValueError: for a size out of range. TypeError: for one that is no whole number.
+
     Example:
         >>> import numpy as np
         >>> from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
         >>> WhisperCTCFeatureExtractor()(np.zeros(16000, np.float32), sampling_rate=16000).input_features.shape
         torch.Size([1, 100, 80])
     """
+
+    def __init__(
+        self,
+        feature_size: int = 80,
+        sampling_rate: int = 16000,
+        hop_length: int = 160,
+        chunk_length: int = 30,
+        n_fft: int = 400,
+        **kwargs: Any,
+    ) -> None:
+        check_sizes(feature_size, sampling_rate, hop_length, n_fft, chunk_length=chunk_length)
+        super().__init__(feature_size, sampling_rate, hop_length, chunk_length, n_fft, **kwargs)
 
     def num_frames(self, samples: int) -> int:
         """Counts the feature frames of a waveform of `samples` samples."""

@@ -11,6 +11,7 @@ from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.tokenization_conformer import ConformerTokenizer, train_tokenizer
+from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
 
 RATE = 16000
 TEXTS = ["A CAT SAT", "THE DOG RAN FAR", "CATS AND DOGS"]
@@ -194,13 +195,32 @@ def test_refuses_audio(extractor, raw, given, error, message):
         ({"std": [0.0] * 80}, r"std must be positive for each bin, got 0.0 for bin 0 of 80 \(80 such bins\)"),
         ({"std": [1.0] * 75 + [-2.0, 1.0, 0.0, 1.0, 1.0]}, r"got -2.0 for bin 75 of 80 \(2 such bins\)"),
         ({"std": [float("nan")] * 80}, "std must be 80 finite numbers"),
-        ({"n_fft": 256}, "n_fft at least win_length"),
+        ({"n_fft": 256}, "n_fft must be at least win_length"),
         ({"sampling_rate": 8000}, "sampling_rate must be at least 15000"),
     ],
 )
 def test_refuses_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         ConformerFeatureExtractor(**settings)
+
+
+@pytest.mark.parametrize("kind", [ConformerFeatureExtractor, WhisperCTCFeatureExtractor])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"feature_size": 10**7}, "feature_size must be 1 to 512, got 10000000"),
+        ({"feature_size": 0}, "feature_size must be 1 to 512, got 0"),
+        ({"n_fft": 2**31}, "n_fft must be 1 to 32768"),
+        ({"n_fft": 32768}, "hop_length must be at least .*, got 160, 16000 and 32768"),
+        ({"hop_length": 1}, "hop_length must be at least .*, got 1, 16000 and"),
+        ({"hop_length": 10**12}, "hop_length must be 1 to 32768"),
+        ({"sampling_rate": 10**9}, "sampling_rate must be 1 to 768000"),
+        ({"n_fft": 512.5}, "n_fft must be a whole number, got 512.5"),
+    ],
+)
+def test_memory_does_not_follow_the_settings(kind, settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        kind(**settings)
 
 
 @pytest.fixture(scope="module")

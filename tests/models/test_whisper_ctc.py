@@ -158,9 +158,18 @@ def test_more_frames_than_positions_are_reported_without_a_sliding_window(monkey
     assert f"set config.sliding_window, for example to {POSITIONS // 4}." in said[0]
 
 
-def test_a_sliding_window_of_no_frames_is_refused():
-    with pytest.raises(ValueError, match="sliding_window must be at least 1 frame, or None; got 0"):
-        WhisperCTCConfig(sliding_window=0)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be at least 1 frame, or None; got 0"),
+        ({"head_layers": 10**6}, "head_layers must be at most 1024"),
+        ({"d_model": 10**6}, "d_model must be at most 65536"),
+        ({"max_source_positions": 10**9}, "max_source_positions must be at most 16777216"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        WhisperCTCConfig(**changes)
 
 
 def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():

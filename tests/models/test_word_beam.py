@@ -224,6 +224,8 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     [
         (b"no model\n", "cannot be read as a language model: first non-empty line was"),
         (b"\xff\xfe\x00", "is neither an ARPA file in UTF-8 nor a binary file of KenLM"),
+        (gzip.compress(b"\\data\\\n" * 99)[:20], "is neither an ARPA file in UTF-8 nor"),
+        (b"mmap lm http<unk>\0\xff\0", "is neither an ARPA file in UTF-8 nor"),
         (b"mmap lm http", "was built without its words: give the ARPA file"),
         (None, "language_model must be an ARPA file or a binary file of KenLM; .* is no file"),
     ],

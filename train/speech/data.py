@@ -30,13 +30,31 @@ class StoredAudio(Protocol):
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A piece of a longer recording.
+
+    Args:
+        recording: the audio file.
+        offset: seconds of the recording before the piece.
+        seconds: length of the piece. Default None: up to the end of the recording.
+    """
+
+    recording: Path
+    offset: float
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.recording} from {self.offset:g} s{'' if self.seconds is None else f' for {self.seconds:g} s'}"
+
+
+@dataclass(frozen=True)
 class Utterance:
     """One piece of speech and its transcript.
 
     Args:
         id: unique name.
         text: normalised transcript.
-        audio: path of an audio file, its bytes, or an object that reads them.
+        audio: path of an audio file, its bytes, an object that reads them, or a piece of a recording.
         seconds: length of the audio. Default None: not known before `prepare`.
         speaker: who speaks. Default None: not known.
         chapter: the recording that it was cut from. Default None: not known.
@@ -46,7 +64,7 @@ class Utterance:
 
     id: str
     text: str
-    audio: Path | bytes | StoredAudio
+    audio: Path | bytes | StoredAudio | Piece
     seconds: float | None = None
     speaker: str | None = None
     chapter: str | None = None
@@ -160,6 +178,8 @@ def read_audio(
     audio: Any = source.audio
     if isinstance(audio, (str, Path, bytes)):
         return read_file(audio, sampling_rate, resample, source.place)
+    if isinstance(audio, Piece):
+        return read_file(audio.recording, sampling_rate, resample, source.place, audio.offset, audio.seconds)
     try:
         content = audio.read()
     except (OSError, RuntimeError) as error:

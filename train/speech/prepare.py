@@ -93,8 +93,12 @@ def _check_ids(utterances: Sequence[Utterance]) -> None:
 def _identity(utterance: Utterance) -> dict[str, Any]:
     """Identifies an utterance and the state of its audio file; members of tar files know their size."""
     size = getattr(utterance.audio, "size", None)
-    if isinstance(utterance.audio, Path):
-        size = utterance.audio.stat().st_size if utterance.audio.exists() else -1
+    path = getattr(utterance.audio, "recording", utterance.audio)
+    if isinstance(path, Path):
+        try:
+            size = path.stat().st_size
+        except OSError:  # not there, or no possible name
+            size = -1
     return {"id": utterance.id, "place": utterance.place, "size": size}
 
 
@@ -159,7 +163,7 @@ class _Store:
             if lines:
                 settings = lines.pop(0)["settings"]
                 self.records = {record["id"]: record for record in lines}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error!r}; delete it to prepare from the start.") from error
         if whole and settings != self.settings:
             raise ValueError(

@@ -207,7 +207,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
     try:
         lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
         return (lines[0]["settings"], [PseudoLabel(**line) for line in lines[1:]]) if lines else ({}, [])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; delete it to label its utterances again.") from error
 
 

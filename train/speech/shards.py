@@ -7,12 +7,13 @@ import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 from favor.models.conformer.tokenization_conformer import normalize_transcript
 from favor.train.speech.data import AUDIO, Skipped, StoredAudio, Utterance
-from favor.train.speech.rows import Normalize, from_row
+from favor.train.speech.rows import COLUMNS, Normalize, from_row
 
 TAR = ".tar"
 _COMPRESSED = re.compile(r"\.(tgz|tar\.\w+)$")
@@ -87,7 +88,8 @@ def read_shards(
 
     Members with one name up to the first dot belong together: audio (.flac, .mp3 or .wav) and its transcript, which is
     the text of the `.txt` or, without one, the column `text` of the `.json`. Other columns of the `.json` are those of
-    a manifest: `id`, `seconds`, `speaker` and `chapter`. Members with other endings, and hidden ones, are left alone.
+    a manifest, apart from `offset`: `id`, `seconds`, `speaker` and `chapter`. Members with other endings, and hidden
+    ones, are left alone.
 
     Args:
         shards: tar files that are not compressed.
@@ -124,14 +126,19 @@ def _utterance(sample: _Sample, name: str, normalize: Normalize, transcripts: bo
         raise ValueError(sample.reason)
     if sample.audio is None:
         raise ValueError(f"has a transcript, but no {', '.join(AUDIO)} member")
-    row: Any = json.loads(sample.texts[".json"]) if ".json" in sample.texts else {}
+    try:
+        row: Any = json.loads(sample.texts[".json"]) if ".json" in sample.texts else {}
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {str(row)[:60]!r}")
     row["audio"] = name
     if ".txt" in sample.texts:
-        row["text"] = sample.texts[".txt"].decode("utf-8")
-    if "text" not in row and transcripts:
+        row["text"] = sample.texts[".txt"].decode("utf-8-sig")
+    if transcripts and not row.keys() & set(COLUMNS["text"]):
         raise ValueError("has no transcript: no .txt member, and no .json member with a text")
+    if row.get("offset"):
+        raise ValueError(f"offset is for manifests: the audio of a sample is a whole member, got {row['offset']!r:.60}")
     return replace(from_row(row, sample.audio.shard, normalize, transcripts), audio=sample.audio)
 
 
@@ -141,15 +148,18 @@ def _samples(shard: Path) -> dict[str, _Sample]:
         raise ValueError(f"{shard}: is compressed, so its members cannot be read at random: decompress it to {TAR}")
     samples: dict[str, _Sample] = {}
     try:
-        with shard.open("rb") as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-            for member in archive:
-                _add(samples, member, shard, archive)
+        # Of a map of the file nobody can read more bytes than it has, whatever size a header states.
+        with shard.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+            with tarfile.open(fileobj=content, mode="r:") as archive:
+                for member in archive:
+                    if member.size < 0:
+                        raise tarfile.ReadError(f"{member.name} has a size below 0")
+                    _add(samples, member, shard, archive)
             # tarfile takes a damaged header, and the end of a file that is cut, for the end of the archive.
-            stream.seek(archive.offset)
-            rest = stream.read(_END)
+            rest = content[archive.offset : archive.offset + _END]
             if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
                 raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, tarfile.TarError) as error:
         raise ValueError(f"{shard}: is no tar file, or is damaged or cut short: {error}") from error
     return samples
 

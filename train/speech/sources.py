@@ -10,10 +10,11 @@ from typing import Any
 from datasets import Audio, Dataset, load_dataset
 
 from favor.models.conformer.tokenization_conformer import normalize_transcript
+from favor.train.common.lines import is_text, open_lines
 from favor.train.speech.data import AUDIO, LISTED, Skipped, StoredAudio, Utterance
 from favor.train.speech.manifests import manifests, named_manifests, read_manifest
 from favor.train.speech.prepare import prepare
-from favor.train.speech.rows import Normalize
+from favor.train.speech.rows import COLUMNS, Normalize
 from favor.train.speech.shards import TAR, find_shards, read_shards
 
 
@@ -33,9 +34,9 @@ def load_speech(
     """Loads the utterances of a source, decodes every one of them once, and reports which were left out.
 
     Args:
-        source: a folder in LibriSpeech's layout; a manifest, or a folder that holds `<split>.jsonl`, `<split>.csv` or
-            one manifest alone; a tar file, or a folder with tar files, as `read_shards` reads them (a manifest in the
-            folder comes first); or, if there is no such path, the name of a dataset of the hub.
+        source: a folder in LibriSpeech's layout; a manifest, or a folder that holds `<split>.jsonl`, `<split>.tsv` and
+            so on, or one manifest alone; a tar file, or a folder with tar files, as `read_shards` reads them (a
+            manifest in the folder comes first); or, if there is no such path, the name of a dataset of the hub.
         split: e.g. "dev-clean" of a folder, "validation" of the hub; several are joined by "+". Default None: the
             manifest or tar file that `source` is, or all tar files or the only manifest in it.
         prepared: folder where `prepare` keeps its results, by split. Default None: all audio is decoded
@@ -125,6 +126,8 @@ def read_librispeech(
                 skipped.add(f"{name} ({chapter})", f"has a transcript, but no {', '.join(AUDIO)} file")
             elif name not in texts:
                 skipped.add(f"{name} ({audio[name]})", "has no transcript in a .trans.txt file of its folder")
+            elif not is_text(name + texts[name]):
+                skipped.add(f"{name!r} ({chapter})", "has a name or a transcript that is not UTF-8")
             elif not (text := normalize(texts[name])):
                 skipped.add(f"{name} ({audio[name]})", f"has an empty transcript, normalised from {texts[name]!r}")
             else:
@@ -160,7 +163,8 @@ def read_audio_folder(
             beside = texts.get(path.parent)
             if beside is None:
                 beside = texts[path.parent] = _transcripts(path.parent)
-            name = path.relative_to(root).as_posix()
+            if not is_text(name := path.relative_to(root).as_posix()):
+                raise ValueError(f"names of files must be UTF-8, got {name!r} in {root}: rename it.")
             found.append(Utterance(name, normalize(beside.get(path.stem, "")), path))
     if not found:
         raise ValueError(f"found no *.flac, *.mp3 or *.wav in {place} or below it.")
@@ -185,10 +189,11 @@ def _transcripts(chapter: Path) -> dict[str, str]:
     """Reads texts by utterance id."""
     texts: dict[str, str] = {}
     for path in sorted(chapter.glob("*.trans.txt")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            name, _, text = line.strip().partition(" ")
-            if name:
-                texts[name] = text
+        with open_lines(path) as lines:
+            for line in lines:
+                name, _, text = line.strip().partition(" ")
+                if name:
+                    texts[name] = text
     return texts
 
 
@@ -243,7 +248,7 @@ def read_hub(
 def from_dataset(
     dataset: Dataset, skipped: Skipped | None = None, normalize: Normalize = normalize_transcript
 ) -> list[Utterance]:
-    """Makes utterances of a `datasets.Dataset` with the columns audio and text, and optionally id, speaker and chapter.
+    """Makes utterances of a `datasets.Dataset` with the columns of a manifest, apart from seconds and offset.
 
     Args:
         dataset: its column audio is read undecoded, so that no decoder of datasets is needed.
@@ -258,18 +263,17 @@ def from_dataset(
     """
     skipped = Skipped() if skipped is None else skipped
     names = dataset.column_names
-    if not {"audio", "text"} <= set(names):
+    wanted = ("text", "id", "speaker", "chapter")
+    columns = {key: own for key in wanted for own in reversed(COLUMNS[key]) if own in names}
+    if "audio" not in names or "text" not in columns:
         raise ValueError(f"dataset must have the columns audio and text, got {', '.join(names)}.")
-    columns = {"id": "id", "speaker": "speaker_id", "chapter": "chapter_id"}
-    columns = {key: name if name in names else key for key, name in columns.items()}
-    columns = {key: name for key, name in columns.items() if name in names}
     undecoded = dataset.cast_column("audio", Audio(decode=False))
     found = []
-    for row, values in enumerate(dataset.select_columns(["text", *columns.values()])):
+    for row, values in enumerate(dataset.select_columns([*columns.values()])):
         told = {key: str(values[name]) for key, name in columns.items() if values[name] is not None}
-        audio = StoredRow(undecoded, row)
-        if text := normalize(values["text"] or ""):
+        audio, said = StoredRow(undecoded, row), told.pop("text", "")
+        if text := normalize(said):
             found.append(Utterance(told.pop("id", str(row)), text, audio, **told))
         else:
-            skipped.add(str(audio), f"has an empty transcript, normalised from {values['text']!r}")
+            skipped.add(str(audio), f"has an empty transcript, normalised from {said!r}")
     return found

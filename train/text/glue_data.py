@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 
+from favor.train.common.lines import OPEN, is_text
 from favor.train.common.program import did_you_mean
 
 HUB_ID = "nyu-mll/glue"
@@ -330,6 +331,8 @@ def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Data
         try:
             if len(fields) != len(header):
                 raise ValueError(f"expected {len(header)} fields, got {len(fields)}")
+            if not is_text("".join(fields)):
+                raise ValueError("expected UTF-8 text without NUL")
             label = task.parse_label(fields[places[-1]])
         except ValueError as error:
             message = f"{path}:{line}: {error}"
@@ -349,13 +352,13 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
     """Yields line numbers, from 1, and fields, without a byte-order mark, Windows line ends and blank lines at the end.
 
     Raises:
-        ValueError: for a file that is not UTF-8 or a damaged gzip file.
+        ValueError: for a damaged gzip file.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     blank: list[int] = []
     try:
         # newline="\n": sentences contain other characters that Python would take for line ends.
-        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as stream:
+        with opener(path, "rt", newline="\n", **OPEN) as stream:
             for number, line in enumerate(stream, 1):
                 line = line.rstrip("\r\n")
                 if not line:
@@ -364,5 +367,5 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
                 yield from ((empty, ("",)) for empty in blank)
                 blank.clear()
                 yield number, line.split("\t")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

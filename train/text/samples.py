@@ -45,7 +45,7 @@ def _text_of(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"expected a text file, got {path}, which is {'a folder' if path.is_dir() else 'not there'}")
     try:
-        with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as stream:
+        with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as stream:
             yield stream
     except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -110,19 +110,21 @@ def test_long_and_foreign_names(tmp_path, expected, form):
 
 def test_bad_members_are_named_and_counted(tmp_path, expected):
     audio = expected[0].audio.read_bytes()
-    pairs = [("good.flac", audio), ("good.txt", b"GO"), ("both.flac", audio), ("both.txt", b"DO")]
+    pairs = [("good.flac", audio), ("good.txt", b"\xef\xbb\xbfGO"), ("both.flac", audio), ("both.txt", b"DO")]
     pairs += [("both.json", b'{"text": "NOT THIS"}')]
     pairs += [("alone.flac", audio), ("silent.txt", b"GO"), ("twice.flac", audio), ("twice.mp3", audio)]
     pairs += [("dots.en.flac", audio), ("dots.txt", b"GO"), ("list.flac", audio), ("list.json", b"[1]")]
     pairs += [("cut.flac", audio[:2000]), ("cut.txt", b"GO"), ("empty.flac", b""), ("empty.txt", b"GO")]
     pairs += [("json.flac", audio), ("json.json", b"{"), ("none.flac", audio), ("none.txt", b"42")]
     pairs += [("long.flac", audio), ("long.json", b'{"text": "GO", "seconds": 9}')]
+    pairs += [("deep.flac", audio), ("deep.json", b"[" * 200000), ("bytes.flac", audio), ("bytes.txt", b"\xff")]
+    pairs += [("piece.flac", audio), ("piece.json", b'{"text": "GO", "offset": 1}')]
     path = write_shard(tmp_path / "x.tar", pairs)
     with tarfile.open(path, "a") as archive:
         link = tarfile.TarInfo("link.flac")
         link.type, link.linkname = tarfile.LNKTYPE, "good.flac"
         archive.addfile(link)
-    found, skipped = load_speech(path, max_bad=11)
+    found, skipped = load_speech(path, max_bad=14)
     assert [(one.id, one.text) for one in found] == [("x/good", "GO"), ("x/both", "DO")]
     reasons = {"alone": "no transcript", "silent": "no .flac, .mp3, .wav member", "twice": "twice.mp3 is a second"}
     reasons |= {"dots": "second dot", "list": "expected a JSON object", "cut": "decoded|cut short", "empty": "is empty"}
@@ -131,15 +133,26 @@ def test_bad_members_are_named_and_counted(tmp_path, expected):
         "none": "empty after normalisation",
         "link": "is a link",
         "long": "says 9.00 s",
+        "deep": "nested too deeply",
+        "bytes": "can't decode byte",
+        "piece": "offset is for manifests",
     }
     told = {name.split("/")[-1].split(".")[0]: reason for name, reason in skipped.reasons.items()}
     assert told.keys() == reasons.keys()
     for name, part in reasons.items():
         assert any(one in told[name] for one in part.split("|")), (name, told[name])
-    with pytest.raises(ValueError, match=r"11 cannot be used \(max_bad is 10\)"):
-        load_speech(path, max_bad=10)
-    plain = read_shards([path], tmp_path, Skipped(9), transcripts=False)
+    with pytest.raises(ValueError, match=r"14 cannot be used \(max_bad is 13\)"):
+        load_speech(path, max_bad=13)
+    plain = read_shards([path], tmp_path, Skipped(12), transcripts=False)
     assert [one.text for one in plain if one.id == "x/alone"] == [""]
+
+
+def changed(content, size, kind):
+    """The bytes of a tar file whose first member says another size and kind."""
+    header = bytearray(content[:512])
+    header[124:136], header[148:156], header[156:157] = size, b" " * 8, kind
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + content[512:]
 
 
 def test_damaged_shards_are_refused(tmp_path, shards):
@@ -148,6 +161,12 @@ def test_damaged_shards_are_refused(tmp_path, shards):
     broken = {"cut": whole[:9000], "headless": whole[:middle], "half": whole[: middle + 100], "empty": b""}
     broken["header"] = whole[:middle] + b"x" * 512 + whole[middle + 512 :]
     broken["two"] = whole + whole
+    # Sizes of 2**62 and -512 in binary and of 8 GB in digits, of a text, an extended header and a long name.
+    for name, size in (("great", b"\x80" + (2**62).to_bytes(11, "big")), ("negative", b"\xff" * 10 + b"\xfe\0")):
+        broken |= {f"{name}{kind}": changed(whole, size, kind.encode()) for kind in "0xL"}
+    broken["digits"] = changed(whole, b"77777777777\0", b"x")
+    broken["nested"] = tarfile.TarInfo("x").tobuf()[:156] + b"x" + tarfile.TarInfo("x").tobuf()[157:]
+    broken["nested"] = changed(broken["nested"], b"0" * 11 + b"\0", b"x") * 5000 + whole
     for name, content in {**broken, "text": b"nothing like a tar file" * 100}.items():
         path = tmp_path / f"{name}.tar"
         path.write_bytes(content)

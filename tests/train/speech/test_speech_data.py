@@ -1,7 +1,10 @@
 """Readers of speech and what they refuse."""
 
+import contextlib
 import dataclasses
 import io
+import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -10,6 +13,8 @@ import pytest
 import soundfile
 from speech_corpus import RATE, librispeech, rows, sound, transcript, write_manifest, write_sound
 
+from favor.models.conformer import audio
+from favor.models.conformer.audio import read_file, read_piece
 from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
@@ -18,7 +23,7 @@ from favor.train.speech import sources as speech_sources
 from favor.train.speech.data import Skipped, Utterance, check_lengths, needed_frames, read_audio
 from favor.train.speech.manifests import read_manifest
 from favor.train.speech.prepare import prepare
-from favor.train.speech.sources import from_dataset, load_speech, read_hub, read_librispeech
+from favor.train.speech.sources import from_dataset, load_speech, read_audio_folder, read_hub, read_librispeech
 
 
 @pytest.fixture
@@ -70,6 +75,20 @@ def test_librispeech_names_what_does_not_fit(corpus):
         read_librispeech(corpus, "dev")
 
 
+def test_transcripts_with_bad_bytes_are_counted(corpus):
+    """A byte order mark and a line end of another system do not spoil a name, and one bad byte only its own line."""
+    chapter = corpus / "LibriSpeech" / "dev" / "7" / "107"
+    file = chapter / "7-107.trans.txt"
+    file.write_bytes("7-107-0000 GO\x85 HER\r\n7-107-0002 D".encode("utf-8-sig") + b"\xff\r\n")
+    with pytest.raises(ValueError, match=r"'7-107-0002' .*not UTF-8"):
+        read_librispeech(corpus, "dev")
+    found = read_librispeech(corpus, "dev", Skipped(1))
+    assert [one.text for one in found if one.speaker == "7"] == ["GO HER"]
+    (chapter / "\udcff.wav").touch()
+    with pytest.raises(ValueError, match="names of files must be UTF-8"):
+        read_audio_folder(corpus)
+
+
 def test_librispeech_without_the_split(corpus):
     with pytest.raises(ValueError, match=r"split must be a folder of .*, got 'train'; there are: dev"):
         read_librispeech(corpus, "train")
@@ -93,6 +112,47 @@ def test_manifest_in_json_and_csv(tmp_path):
     assert found[2].speaker is None
     good, _ = load_speech(file)
     assert [one.seconds for one in good] == [0.5, 0.6, 0.7]
+
+
+OTHERS = {
+    "nemo.jsonl": [
+        '{"audio_filepath": "clips/long.mp3", "text": "go her", "duration": 0.5, "offset": 0.25, "lang": "en"}',
+        '{"audio_filepath": "clips/long.mp3", "text": "do", "duration": 0.4, "offset": 1}',
+    ],
+    "common_voice.tsv": [
+        "client_id\tpath\tsentence\tup_votes\taccents",
+        'a1b2\tlong.mp3\t"Go," he said.\t2\t',
+        "a1b2\tclips/two.wav\tDo it\t2\t",
+    ],
+}
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_manifests_as_other_projects_write_them(tmp_path, name, line_end):
+    """With a byte order mark, which would spoil the first name, and pieces of a longer recording."""
+    write_sound(tmp_path / "clips" / "long.mp3", 2.0)
+    write_sound(tmp_path / "clips" / "two.wav", 0.5, 1)
+    (tmp_path / name).write_bytes(line_end.join([*OTHERS[name], ""]).encode("utf-8-sig"))
+    found, _ = load_speech(tmp_path, Path(name).stem, prepared=tmp_path / "ready")
+    whole = read_audio(tmp_path / "clips" / "long.mp3")
+    if name == "nemo.jsonl":
+        assert [(one.id, one.text) for one in found] == [
+            ("clips/long.mp3@0.25", "GO HER"),
+            ("clips/long.mp3@1", "DO"),
+        ]
+        assert [one.seconds for one in found] == [0.5, 0.4]
+        np.testing.assert_allclose(read_audio(found[0]), whole[4000:12000], atol=1e-6)
+        np.testing.assert_allclose(read_audio(found[1]), whole[16000:22400], atol=1e-6)
+        moved = OTHERS[name][1].replace('"offset": 1', '"offset": 1.8')
+        (tmp_path / name).write_text("\n".join([OTHERS[name][0], moved, moved.replace("1.8", "3")]))
+        _, skipped = load_speech(tmp_path, "nemo", prepared=tmp_path / "ready", max_bad=2)
+        assert "lasts 0.20 s, but the source says 0.40 s" in skipped.describe()
+        assert "begins after 3 s of 2.00 s" in skipped.describe()
+    else:
+        assert [(one.id, one.text) for one in found] == [("long.mp3", "GO HE SAID"), ("clips/two.wav", "DO IT")]
+        assert [one.speaker for one in found] == ["a1b2", "a1b2"]
+        np.testing.assert_array_equal(read_audio(found[0]), whole)
 
 
 def test_manifest_in_a_folder(tmp_path):
@@ -119,18 +179,28 @@ def test_manifest_names_bad_rows(tmp_path):
     good = rows(tmp_path, 1)
     bad = [{"text": "A"}, {"audio": "x.wav"}, {"audio": "x.wav", "text": "42"}, [1]]
     bad.append({**good[0], "id": "other", "seconds": "long"})
+    bad += [{**good[0], "seconds": 10**400}, {**good[0], "offset": -1}, {**good[0], "speaker": [[]]}]
+    bad += [{**good[0], "text": "GO\ud800"}, {"audio": "a\0.wav", "text": "GO"}]
     file = write_manifest(tmp_path / "all.jsonl", [*good, *bad])
-    file.write_text(file.read_text() + "not json\n")
-    skipped = Skipped(6)
+    file.write_bytes(file.read_bytes() + b"not json\n" + b"[" * 200000 + b'\n{"audio": "\xff.wav", "text": "GO"}\n')
+    skipped = Skipped(20)
     assert len(read_manifest(file, skipped)) == 1
-    assert list(skipped.reasons) == [f"{file}:{line}" for line in range(2, 8)]
+    assert list(skipped.reasons) == [f"{file}:{line}" for line in range(2, 15)]
+    assert max(map(len, skipped.reasons.values())) < 200
     words = (
         "audio must be given",
         "text must be given",
         "empty after normalisation",
         "JSON object",
-        "seconds",
+        "seconds must be a number of seconds, got 'long'",
+        "seconds must be a number of seconds, got 1000",
+        "offset must be a number of seconds, got -1",
+        "speaker must be a text in UTF-8",
+        "text must be a text in UTF-8",
+        "audio must be a text in UTF-8",
         "not json",
+        "JSON object",
+        "audio must be a text in UTF-8",
     )
     for reason, word in zip(skipped.reasons.values(), words, strict=True):
         assert word in reason
@@ -138,6 +208,28 @@ def test_manifest_names_bad_rows(tmp_path):
         read_manifest(file)
     with pytest.raises(ValueError, match="expected rows with the columns audio and text"):
         read_manifest(write_manifest(tmp_path / "none.jsonl", []))
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_hostile_rows_of_tables_are_counted(tmp_path, ending):
+    """A field longer than csv reads, bytes that are no text, a quote without an end, a name longer than a file's."""
+    end = b"," if ending == ".csv" else b"\t"
+    rows(tmp_path, 1)
+    lines = [b"x" * 200000 + end + b"GO", b"audio/\xff.wav" + end + b"GO", b"a\0" + end + b"GO", b"a" + end]
+    lines += [end.join([b"a", b"GO", b"HER"]), b"a" * 5000 + end + b"GO", b"audio/0.wav" + end + b"GO"]
+    if ending == ".csv":
+        lines += [b'b,"GO\nc,GO']
+    file = tmp_path / f"all{ending}"
+    file.write_bytes(b"\n".join([end.join([b"path", b"text"]), *lines]))
+    found, skipped = load_speech(file, max_bad=10)
+    assert [one.id for one in found] == ["audio/0.wav"]
+    told = [("field larger", "2"), ("UTF-8", "3"), ("UTF-8", "4"), ("text must be given", "5"), ("more fields", "6")]
+    told += [("unexpected end", "10")] if ending == ".csv" else []
+    for (name, reason), (word, line) in zip(skipped.reasons.items(), told, strict=False):
+        assert name == f"{file}:{line}"
+        assert word in reason
+    assert list(skipped.reasons.values())[len(told) :][0].startswith("cannot be decoded: ")
+    assert len(skipped) == len(told) + 1
 
 
 @pytest.fixture
@@ -253,6 +345,55 @@ def test_channels_and_rates(tmp_path):
         ValueError, match=r"high\.wav: has 44100 Hz, expected 16000: resample=True \(--resample\) converts"
     ):
         read_audio(tmp_path / "high.wav")
+
+
+HEADERS = {
+    "WAV": {"format": "WAV"},
+    "float": {"format": "WAV", "subtype": "FLOAT"},
+    "ADPCM": {"format": "WAV", "subtype": "IMA_ADPCM"},
+    **{form: {"format": form} for form in ("WAVEX", "RF64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF")},
+}
+
+
+@pytest.mark.parametrize("form", HEADERS)
+def test_memory_does_not_follow_what_a_header_says(tmp_path, form):
+    """Each field in turn: rates, channels, bits, numbers of samples, sizes of chunks."""
+    stream = io.BytesIO()
+    soundfile.write(stream, sound(0.05), RATE, **HEADERS[form])
+    good, path = stream.getvalue(), tmp_path / "x"
+    for place in range(0, 80, 4):
+        for value in (b"\0\0\0\1", b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f"):
+            content = good[:place] + value + good[place + 4 :]
+            path.write_bytes(content)
+            tracemalloc.start()
+            for read in (partial(read_file, content), partial(read_piece, path)):
+                with contextlib.suppress(ValueError):
+                    assert len(read(RATE, *([True] if read.func is read_file else []))) <= 16 * 800
+            assert tracemalloc.get_traced_memory()[1] < 2**24
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("rate", [1, 999, 65537, 20_000_003, 2**31 - 1])
+def test_sampling_rates_that_no_recording_has(tmp_path, rate):
+    content = bytearray(encoded(sound(0.5), form="WAV"))
+    content[24:28] = rate.to_bytes(4, "little")
+    (tmp_path / "x.wav").write_bytes(content)
+    message = r"x\.wav: (sampling rates must be whole numbers of 1000 to 768000 Hz, got|65537 Hz cannot be converted)"
+    lines = [{"audio": "x.wav", "text": "GO"}, *rows(tmp_path, 1)]
+    _, skipped = load_speech(write_manifest(tmp_path / "all.jsonl", lines), resample=True, max_bad=1)
+    assert len(skipped) == 1
+    with pytest.raises(ValueError, match=message):
+        read_file(tmp_path / "x.wav", resample=True)
+    with pytest.raises(ValueError, match=message):
+        read_piece(tmp_path / "x.wav", RATE, 1)
+
+
+def test_a_small_file_of_endless_silence(monkeypatch):
+    monkeypatch.setattr(audio, "FREE_SAMPLES", 1000)
+    content = encoded(np.zeros(10 * RATE, np.float32))
+    with pytest.raises(ValueError, match=r"bytes: unpacks to more than \d+ samples"):
+        read_file(content)
+    assert len(read_file(encoded(sound(1.0)))) == RATE
 
 
 @pytest.mark.parametrize("limit", [-1, 1.5, -0.5])

@@ -120,6 +120,7 @@ def test_quotes_odd_line_ends_and_empty_sentences_stay(tmp_path):
         ("1\tc\td\tneutral", "expected a label of entailment, not_entailment, got 'neutral'"),
         ("1\tc\td\t1", "got '1'"),
         ("", "expected 4 fields, got 1"),
+        ("1\tc\0\td\tnot_entailment", "expected UTF-8 text without NUL"),
     ],
 )
 def test_malformed_row_names_file_and_line(row, reason, tmp_path):
