@@ -11,6 +11,8 @@ from favor.kernels import KERNELS
 
 STATISTICS = ("batch", "calibrated", "corrected")
 MOST_FEATURES = 2**18  # 64 MiB of directions per head of 64: more is a typing mistake
+MOST_TOKENS = 2**31 - 1  # no sequence is longer, and kernels count in int32
+MOST_HEADS = 2**14  # of a layer
 BACKEND = "attn_implementation"  # entry of `config.favor` that names the backend of a saved model; not an option
 
 
@@ -85,11 +87,9 @@ class FavorConfig:
         self._check_integer("num_features", minimum=1, maximum=MOST_FEATURES)
         self._check_integer("seed")
         self._check_integer("redraw_interval", minimum=0)
-        self._check_integer("window", minimum=0)
-        if self.selected_keys is not None:
-            self._check_integer("selected_keys", minimum=0)
-        self._check_integer("page_size", minimum=0)
-        self._check_integer("query_block", minimum=0)
+        for name in ("window", "selected_keys", "page_size", "query_block"):
+            if name != "selected_keys" or self.selected_keys is not None:
+                self._check_integer(name, minimum=0, maximum=MOST_TOKENS)
         if not isinstance(self.orthogonal, bool):
             raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
         if self.exact_below != "auto":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from favor._parts import needs
+from favor.config import MOST_FEATURES
 from favor.features import Parameters, PositiveFeatures, RandomFeatures, TrigRF
 from favor.features.base import Side
 from favor.registry import FAMILIES
@@ -215,8 +216,8 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             raise ValueError(f"features must be one of {', '.join(_families())}; got {self.features!r}.")
         if self.kernel not in ALPHA:
             raise ValueError(f"kernel must be one of {', '.join(ALPHA)}; got {self.kernel!r}.")
-        if not isinstance(self.n_components, Integral) or self.n_components < 1:
-            raise ValueError(f"n_components must be a positive integer, got {self.n_components!r}.")
+        if not isinstance(self.n_components, Integral) or not 1 <= self.n_components <= MOST_FEATURES:
+            raise ValueError(f"n_components must be an integer from 1 to {MOST_FEATURES}, got {self.n_components!r}.")
         if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be a positive number, got {self.scale!r}.")
 

@@ -216,8 +216,8 @@ def test_gaussian_features_are_finite_at_any_norm(features):
     [
         ({"features": "wderf"}, "features must be one of trig, pos, gerf, saderf, aderf, sderf, cderf; got 'wderf'"),
         ({"kernel": "rbf"}, "kernel must be one of softmax, gaussian; got 'rbf'"),
-        ({"n_components": 0}, "n_components must be a positive integer, got 0"),
-        ({"n_components": 1.5}, "n_components must be a positive integer, got 1.5"),
+        ({"n_components": 0}, "n_components must be an integer from 1 to 262144, got 0"),
+        ({"n_components": 1.5}, "n_components must be an integer from 1 to 262144, got 1.5"),
         ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
         ({"scale": "1"}, "scale must be a positive number, got '1'"),
     ],

@@ -8,10 +8,12 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from favor.attention.directions import Draw, compiled_directions, directions, exported_directions
+from favor.attention.directions import Draw, compiled_directions, directions, exported_directions, shape_of
 from favor.attention.packing import Packing
+from favor.config import MOST_FEATURES, MOST_HEADS, MOST_TOKENS
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
+from favor.kernels.dispatch import check_not_scripted, has_shape_only
 from favor.registry import Family
 
 
@@ -108,6 +110,7 @@ class AttentionCall:
             TypeError, ValueError: naming the argument, what was expected and what came.
         """
         query, key, _ = tensors
+        check_not_scripted()
         _check_whole(query)
         _check_tensors(*tensors)
         if scale is not None and not scale > 0:
@@ -153,16 +156,18 @@ class AttentionCall:
             omega = exported_directions(*draw)
         elif isinstance(draw.source, str) and torch.compiler.is_compiling():
             omega = compiled_directions(*draw)
+        elif has_shape_only(key):
+            omega = key.new_empty(shape_of(draw), dtype=draw.dtype)
         else:
             omega = directions(draw)
         return omega if self.key_heads is None else omega[first : first + key.shape[1]]
 
     def _check_key_heads(self, number: int) -> None:
         first, heads = self.key_heads or (0, number)
-        if first < 0 or first + number > heads:
+        if first < 0 or first + number > heads or heads > MOST_HEADS:
             raise ValueError(
-                f"key_heads must be the number of the first of {number} key heads and how many there are in all, got "
-                f"{self.key_heads}."
+                f"key_heads must be the number of the first of {number} key heads and how many there are in all, at "
+                f"most {MOST_HEADS}; got {self.key_heads}."
             )
 
     def finite_padding(self, query: Tensor, key_length: int) -> Tensor:
@@ -206,11 +211,13 @@ class AttentionCall:
         """Raises a ValueError for what the family is not able to do."""
         if self.state is not None:
             self._check_state(family, query.shape[2], key.shape[2])
+        for name in ("window", "selected_keys", "page_size", "query_block"):
+            if not 0 <= getattr(self, name) <= MOST_TOKENS:
+                raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {getattr(self, name)}.")
+        if self.num_features > MOST_FEATURES:
+            raise ValueError(f"num_features must be at most {MOST_FEATURES}, got {self.num_features}.")
         if self.window:
             self._check_window(family, query.shape[2], key.shape[2])
-        for name in ("selected_keys", "page_size", "query_block"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
         if self.selected_keys and not family.selects_keys:
             raise ValueError(f"{family.name} features have no groups of keys to select from; use selected_keys=0.")
         if self.kernel not in ("auto", "torch") and not (family.has_kernel or self.selected_keys):
@@ -231,8 +238,6 @@ class AttentionCall:
             )
 
     def _check_window(self, family: Family, length: int, key_length: int) -> None:
-        if self.window < 0:
-            raise ValueError(f"window must not be negative, got {self.window}.")
         if not family.supports_window or getattr(family, "alpha", 0) != 0:
             raise ValueError(
                 "a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with "

@@ -51,6 +51,11 @@ def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
     return omega
 
 
+def shape_of(draw: Draw) -> torch.Size:
+    """Gives the shape of `directions`, which must not be drawn where tensors are fake: they are kept."""
+    return _omega(draw).shape
+
+
 @lru_cache(maxsize=128)
 def directions(draw: Draw) -> Tensor:
     """Gives omega times `root`, `[num_heads, M, d]`, drawn on the CPU and kept on the device."""
@@ -88,5 +93,4 @@ compiled_directions = torch.library.custom_op(
 @compiled_directions.register_fake
 def _(*numbers: Any) -> Tensor:
     draw = Draw(*numbers)
-    omega = _omega(draw)
-    return omega.new_empty(omega.shape, device=draw.device, dtype=draw.dtype)
+    return torch.empty(shape_of(draw), device=draw.device, dtype=draw.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -167,7 +168,8 @@ def favor_attention(
     elif call.selected_keys and not is_causal:
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
-    with torch.autocast(query.device.type, enabled=False):
+    kind = query.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         out = attend(family, query, key, value, call)
     if compaction is not None:
         if is_causal:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from favor.kernels.dispatch import has_shape_only
+
 
 @dataclass
 class Packing:
@@ -64,8 +66,8 @@ class Packing:
         packing = cls(
             queries,
             queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32),
-            _longest(cu_seqlens_q) if max_seqlen_q is None else int(max_seqlen_q),
-            _longest(cu_seqlens_k) if max_seqlen_k is None else int(max_seqlen_k),
+            _longest(cu_seqlens_q) if max_seqlen_q is None else min(int(max_seqlen_q), query.shape[2]),
+            _longest(cu_seqlens_k) if max_seqlen_k is None else min(int(max_seqlen_k), key.shape[2]),
         )
         if is_causal and cu_seqlens_q is not cu_seqlens_k and bool((cu_seqlens_q.diff() > cu_seqlens_k.diff()).any()):
             raise ValueError("causal attention needs at least as many keys as queries in every packed sequence.")
@@ -137,6 +139,8 @@ def _check(name: str, lengths: Tensor, total: int, device: torch.device) -> None
         )
     if lengths.device != device:
         raise ValueError(f"{name} must be on {device} like query, got {lengths.device}.")
+    if not torch.compiler.is_compiling() and has_shape_only(lengths):
+        raise ValueError(f"{name} must hold numbers, and one on meta or a fake one has none: unpack the batch.")
     # Reading the values would make a GPU wait.
     if device.type == "cpu" and not (lengths[0] == 0 and lengths[-1] == total and bool((lengths.diff() >= 0).all())):
         raise ValueError(f"{name} must rise from 0 to {total}, got {lengths.tolist()}.")

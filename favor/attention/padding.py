@@ -27,7 +27,7 @@ class Compaction:
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
         """Makes a permutation for a mask `[B, S]`, True for real tokens; None if all padding is at the end."""
-        if not is_tracing() and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+        if not is_tracing(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             return None
         return cls.to_front(mask)
 

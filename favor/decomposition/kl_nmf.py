@@ -30,7 +30,8 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     (MU). After every step the column (or row) sums of WH are those of X.
 
     Args:
-        n_components: number K of components; None (default) takes the number of features.
+        n_components: number K of components, at most the larger of rows and features, with which V can be met exactly;
+            None (default) takes the number of features.
         shift: of the power iteration, relative to its multiplier, default 0.05. 0 is in effect the method of the
             thesis; larger shifts are safer and slower, and 1 is as slow as MU.
         guard: whether to check the objective every 9 sweeps and to repeat sweeps that raised it as sweeps of MU, which
@@ -116,6 +117,8 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._check_parameters()
         V = self._matrix(X, reset=True)
         whole, count = Target.of(V), int(V.shape[1] if self.n_components is None else self.n_components)
+        if count > max(V.shape):
+            raise ValueError(f"n_components must be at most {max(V.shape)} for X {list(V.shape)}, got {count}.")
         left, right = self._start(whole, (V.shape[0], count), (count, V.shape[1]), W, H)
         target = whole.reached(left, right)
         # The clipping of WH is relative to V; the scale of H makes no difference to the first step.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
-from favor.features.moments import Moments, attention_received
+from favor.features.moments import Moments, attention_received, check_num_queries
 from favor.features.parameters import Parameters
 from favor.features.positive import SHARP, Factorization, Regularised, check_factorization, optimal_sigma
 from favor.registry import register
@@ -137,8 +137,7 @@ class WDERF(CDERF):
         num_queries: int = 16,
     ) -> None:
         super().__init__(alpha=alpha, factorization=factorization, regularization=regularization, floor=floor)
-        if num_queries < 1:
-            raise ValueError(f"num_queries must be at least 1, got {num_queries}.")
+        check_num_queries(num_queries)
         self.num_queries = num_queries
 
     def moments(

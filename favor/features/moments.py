@@ -10,6 +10,8 @@ from torch import Tensor
 from favor.features.linalg import add_diagonal, joined, row_parts, trace
 from favor.kernels.dispatch import fuses, triton_module
 
+_MOST_QUERIES = 2**14  # each has a logit for each key
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -155,6 +157,12 @@ def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
         weighted = centred if weights is None else centred * weights[..., part, :]
         total += weighted.transpose(-1, -2) @ centred
     return total
+
+
+def check_num_queries(number: int) -> None:
+    """Raises a ValueError for a number of queries that `attention_received` does not take."""
+    if not 1 <= number <= _MOST_QUERIES:
+        raise ValueError(f"num_queries must be from 1 to {_MOST_QUERIES}, got {number}.")
 
 
 @torch.no_grad()

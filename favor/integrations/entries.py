@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from favor import registry
-from favor.config import BACKEND, MOST_FEATURES, FavorConfig
+from favor.config import BACKEND, MOST_FEATURES, MOST_HEADS, MOST_TOKENS, FavorConfig
 
-_WIDEST = 2**14  # of a head, and heads of a layer
-_SIZES = {"key_heads": _WIDEST, "head_dim": _WIDEST, "num_features": MOST_FEATURES, "directions": MOST_FEATURES}
-_COUNTS, _SWITCHES = ("window", "selected_keys", "layer", "seed"), ("orthogonal", "maps")
+_WIDEST = 2**14  # of a head
+_SIZES = {"key_heads": MOST_HEADS, "head_dim": _WIDEST, "num_features": MOST_FEATURES, "directions": MOST_FEATURES}
+_SPANS, _COUNTS, _SWITCHES = ("window", "selected_keys"), ("layer", "seed"), ("orthogonal", "maps")
 _NAMES = {"family": lambda: registry.FAMILIES, "kind": lambda: ("calibrated", "corrected")}
 
 
@@ -52,11 +52,13 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
             fits = isinstance(value, str) and value in _NAMES[name]()
         elif name in _SIZES:
             expected, fits = f"an integer from 1 to {_SIZES[name]}", _is_integer(value, 1, _SIZES[name])
+        elif name in _SPANS:
+            expected, fits = f"an integer from 0 to {MOST_TOKENS}", _is_integer(value, 0, MOST_TOKENS)
         elif name in _COUNTS:
             expected, fits = "an integer of at least 0", _is_integer(value, None if name == "seed" else 0)
         elif name == "exact_heads":
-            heads = entry.get("key_heads", _WIDEST)
-            heads = heads if _is_integer(heads, 1) else _WIDEST
+            heads = entry.get("key_heads", MOST_HEADS)
+            heads = heads if _is_integer(heads, 1) else MOST_HEADS
             expected = f"a list of different key heads from 0 to {heads - 1}"
             fits = isinstance(value, list | tuple) and all(_is_integer(head, 0, heads - 1) for head in value)
             fits = fits and len(set(value)) == len(value)
@@ -66,7 +68,7 @@ def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
         elif name in _SWITCHES:
             expected, fits = "true or false", isinstance(value, bool)
         else:
-            known = (*_NAMES, *_SIZES, *_COUNTS, *_SWITCHES, "exact_heads", "weights_of")
+            known = (*_NAMES, *_SIZES, *_SPANS, *_COUNTS, *_SWITCHES, "exact_heads", "weights_of")
             hint = registry.did_you_mean(name, known)
             raise ValueError(f"{where} has an unknown field, {name}; the fields are {', '.join(known)}.{hint}")
         if not fits:

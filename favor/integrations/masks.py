@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 
 from favor.integrations._private import MaskPattern, mask_pattern
 from favor.integrations.engines import check_dispatch
-from favor.kernels.dispatch import is_tracing
+from favor.kernels.dispatch import check_not_scripted, is_tracing
 
 # Arguments that change the result: if one has a value, it is refused rather than dropped.
 REFUSED = {
@@ -73,8 +73,9 @@ def favor_mask(
         chunks or blocks, and those that a compiler records, get transformers' own mask of all pairs.
 
     Raises:
-        ValueError: for prefix or block masks and static caches.
+        ValueError: for prefix or block masks and static caches, and inside torch.jit.trace.
     """
+    check_not_scripted()
     if "deepspeed" in sys.modules and not is_tracing():
         check_dispatch()
     device = kwargs.get("device")
@@ -108,7 +109,7 @@ def favor_mask(
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] < kv_length:
             padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-        if not is_tracing():  # a GPU waits here, once per forward pass
+        if not is_tracing(padding):  # a GPU waits here, once per forward pass
             counts = padding.sum(1).tolist()
             padding = None if min(counts, default=kv_length) == kv_length else padding
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
@@ -165,7 +166,7 @@ def visibility(
         raise ValueError(_UNKNOWN_LENGTHS)
     if recorded is not None:
         return recorded
-    if mask is None or mask.ndim == 2 or shape[1] == 1 or _repeats_its_rows(mask) or is_tracing():
+    if mask is None or mask.ndim == 2 or shape[1] == 1 or _repeats_its_rows(mask) or is_tracing(mask):
         one_row = mask is not None and mask.ndim == 4 and mask.shape[2] == 1 < shape[1]
         causal = False if one_row else causal_of(module, is_causal)
         return Visibility(causal, reach, None if mask is None else key_padding(mask, *shape))
@@ -230,8 +231,9 @@ def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
         module: the attention module.
 
     Raises:
-        ValueError: naming the argument and what to use instead.
+        ValueError: naming the argument and what to use instead, and inside torch.jit.trace.
     """
+    check_not_scripted()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -272,7 +274,7 @@ def _visible(mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
         return mask != 0
     hidden = mask <= -1e4
-    if not is_tracing() and not bool(((mask == 0) | hidden).all()):
+    if not is_tracing(mask) and not bool(((mask == 0) | hidden).all()):
         raise ValueError(_PAIRWISE.format(shape=tuple(mask.shape)))
     return ~hidden
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _WIDEST = 256
 _WIDEST_FUSED = 128
 # Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
 _SHARED_MEMORY = 163 * 1024
+_PLAIN = (Tensor, torch.nn.Parameter)
 _logger = logging.getLogger("favor.kernels")
 
 
@@ -151,11 +153,33 @@ def triton_module(name: str) -> Any:
     return importlib.import_module(f"favor.kernels.gpu.{name}")
 
 
-def is_tracing() -> bool:
-    """Tells whether the contents of tensors must not be read: a compiler, a CUDA graph or torch.func traces them."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
+def is_tracing(*tensors: Tensor) -> bool:
+    """Tells whether the contents of tensors must not be read: something traces them, or they have none.
+
+    A compiler, a CUDA graph and torch.func trace; tensors on "meta" and fake ones have a shape only.
+    """
+    if torch.compiler.is_compiling() or is_transformed() or any(map(has_shape_only, tensors)):
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def has_shape_only(tensor: Tensor) -> bool:
+    """Tells whether a tensor has no contents: one on "meta", or a fake one."""
+    return is_fake(tensor) or (type(tensor) in _PLAIN and tensor.device.type == "meta")
+
+
+def read(condition: Tensor, otherwise: bool) -> bool:
+    """Reads a condition () on the contents of tensors; gives `otherwise` if they have none."""
+    return otherwise if has_shape_only(condition) else bool(condition)
+
+
+def check_not_scripted() -> None:
+    """Raises a ValueError inside torch.jit.trace, which would freeze what attention decides for one input."""
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise ValueError(
+            "torch.jit.trace and the older ONNX exporter (dynamo=False) cannot record favor attention, which takes "
+            "decisions by the input; use torch.export.export, or torch.onnx.export(dynamo=True)."
+        )
 
 
 def is_transformed() -> bool:
@@ -167,7 +191,7 @@ def plain(*tensors: Tensor | None) -> bool:
     """Tells whether these are ordinary tensors that nothing, such as a compiler, watches."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_transformed():
         return False
-    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return all(type(tensor) in _PLAIN and tensor is not None and not has_shape_only(tensor) for tensor in tensors)
 
 
 def on_cpu(tensor: Tensor) -> bool:

@@ -6,10 +6,12 @@ The operators, `favor::linear_attention` and its backward, are opaque to `torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import Unpack
 
 from favor.kernels import exported
@@ -78,6 +80,27 @@ attention_backward = torch.library.custom_op(
 def _(grad: Tensor, *arguments: Any) -> Gradients:
     operands, _ = _bundled((*arguments[:9], *arguments[13:-2]))
     return Gradients.empty(operands, for_directions=arguments[-2])
+
+
+def _products(*arguments: Any) -> tuple[int, int]:
+    """Counts operations in products of matrices: for features and for exact pairs. Tensors are given by their shapes.
+
+    As in PyTorch's counts of softmax attention, causality saves nothing.
+    """
+    query, key, value, directions = arguments[:4]
+    rows, both = prod(query[:3]), query[3] + value[3]
+    return 2 * directions[2] * both * (rows + prod(key[:3])), 2 * both * rows * min(arguments[13], key[2])
+
+
+@register_flop_formula(torch.ops.favor.linear_attention)
+def _(*arguments: Any, **_: Any) -> int:
+    return sum(_products(*arguments))
+
+
+@register_flop_formula(torch.ops.favor.linear_attention_backward)
+def _(grad: Any, *arguments: Any, **_: Any) -> int:
+    features, pairs = _products(*arguments[:9], *arguments[13:])
+    return 2 * features + 5 * pairs // 2  # both are computed again
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

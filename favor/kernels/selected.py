@@ -13,10 +13,12 @@ The difference loses no digits: by Jensen's inequality a group never weighs more
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from favor.kernels.dispatch import kernel_module, pick
 from favor.kernels.operands import SelectedOperands
@@ -68,6 +70,22 @@ def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, 
     given = SelectedOperands(*arguments[:-1])
     read = (given.query, given.far_key, given.far_value, given.near_key, given.near_value, given.key, given.value)
     return tuple(tensor.new_empty(tensor.shape) for tensor in read)
+
+
+def _operations(given: SelectedOperands) -> int:
+    """Counts operations in products of matrices; tensors are given by their shapes."""
+    columns = given.counts[2] + given.near_counts[2] + given.pages[3] * given.page_size
+    return 2 * prod(given.query[:4]) * columns * (given.query[4] + given.value[2])
+
+
+@register_flop_formula(torch.ops.favor.selected_attention)
+def _(*arguments: Any, **_: Any) -> int:
+    return _operations(SelectedOperands(*arguments[:-1]))
+
+
+@register_flop_formula(torch.ops.favor.selected_attention_backward)
+def _(grad: Any, out: Any, lse: Any, *arguments: Any, **_: Any) -> int:
+    return 5 * _operations(SelectedOperands(*arguments[:-1])) // 2  # weights are computed again
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -43,7 +43,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if 0 in (batch, length, keys):
         zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # a part of the graph
         return zeros.expand(-1, -1, -1, value.shape[-1])
-    groups, block, selection = heads // key_heads, window or landmark_causal.BLOCK, Selection.of(call)
+    groups, block, selection = heads // key_heads, window or landmark_causal.BLOCK, Selection.of(call, keys)
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
@@ -70,6 +70,8 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         )
         return out.flatten(1, 2)
     rows = shared.flatten(2, 3)
+    if not torch.compiler.is_exporting():  # one graph for every length
+        num_landmarks = min(num_landmarks, keys)  # further ones would have no key
     cells = family.cells(
         rows if call.use_statistics else None,
         key,

@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from favor.kernels import StreamState
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_backward, selected_forward
-from favor.landmark.causal import Pieces, checkpointed, cut
+from favor.landmark.causal import Groups, Pieces, Tokens, checkpointed, cut
 from favor.landmark.growth import choose_growing
 from favor.landmark.joining import Joined, JoinedAtOnce, Joins, JoinsAtOnce, at_once
-from favor.landmark.kept import Kept, Setting, attend_next, before, indexed
+from favor.landmark.kept import Kept, Setting, attend_next, before, indexed, numbered
 from favor.landmark.pages import Pages, filled
 
 # On a CPU: parts of the sections forward, and of the heads backward, one at a time. A GPU wants few launches.
@@ -51,6 +51,11 @@ def attention(
     if state is not None and state.memory is not None:
         return attend_next(setting, (query, counts, key, value), state)
     past = key.shape[2] - query.shape[3]
+    if state is not None and query.shape[3] < setting.block:  # the only section is not complete, and is exact
+        groups, *_, rest = cut((query.detach(), counts, key.detach(), value.detach()), setting.block, state)
+        grouped = (groups, numbered(counts[:, :, :0], 0))
+        _leave(setting, state, 0, (query, key, value), (grouped, grouped), rest)
+        return checkpointed(query, groups, (query, counts, key, value), setting.scale)
     missing = -past % setting.selection.size
     if missing:  # a page ends where the first section begins
         key, value = (pad(tensor, (0, 0, missing, 0)) for tensor in (key, value))
@@ -137,8 +142,8 @@ class _Sections:
             outs.append(self._share(share, joined, rows, tokens, pages).unflatten(0, query.shape[:2]))
         if self.state is not None:
             joined.up_to(query.shape[3] // block)
-            self._leave(joined, query, key, value)
-            self.state.block = tuple(tensor.detach().clone() for tensor in rest)
+            grouped = ((joined.groups, joined.cells), joined.before)
+            _leave(setting, self.state, joined.number * block, (query, key, value), grouped, rest)
         return outs.joined()
 
     def _share(
@@ -252,28 +257,45 @@ class _Sections:
         moved, self.notes, self.moved = self.moved, [], []
         return _Notes(*every), moved
 
-    def _leave(self, joined: Joined, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes the groups and all tokens of complete sections into the state, which has no past."""
-        assert self.state is not None
-        complete, (groups, cells) = joined.number * self.setting.block, (joined.groups, joined.cells)
-        kept_key, kept_value = (tensor[:, :, :complete].contiguous() for tensor in (key, value))
-        nothing = cells.new_zeros(*query.shape[:3], 0)
-        begin = complete if self.state.is_ragged else max(complete - self.setting.block, 0)
-        last = query[:, :, :, begin:complete].contiguous()
-        kept = Kept(
-            counts=groups.counts,
-            key=groups.key,
-            value=groups.value,
-            tokens_key=kept_key,
-            tokens_value=kept_value,
-            cells=cells,
-            page_mean=kept_key[:, :, :0],
-            page_there=cells[:, :, :0] > 0,
-            chosen=nothing,
-            since=nothing,
-            **before(*joined.before, last),
-        )
-        self.state.memory = indexed(self.setting.selection, kept)
+
+@torch.no_grad()
+def _leave(
+    setting: Setting,
+    state: StreamState,
+    complete: int,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    grouped: tuple[tuple[Groups, Tensor], tuple[Groups, Tensor]],
+    rest: Tokens,
+) -> None:
+    """Writes what the first piece of a sequence leaves behind into its state.
+
+    Args:
+        setting: options of the sequence.
+        state: changed in place.
+        complete: number of tokens in complete sections.
+        tokens: query, key and value.
+        grouped: groups of complete sections, and the group of each token in them; the same without the last section.
+        rest: tokens of the incomplete section.
+    """
+    query, (key, value) = tokens[0], (tensor[:, :, :complete].contiguous() for tensor in tokens[1:])
+    groups, cells = grouped[0]
+    nothing = cells.new_zeros(*query.shape[:3], 0)
+    begin = complete if state.is_ragged else max(complete - setting.block, 0)
+    kept = Kept(
+        counts=groups.counts,
+        key=groups.key,
+        value=groups.value,
+        tokens_key=key,
+        tokens_value=value,
+        cells=cells,
+        page_mean=key[:, :, :0],
+        page_there=cells[:, :, :0] > 0,
+        chosen=nothing,
+        since=nothing,
+        **before(*grouped[1], query[:, :, :, begin:complete].contiguous()),
+    )
+    state.memory = indexed(setting.selection, kept)
+    state.block = tuple(tensor.detach().clone() for tensor in rest)
 
 
 class _Differentiable(torch.autograd.Function):

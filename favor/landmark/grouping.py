@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from favor.features.moments import attention_received
+from favor.features.moments import attention_received, check_num_queries
 from favor.kernels.dispatch import on_cpu
 from favor.landmark.equal import first_equal
 from favor.registry import Family, register
@@ -36,7 +36,7 @@ class Landmarks(Family):
             num_queries x S products, and a landmark costs S.
 
     Raises:
-        ValueError: if `num_queries` is less than 1.
+        ValueError: if `num_queries` is less than 1 or more than 16,384.
 
     Example:
         >>> import torch, favor
@@ -61,8 +61,7 @@ class Landmarks(Family):
     crossover_selecting = {"cpu": (8, 36), "cuda": (96, 2048)}  # noqa: RUF012
 
     def __init__(self, *, num_queries: int = 32) -> None:
-        if num_queries < 1:
-            raise ValueError(f"num_queries must be at least 1, got {num_queries}.")
+        check_num_queries(num_queries)
         self.num_queries = num_queries
 
     def __repr__(self) -> str:

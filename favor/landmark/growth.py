@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from favor.kernels.dispatch import triton_module
+from favor.kernels.dispatch import has_shape_only, read, triton_module
 from favor.kernels.eager.common import Buffer
 from favor.landmark.pages import Pages
 
@@ -85,10 +85,13 @@ def choose_growing(
         at_once: whether a kernel for a GPU searches for all sections; else one section is searched after another.
 
     Returns:
-        The pages of each block, `[N, F, Z, n]`, n = `growth.number`, and the first row that sees each, R for none.
+        The pages of each block, `[N, F, Z, n]`, n = `growth.number` if there are more pages, and the first row that
+        sees each, R for none.
     """
     heads, sections, blocks, rows, _ = query.shape
     until = until.expand(heads, sections)
+    if pages.mean.shape[1] <= growth.number:
+        return _all(pages, until, blocks, rows)
     if at_once:
         found = _candidates_at_once(pages, query, until, growth)
     else:
@@ -103,7 +106,7 @@ def choose_growing(
     slot = torch.arange(growth.number, device=query.device).unsqueeze(-1)
     since = torch.where((all_fit | (slot < growth.first)) & is_there.t(), 0, rows)
     chosen = first.t().to(torch.int32).masked_fill(since == rows, -1)
-    if rows > 1 and not bool(all_fit.all()):
+    if rows > 1 and not read(all_fit.all(), otherwise=False):
         best = best.permute(1, 2, 0).to(torch.int32, memory_format=torch.contiguous_format)
         is_fresh = is_fresh.permute(1, 2, 0).contiguous() & ~all_fit
         for row in range(1, rows):
@@ -126,16 +129,17 @@ def choose_next(
         query: `[N, Z, d]`.
         row: the place of this query in its block, `[N, Z]`.
         growth: how many pages.
-        held: what the rows before it chose, pages and first rows `[N, Z, n]`.
+        held: what the rows before it chose, pages and first rows `[N, Z, n]`; n as in the result of `choose_growing`.
         rows: R.
 
     Returns:
         Pages and first rows with those that this query adds.
     """
-    chosen, since = held
-    if pages.mean.shape[1] == 0:
-        return chosen, torch.full_like(since, rows)
     until = torch.full_like(row[:, 0], pages.mean.shape[1])
+    if pages.mean.shape[1] <= growth.number:
+        found = _all(pages, until.unsqueeze(1), row.shape[1], rows)
+        return found[0].squeeze(1), found[1].squeeze(1)
+    chosen, since = held
     # A block begins with a row of 0 and forgets what the last one chose.
     is_first = (row == 0).unsqueeze(-1)
     is_there, first, is_fresh, best = _candidates(pages, query.unsqueeze(2), until, growth, Buffer(pages.mean))
@@ -157,6 +161,16 @@ def choose_next(
     return torch.where(is_first, first, chosen), torch.where(is_first, begun, since)
 
 
+def _all(pages: Pages, until: Tensor, blocks: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Gives each block all pages before `until` `[N, F]`, `[N, F, Z, n]`, n >= 1, and the first rows that see them."""
+    (heads, every), sections = pages.there.shape, until.shape[1]
+    there = pad(pages.there, (0, max(1 - every, 0)))  # one that is not there, if there is none
+    place = torch.arange(there.shape[1], device=until.device)
+    is_seen = (there.unsqueeze(1) & (place < until.unsqueeze(-1))).unsqueeze(2)
+    since = torch.where(is_seen, 0, rows).expand(-1, -1, blocks, -1)
+    return place.expand(heads, sections, blocks, -1), since
+
+
 def _candidates(
     pages: Pages, query: Tensor, until: Tensor, growth: Growth, memory: Buffer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -167,13 +181,14 @@ def _candidates(
         there is one query, for the same) the best of the best of each class, the same way, `[N, Z, R - 1, looks]`.
     """
     heads, _, rows, width = query.shape
-    most, lowest = int(until.max()), torch.finfo(pages.mean.dtype).min
+    most = pages.mean.shape[1] if has_shape_only(until) else int(until.max())
+    lowest = torch.finfo(pages.mean.dtype).min
     every = -(-max(most, 1) // max(growth.classes)) * max(growth.classes)
     mean, is_absent = pages.mean[:, :every], ~pages.there[:, :most]
     missing = every - mean.shape[1]
-    if bool((until < most).any()):
+    if read((until < most).any(), otherwise=True):
         is_absent = is_absent | (torch.arange(most, device=query.device) >= until.unsqueeze(-1))
-    lacks, found = bool(is_absent.any()), []
+    lacks, found = read(is_absent.any(), otherwise=True), []
     for part in query.split(max(pages.scores_at_a_time // (heads * rows * every), 1), 1):
         scores = memory.product(part.reshape(heads, -1, width).to(mean.dtype), mean.transpose(1, 2))
         scores = pad(scores, (0, missing)) if missing else scores

@@ -228,10 +228,13 @@ class JoinsAtOnce(Joins):
 
 
 def at_once(setting: Setting, tokens: tuple[Tensor, Tensor, Tensor], past: int) -> bool:
-    """Tells whether kernels for a GPU take all sections at once: if none comes before them, and no compiler runs."""
+    """Tells whether kernels for a GPU take all sections at once: if none comes before them, and no compiler runs.
+
+    They have room for M groups in each section, so there must be more tokens.
+    """
     _, key, value = tokens
     fits = past == 0 and type(setting.features).cells is Landmarks.cells and plain(*tokens)
-    if not fits or pick(setting.selection.kernel, key, value) != "triton":
+    if not fits or setting.number >= key.shape[1] or pick(setting.selection.kernel, key, value) != "triton":
         return False
     taken: bool = triton_module("deciding").takes(setting.features.num_queries, key.shape[-1])
     return taken

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from favor.kernels import StreamState
+from favor.kernels.dispatch import read
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark.causal import Groups, Tokens, joined_tokens, length_of, regrouped, split_complete
@@ -102,7 +104,7 @@ def indexed(selection: Selection, kept: Kept) -> Kept:
     length = kept.tokens_key.shape[2]
     cells = kept.cells[:, :, :length]
     real = cells >= 0
-    if not bool(real.all()):
+    if not read(real.all(), otherwise=True):
         # Of a batch of different lengths: the tokens that count come first, so that pages are those of each sequence.
         longest = int(real[:, 0].sum(1).max())
         order = (~real[:, 0]).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
@@ -192,8 +194,10 @@ def _read_one(setting: Setting, kept: Kept, tokens: Tokens) -> tuple[Tensor, Ten
     now = query[:, :, :, -1]  # [B, Hk, G, d]
     rank = (counts > 0).sum(2) - 1  # [B, Hk]
     row = (rank.clamp(min=0) % rows).flatten().unsqueeze(1).expand(-1, now.shape[2])
-    held = (kept.chosen.flatten(0, 1), kept.since.flatten(0, 1))
-    chosen, since = choose_next(kept.pages, now.flatten(0, 1), row, selection.growth, held, rows)
+    pages = kept.pages
+    missing = min(selection.growth.number, max(pages.mean.shape[1], 1)) - kept.chosen.shape[-1]  # there were fewer
+    held = pad(kept.chosen, (0, missing)).flatten(0, 1), pad(kept.since, (0, missing), value=rows).flatten(0, 1)
+    chosen, since = choose_next(pages, now.flatten(0, 1), row, selection.growth, held, rows)
     there = (counts[:, :, -1] > 0).flatten().view(-1, 1, 1)
     chosen, since = torch.where(there, chosen, held[0]), torch.where(there, since, held[1])
     given = _operands(

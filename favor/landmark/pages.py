@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from favor.kernels.dispatch import read
+
 # Scores of pages at a time: few launches on a GPU; on a CPU as many as stay in cache and take little memory.
 _SCORES, _SCORES_OF_GPU = 2**20, 2**27
 
@@ -56,7 +58,7 @@ class Pages:
         """Multiplies queries `[N, n, d]` with the means of the pages, `[N, n, p]`; -inf for absent pages."""
         found = query.to(self.mean.dtype) @ self.mean.transpose(1, 2)
         absent = ~self.there.unsqueeze(1)
-        return found.masked_fill_(absent, -torch.inf) if bool(absent.any()) else found
+        return found.masked_fill_(absent, -torch.inf) if read(absent.any(), otherwise=True) else found
 
 
 @torch.no_grad()

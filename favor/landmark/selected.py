@@ -48,12 +48,16 @@ class Selection:
     kernel: str
 
     @classmethod
-    def of(cls, call: AttentionCall) -> Selection | None:
+    def of(cls, call: AttentionCall, keys: int) -> Selection | None:
         """Reads a call; None if no keys are selected.
 
         Queries that must not see each other, as in the cross attention of a decoder, choose one by one. Causal pages
         divide a section, so that every earlier key is in a page that can be chosen; if few pages are chosen, blocks are
-        shorter than the default.
+        shorter than the default. Other pages are no longer than the sequence.
+
+        Args:
+            call: the call.
+            keys: their number.
 
         Raises:
             ValueError: in an exported program, which has no operator for selected keys, under torch.func, or for too
@@ -66,8 +70,8 @@ class Selection:
         if is_transformed():
             raise ValueError("selected keys do not go through torch.func: set selected_keys=0.")
         size = call.page_size or PAGE_SIZE[call.is_causal]
-        if call.is_causal:  # a page belongs to one section
-            size = gcd(size, call.window or landmark_causal.BLOCK)
+        # A causal page belongs to one section.
+        size = gcd(size, call.window or landmark_causal.BLOCK) if call.is_causal else min(size, keys)
         pages, rows = -(-call.selected_keys // size), call.query_block or QUERY_BLOCK[call.is_causal]
         if call.is_causal and not call.query_block:
             rows = min(rows, pages)
@@ -90,8 +94,9 @@ class Selection:
         return of_pages.gather(1, index).to(torch.int32).view(*pages.shape[:2], -1)  # half the memory
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """Cuts rows `[..., T, w]` into blocks `[..., T/R, R, w]`, with zeros at the end."""
-        return filled(rows, self.rows).unflatten(-2, (-1, self.rows))
+        """Cuts rows `[..., T, w]` into blocks `[..., T/R, R, w]`, with zeros at the end; one of T if R is larger."""
+        size = min(self.rows, rows.shape[-2])
+        return filled(rows, size).unflatten(-2, (-1, size))
 
 
 def bidirectional(

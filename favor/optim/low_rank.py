@@ -24,7 +24,7 @@ class LowRankCurvature:
 
     Args:
         size: length of the vectors.
-        rank: k >= 1.
+        rank: k >= 1; more than `size` are no better, and `size` are kept.
         rule: "exact" (default): of the k + 1 eigenvectors of V' S V + r r' the smallest goes onto the diagonal;
             "repaired": the paper's rule, which keeps the directions of V apart from the part of r outside them, with
             the cross terms on the diagonal; without them it is not a bound. It is 2.5 to 4 times looser.
@@ -50,7 +50,7 @@ class LowRankCurvature:
 
     def __init__(self, size: int, rank: int, *, rule: str = "exact", like: Tensor) -> None:
         check_rule(rank, rule)
-        self.rule = rule
+        self.rule, rank = rule, min(rank, size)
         self.vectors = like.new_zeros(rank, size)
         self.values = like.new_zeros(rank)
         self.diagonal = like.new_zeros(size)

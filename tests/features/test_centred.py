@@ -218,7 +218,7 @@ def test_bad_options_are_refused():
         features.CDERF(factorization="svd")
     with pytest.raises(ValueError, match="must not be negative"):
         features.CDERF(floor=-1.0)
-    with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_queries must be from 1 to 16384, got 0"):
         features.WDERF(num_queries=0)
 
 

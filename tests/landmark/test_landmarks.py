@@ -219,7 +219,7 @@ def test_nothing_has_gradients_too(shape):
 
 def test_errors_say_what_was_expected():
     tensors = clustered(12, 3, 0.1)
-    with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_queries must be from 1 to 16384, got 0"):
         features.Landmarks(num_queries=0)
     with pytest.raises(ValueError, match="there must be a landmark and a key, got M = 3 and 0 keys"):
         features.Landmarks().cells(None, torch.zeros(1, 0, 8), 3)
