@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import datasets
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DataCollatorWithPadding
+from transformers.utils import logging
 
 import favor
 from favor import registry
-from favor.config import FavorConfig
+from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import parse
 from favor.eval.common import report
 from favor.eval.common.program import device_or_default
@@ -75,7 +77,11 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
     for text in (each for each in texts if each != EXACT):  # that is the first row in any case
         backend, features, options = parse(re.sub(r":(\d+)$", r":num_features=\1", text))
         start = {} if backend == saved else FavorConfig().to_dict()
-        given = start | ({} if features is None else {"features": features}) | options
+        named_ones = ({} if features is None else {"features": features}) | options
+        given = start | named_ones
+        feature_family(
+            backend, FavorConfig.from_dict(given), list(named_ones)
+        )  # refuses what the backend does not read
         for bound in [None] if "exact_below" in options else arguments.exact_below or [None]:
             if bound is None:
                 found.append((text, backend, given))
@@ -151,12 +157,12 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
     Raises:
         FloatingPointError: if a logit is not finite.
     """
-    plain = encoded.remove_columns("label")
+    plain, collate = encoded.remove_columns("label"), DataCollatorWithPadding(samples.tokenizer)
     found = torch.empty(len(plain), len(samples.rows))
-    model(**samples.tokenizer.pad(plain[groups[-1]], return_tensors="pt").to(model.device))  # warms up
+    model(**collate([plain[place] for place in groups[-1]]).to(model.device))  # warms up
     seconds = 0.0
     for group in groups:
-        inputs = samples.tokenizer.pad(plain[group], return_tensors="pt").to(model.device)
+        inputs = collate([plain[place] for place in group]).to(model.device)
         start = time.perf_counter()
         found[group] = model(**inputs).logits[:, samples.rows].float().cpu()
         seconds += time.perf_counter() - start
@@ -210,6 +216,8 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates the classifier and writes NAME.md and NAME.json; returns the exit code."""
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()
     samples, remark = load_samples(arguments)
     rows = compare(arguments, samples)
     lines = report_lines(arguments, samples, rows, remark)

@@ -16,6 +16,7 @@ from transformers import (
 import favor
 from favor.eval.glue import __main__ as glue
 from favor.eval.glue.classifier import batches
+from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train.text.glue_data import load_glue
 from favor.train.text.metrics import load_glue_metric
 
@@ -159,18 +160,16 @@ def test_scores_of_a_decoder_without_padding_token(bert_folder, evaluate, glue_f
     assert "mean change of a score" in report
 
 
-def test_a_saved_backend_is_the_default_and_keeps_its_options(classifier, evaluate, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(classifier(["negative", "positive"]))
-    folder = tmp_path / "switched"
-    favor.configure(model, "favor#", features="sderf", num_features=6, exact_below=0).save_pretrained(folder)
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, PerformerBertForSequenceClassification])
+def test_a_saved_backend_is_the_default_and_keeps_its_options(kind, classifier, evaluate, tmp_path):
+    model = kind.from_pretrained(classifier(["negative", "positive"]))
+    folder, options = tmp_path / "switched", {"features": "sderf", "num_features": 6, "exact_below": 0}
+    favor.configure(model, "favor#", **options).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tmp_path / "classifier").save_pretrained(folder)
     rows, _, _ = evaluate(folder, "sst2")
     assert list(rows) == ["sdpa", "favor#"]
-    assert {name: rows["favor#"]["options"][name] for name in ("features", "num_features", "exact_below")} == {
-        "features": "sderf",
-        "num_features": 6,
-        "exact_below": 0,
-    }
+    assert {name: rows["favor#"]["options"][name] for name in options} == options
+    assert rows["favor#"]["largest_logit_change"] > 1e-4
     rows, _, _ = evaluate(folder, "sst2", "--backends", "landmark")
     assert rows["landmark"]["options"]["num_features"] == 256
 
