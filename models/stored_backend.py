@@ -14,7 +14,7 @@ DEFAULT_BACKEND = "favor#"
 MOST = {
     "layers": 1 << 10,
     "vocab_size|positions|embeddings|cells": 1 << 24,
-    "size|dim|d_model|heads|channels|bins|stride|length|width": 1 << 16,
+    "size|dim|d_model|heads|channels|bins|stride|hop_length|width": 1 << 16,
 }
 
 

@@ -57,16 +57,18 @@ def read_file(
             more than 256 samples per byte; the message names the file.
     """
     place = place or ("bytes" if isinstance(source, bytes) else str(source))
+    if not (offset >= 0 and (seconds is None or seconds >= 0)):
+        raise ValueError(f"{place}: offset and seconds must be at least 0, got {offset} and {seconds}")
     with _opened(source, place) as (stream, most):
         ratio = _ratio(stream.samplerate, sampling_rate, place)
         if ratio != 1 and not resample:
             raise ValueError(
                 f"{place}: has {stream.samplerate} Hz, expected {sampling_rate}: resample=True (--resample) converts it"
             )
-        first = round(offset * stream.samplerate)
+        first = round(min(offset * stream.samplerate, UNKNOWN_FRAMES))
         if first >= stream.frames > 0:
             raise ValueError(f"{place}: begins after {offset:g} s of {stream.frames / stream.samplerate:.2f} s")
-        wanted = math.inf if seconds is None else round(seconds * stream.samplerate)
+        wanted = math.inf if seconds is None else round(min(seconds * stream.samplerate, UNKNOWN_FRAMES))
         expected = min(stream.frames - first, wanted)
         samples = _decode(stream, first, wanted, most, place)
     if len(samples) < expected < UNKNOWN_FRAMES:

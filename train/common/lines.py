@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-# How such a file is opened: without a byte order mark, and with each byte that is not UTF-8 as a lone surrogate.
-OPEN = {"encoding": "utf-8-sig", "errors": "surrogateescape"}
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-def open_lines(path: Path, newline: str | None = None) -> TextIO:
-    """Opens a text file; bytes that are not UTF-8 become characters that `is_text` refuses.
+def open_lines(path: Path, newline: str | None = None) -> Any:
+    """Opens a text file, plain or gzip, without its byte order mark.
 
     Args:
         path: the file.
         newline: as in `open`.
+
+    Returns:
+        The lines, in which a byte that is not UTF-8 is a lone surrogate; `is_text` finds it.
     """
-    return path.open(newline=newline, **OPEN)
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
 def is_text(text: str) -> bool:

@@ -44,7 +44,7 @@ class Piece:
     seconds: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.recording} from {self.offset:g} s{'' if self.seconds is None else f' for {self.seconds:g} s'}"
+        return f"{self.recording} from {self.offset} s{'' if self.seconds is None else f' for {self.seconds} s'}"
 
 
 @dataclass(frozen=True)

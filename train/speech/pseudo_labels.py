@@ -137,7 +137,7 @@ def check_files(utterances: Sequence[Utterance]) -> None:
     if stored:
         raise ValueError(
             f"utterances must be audio files, since labels refer to them by path; {stored[0].id} is {stored[0].place}. "
-            "Write the audio of a dataset of the hub, or of tar shards, to files first."
+            "Write the audio of a dataset of the hub, of tar shards, or of pieces of a recording to files first."
         )
 
 

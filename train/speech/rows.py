@@ -36,7 +36,7 @@ def from_row(row: Any, folder: Path, normalize: Normalize, transcripts: bool) ->
         transcripts: whether the row needs a text.
     """
     if not isinstance(row, Mapping):
-        raise ValueError(f"expected one JSON object per line, got {str(row)[:60]!r}")
+        raise ValueError(f"expected one JSON object per line, got {reprlib.repr(row)}")
     if None in row:
         raise ValueError(f"has more fields than the header (in CSV, quote a text with commas): {row[None][0]!r:.60}")
     found = {
@@ -54,7 +54,7 @@ def from_row(row: Any, folder: Path, normalize: Normalize, transcripts: bool) ->
     if "path" in row and os.path.isfile(clip := folder / CLIPS / str(told["audio"])):
         path = clip
     audio = path if offset is None else Piece(path, offset, seconds)
-    name = told["id"] or f"{told['audio']}{'' if offset is None else f'@{offset:g}'}"
+    name = told["id"] or f"{told['audio']}{'' if offset is None else f'@{offset}'}"
     return Utterance(name, text, audio, seconds, told["speaker"], told["chapter"])
 
 

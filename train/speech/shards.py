@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -131,7 +132,7 @@ def _utterance(sample: _Sample, name: str, normalize: Normalize, transcripts: bo
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {str(row)[:60]!r}")
+        raise ValueError(f"expected a JSON object, got {reprlib.repr(row)}")
     row["audio"] = name
     if ".txt" in sample.texts:
         row["text"] = sample.texts[".txt"].decode("utf-8-sig")

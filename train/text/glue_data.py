@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 
-from favor.train.common.lines import OPEN, is_text
+from favor.train.common.lines import is_text, open_lines
 from favor.train.common.program import did_you_mean
 
 HUB_ID = "nyu-mll/glue"
@@ -354,11 +354,10 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
     Raises:
         ValueError: for a damaged gzip file.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
     blank: list[int] = []
     try:
         # newline="\n": sentences contain other characters that Python would take for line ends.
-        with opener(path, "rt", newline="\n", **OPEN) as stream:
+        with open_lines(path, newline="\n") as stream:
             for number, line in enumerate(stream, 1):
                 line = line.rstrip("\r\n")
                 if not line:
