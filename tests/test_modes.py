@@ -87,7 +87,9 @@ def looking():
 CALLS = {
     "calibrate": lambda: adapting(favor.calibrate),
     "calibrate with weights": lambda: adapting(favor.calibrate, feature_weights=True, refine_steps=1),
-    "convert": lambda: adapting(favor.convert, attn_implementation="landmark", layers="auto", length=6, flop_budget=9.0),
+    "convert": lambda: adapting(
+        favor.convert, attn_implementation="landmark", layers="auto", length=6, flop_budget=9.0
+    ),
     "transcribe, CTC": lambda: transcribing(ConformerForCTC),
     "transcribe, Transducer": lambda: transcribing(ConformerForTransducer),
     "transcribe, Whisper": lambda: transcribing(WhisperForCTC),
@@ -99,7 +101,8 @@ CALLS = {
 
 
 def globals_of():
-    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state().numpy().tobytes()
+    random = torch.get_rng_state().numpy().tobytes()
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), random
 
 
 @pytest.mark.parametrize("fails", [False, True])
