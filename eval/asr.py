@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 import favor
 from favor.eval.common import report
 from favor.eval.options.asr import EvaluationArguments, parse_arguments
+from favor.integrations.modules import evaluating
 from favor.models.conformer import Chunks, ConformerProcessor
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
@@ -96,14 +97,14 @@ def recognise(
     """
     loader = evaluation_loader(utterances, processor, batch_seconds, resample=resample)
     texts = [""] * len(utterances)
-    model.eval()
     start = time.perf_counter()
-    for batch in loader:
-        indices = batch.pop("index").tolist()
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks, lexicon)
-        for index, text in zip(indices, found, strict=True):
-            texts[index] = text
+    with evaluating(model):
+        for batch in loader:
+            indices = batch.pop("index").tolist()
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks, lexicon)
+            for index, text in zip(indices, found, strict=True):
+                texts[index] = text
     return texts, time.perf_counter() - start
 
 

@@ -24,6 +24,7 @@ from favor import features as families
 from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
+from favor.integrations.modules import evaluating
 from favor.integrations.stored import fix_directions, store_parameters, train_directions, update_choices
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.average import weight_average
@@ -69,7 +70,7 @@ def layers_of(
         inputs: arguments of the model.
     """
     seen: list[Observation] = []
-    with torch.no_grad(), observe(model.eval(), seen.append):
+    with torch.no_grad(), evaluating(model), observe(model, seen.append):
         model(**inputs)
     return {o.layer: (o.key.shape[1], o.key.shape[3]) for o in seen}, any(
         o.is_causal or decodes(o.module) for o in seen

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from favor.eval.common.pretrained import minilm_path
 from favor.eval.options.head_optimizer import IMAGES
+from favor.integrations.modules import evaluating
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import read_text
 from favor_command.saved import load_model, load_processor
@@ -63,15 +64,13 @@ class HeadTask:
 
     @torch.no_grad()
     def measure(self, model: nn.Module, part: str) -> tuple[float, float]:
-        """Computes mean cross entropy and accuracy over a part, in evaluation mode; the model's mode is restored."""
-        training, (_, labels) = model.training, self.data[part]
-        model.eval()
-        loss, right = 0.0, 0
-        for rows in torch.arange(len(labels)).split(self.batch_size):
-            value, hits = self.loss(model, rows, part)
-            loss += value.item() * labels[rows].numel()
-            right += int(hits)
-        model.train(training)
+        """Computes mean cross entropy and accuracy over a part, in evaluation mode."""
+        (_, labels), loss, right = self.data[part], 0.0, 0
+        with evaluating(model):
+            for rows in torch.arange(len(labels)).split(self.batch_size):
+                value, hits = self.loss(model, rows, part)
+                loss += value.item() * labels[rows].numel()
+                right += int(hits)
         return loss / labels.numel(), right / labels.numel()
 
 

@@ -1,9 +1,10 @@
-"""The attention modules of any model, which ask for a backend or stand in a decoder, and the configs of a model."""
+"""The attention modules of any model, which ask for a backend or stand in a decoder; configs and modes of its parts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -74,6 +75,21 @@ def private_configs(model: nn.Module) -> list[Any]:
     owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
     found = (getattr(module, "config", None) for module in attention_names(model).values())
     return [config for config in found if config is not None and id(config) not in owned]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Runs a model in evaluation mode, and gives each of its modules its own mode back, also after an error.
+
+    `model.train(mode)` would give all modules one mode, and so undo that some of them are frozen by `eval()`.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def is_attention(value: Any) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from favor.integrations.modules import evaluating
 from favor.models.conformer.audio import file_seconds, read_file
 from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.ctc_decoding import check_beam
@@ -169,9 +170,7 @@ class Transcribes:
         lengths = [file_seconds(one) if isinstance(one, str | Path) else len(one) / rate for one in recordings]
         order = sorted(range(len(recordings)), key=lambda index: -lengths[index])
         found: dict[int, Transcript] = {}
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             for first in range(0, len(order), batch_size):
                 chosen = order[first : first + batch_size]
                 waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
@@ -184,8 +183,6 @@ class Transcribes:
                 seconds = self.config.samples_per_frame / rate
                 for index, row in zip(chosen, rows, strict=True):
                     found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)
-        finally:
-            self.train(training)
         return [found[index] for index in range(len(recordings))]
 
     def transcribe_stream(

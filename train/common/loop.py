@@ -145,6 +145,18 @@ def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
             yield len(run.progress.history) + 1
 
 
+def training_mode(model: torch.nn.Module) -> None:
+    """Puts a model into training mode, but for the parts that are not trained.
+
+    Statistics of batch normalisation change in training mode without any gradient.
+    """
+    model.train()
+    for module in model.modules():
+        weights = [*module.parameters()]
+        if weights and not any(weight.requires_grad for weight in weights):
+            module.eval()
+
+
 def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
     """Trains from the present step to the end of the epoch, or of all steps.
 
@@ -157,7 +169,7 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
     # Set it on both: each loader, when it is iterated, passes its own epoch on to the sampler.
     for loader in (run.train_loader, batches):
         loader.set_epoch(epoch)
-    run.model.train()
+    training_mode(run.model)
     losses: list[torch.Tensor] = []
     clock = time.perf_counter()
     for index, batch in enumerate(batches, done):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from favor.integrations.modules import evaluating
 from favor.models.conformer import ConformerProcessor, normalize_transcript
 from favor.models.conformer.pronunciations import Pronunciations
 from favor.models.conformer.word_search import Scorer
@@ -171,14 +172,14 @@ def _transcribed(
         scorer: for the search, if any.
         show: show a progress bar.
     """
-    model.eval()
-    for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
-        indices = batch.pop("index").tolist()
-        beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
-        yield [
-            _record(utterances[index], text, one.log_prob, len(one.tokens))
-            for index, (one, text) in zip(indices, best_of(beams, processor.tokenizer), strict=True)
-        ]
+    with evaluating(model):
+        for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
+            indices = batch.pop("index").tolist()
+            beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
+            yield [
+                _record(utterances[index], text, one.log_prob, len(one.tokens))
+                for index, (one, text) in zip(indices, best_of(beams, processor.tokenizer), strict=True)
+            ]
 
 
 def _record(utterance: Utterance, text: str, log_prob: float, tokens: int) -> PseudoLabel:

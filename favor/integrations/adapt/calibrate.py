@@ -79,7 +79,7 @@ def gather(
     """Runs a model with exact attention over data and gathers `Statistics`.
 
     Args:
-        model: any transformers model; its training mode is restored afterwards.
+        model: any transformers model; the training mode of each module is restored afterwards.
         dataloader: batches as for `favor.calibrate`.
         features: the family whose statistics are wanted.
         max_batches: number of batches after which to stop; None (default) takes all.

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from favor.integrations.exact import Call, exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
-from favor.integrations.modules import configs_of, private_configs
+from favor.integrations.modules import configs_of, evaluating, private_configs
 from favor.integrations.stored import number_new_layers
 
 _NAME = "favor_observe"
@@ -87,11 +87,11 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
         (config, config._attn_implementation, getattr(config, "favor_parts", None)) for config in configs_of(model)
     ]
     number_new_layers(model)
-    model.set_attn_implementation(_NAME)
-    for config in private_configs(model):
-        config._attn_implementation_internal = _NAME
     _callbacks.append(callback)
     try:
+        model.set_attn_implementation(_NAME)
+        for config in private_configs(model):
+            config._attn_implementation_internal = _NAME
         yield
     finally:
         _callbacks.pop()
@@ -111,7 +111,7 @@ def observe_batches(
     """Runs a model with exact attention over data, and reports each call of an attention layer; see `observe`.
 
     Args:
-        model: any transformers model; its training mode is restored afterwards.
+        model: any transformers model; the training mode of each module is restored afterwards.
         dataloader: batches as for `favor.calibrate`.
         callback: called with an `Observation` in each attention layer.
         max_batches: number of batches after which to stop; None (default) takes all.
@@ -120,24 +120,18 @@ def observe_batches(
         ValueError: if there is no batch, or no attention layer ran.
     """
     device, batches, calls = next(model.parameters()).device, 0, 0
-    training = [module for module in model.modules() if module.training]
-    model.eval()
 
     def count(seen: Observation) -> None:
         nonlocal calls
         calls += 1
         callback(seen)
 
-    try:
-        with observe(model, count):
-            for batch in islice(dataloader, max_batches):
-                # A head may want more than tokens, such as choices or an end of the text, and has no attention.
-                reads = model if isinstance(batch, Mapping) else model.base_model
-                reads(**_inputs(batch, device))
-                batches += 1
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), observe(model, count):
+        for batch in islice(dataloader, max_batches):
+            # A head may want more than tokens, such as choices or an end of the text, and has no attention.
+            reads = model if isinstance(batch, Mapping) else model.base_model
+            reads(**_inputs(batch, device))
+            batches += 1
     if not calls:
         raise ValueError(
             f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "

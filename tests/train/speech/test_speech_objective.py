@@ -164,6 +164,16 @@ def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path, options)
     assert kind.from_pretrained(tmp_path / "whole").config.vocab_size > 0
 
 
+def test_an_encoder_that_is_not_trained_keeps_the_statistics_of_its_batch_normalisation(train, tmp_path):
+    """Which no gradient changes, but a pass in training mode does; a Whisper, the other test's encoder, has none."""
+    train("first", max_train_steps=1)
+    rest = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None, "normalize": None}
+    train("second", encoder_learning_rate=0, max_train_steps=2, ema_decay=0, **rest)
+    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
+    changed = {name for name in first if not torch.equal(first[name], second[name])}
+    assert changed == {"ctc_head.weight", "ctc_head.bias"}
+
+
 def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp_path):
     trained = train(dynamic_chunk=0.7, chunk_seconds="0.08 0.4", max_train_steps=30, eval_epochs=10, ema_decay=0.5)
     words = ["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(corpus), "--eval_splits", "dev"]

@@ -1,0 +1,154 @@
+"""What runs a model in evaluation mode gives each of its modules its own mode back, also after an error."""
+
+import ast
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import favor
+from favor.eval import asr
+from favor.eval.optim.head_tasks import HeadTask
+from favor.models.conformer import (
+    ConformerConfig,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerProcessor,
+    train_tokenizer,
+)
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+from favor.train import distill
+from favor.train.speech import pseudo_labels
+
+IDS = torch.arange(12).view(2, 6)
+TOKENIZER = train_tokenizer(["GO DAD"], "char")
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
+CONFORMER = {"conv_kernel_size": 3, "subsampling_conv_channels": 4, "num_mel_bins": 10}
+CONFORMER |= {"prediction_hidden_size": 4, "joint_hidden_size": 4}
+WHISPER = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "vocab_size": 16}
+
+
+def bert():
+    return BertModel(BertConfig(**SIZES))
+
+
+def speech(kind):
+    if kind is WhisperForCTC:
+        return kind(WhisperCTCConfig(**WHISPER)), ConformerProcessor(WhisperCTCFeatureExtractor(), TOKENIZER)
+    extractor = ConformerFeatureExtractor(feature_size=10)
+    return kind(ConformerConfig(**SIZES | CONFORMER)), ConformerProcessor(extractor, TOKENIZER)
+
+
+def transcribing(kind):
+    model, processor = speech(kind)
+    return model, lambda: model.transcribe(torch.zeros(8000), processor=processor)
+
+
+def recognising():
+    model, processor = speech(ConformerForCTC)
+    return model, lambda: asr.recognise(model, processor, [None])
+
+
+def labelling():
+    model, processor = speech(ConformerForCTC)
+    utterance = SimpleNamespace(id="a", place="a.wav", seconds=1.0)
+    return model, lambda: list(
+        pseudo_labels._transcribed(model, processor, [utterance], batches(), 2, None, show=False)
+    )
+
+
+def batches(*_args, **_options):
+    mask = torch.ones(1, 40, dtype=torch.long)
+    return [{"index": torch.tensor([0]), "input_features": torch.ones(1, 40, 10), "attention_mask": mask}]
+
+
+def measuring():
+    task = HeadTask(
+        "", {"test": (torch.randn(6, 3), torch.arange(6) % 2)}, None, "", lambda model, x: model(x), 4, {}, ""
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(), torch.nn.Linear(4, 2))
+    return model, lambda: task.measure(model, "test")
+
+
+def adapting(call, **options):
+    model = bert()
+    return model, lambda: call(model, dataloader=[IDS], exact_below=0, **options)
+
+
+def looking():
+    model = bert()
+    return model, lambda: distill.layers_of(model, {"input_ids": IDS})
+
+
+CALLS = {
+    "calibrate": lambda: adapting(favor.calibrate),
+    "calibrate with weights": lambda: adapting(favor.calibrate, feature_weights=True, refine_steps=1),
+    "convert": lambda: adapting(
+        favor.convert, attn_implementation="landmark", layers="auto", length=6, flop_budget=9.0
+    ),
+    "transcribe, CTC": lambda: transcribing(ConformerForCTC),
+    "transcribe, Transducer": lambda: transcribing(ConformerForTransducer),
+    "transcribe, Whisper": lambda: transcribing(WhisperForCTC),
+    "favor.eval.asr": recognising,
+    "pseudo labels": labelling,
+    "head_optimizer": measuring,
+    "distill": looking,
+}
+
+
+def globals_of():
+    random = torch.get_rng_state().numpy().tobytes()
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads(), random
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_module_gets_its_own_mode_back(name, fails, monkeypatch):
+    """A model in training with some modules frozen by `eval()`; torch's settings and random numbers stay, too."""
+    monkeypatch.setattr(asr, "evaluation_loader", batches)
+    model, call = CALLS[name]()
+    model.train()
+    for module in [*model.modules()][::2][1:]:
+        module.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    assert {*before.values()} == {True, False}
+    backend, settings, seen = getattr(getattr(model, "config", None), "_attn_implementation", None), globals_of(), []
+
+    def watch(module, *_inputs):
+        seen.append(module.training)
+        if fails and len(seen) > 1:
+            raise RuntimeError("stopped by the test")
+
+    for module in model.modules():
+        if not [*module.children()]:
+            module.register_forward_pre_hook(watch)
+    with pytest.raises(RuntimeError, match="stopped") if fails else contextlib.nullcontext():
+        call()
+    assert len(seen) > 1
+    assert not any(seen)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert globals_of() == settings
+    if fails and backend:
+        assert model.config._attn_implementation == backend
+
+
+def test_the_packages_switch_modes_in_one_place():
+    """In `favor` and `models` nothing else calls `eval` or `train` of a model, which the test above could not know."""
+    root, found = Path(favor.__file__).parent.parent, set()
+    for path in [*root.glob("favor/**/*.py"), *root.glob("models/**/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if ".eval(" in text or ".train(" in text else ():
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("eval", "train")
+            ):
+                found.add((path.name, ast.unparse(node.func)))
+    assert found == {
+        ("modules.py", "model.eval"),
+        ("tokenization_conformer.py", "sentencepiece.SentencePieceTrainer.train"),
+    }
