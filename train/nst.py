@@ -101,6 +101,8 @@ def clear(folder: Path) -> None:
     for old in folder.glob("gen_*"):
         if re.fullmatch(r"gen_\d+", old.name):
             checkpoint.clear(old)
+            if (old / checkpoint.SETTINGS).exists():
+                (old / checkpoint.RESULTS).unlink(missing_ok=True)
             for part in (LABELS, FIT):
                 remove_labels(old / part)
 

@@ -265,11 +265,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def clear(folder: Path) -> None:
-    """Removes the checkpoints and the results of a run from its folder."""
+    """Removes the checkpoints of a run from its folder."""
     for path in folder.glob("checkpoint*"):
         remove(path)
-    if (folder / SETTINGS).exists():
-        (folder / RESULTS).unlink(missing_ok=True)
 
 
 def check_foreign(folder: Path, overwrite: bool) -> None:
@@ -365,6 +363,7 @@ def start_run(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:
         clear(folder)
+        (folder / RESULTS).unlink(missing_ok=True)
     write_json(folder / SETTINGS, settings)
 
 
