@@ -137,7 +137,7 @@ def test_what_is_missing_is_named(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hours", "0"], "--hours and --max_seconds must be positive"),
+        (["--hours", "0"], "--hours and --max_duration_in_seconds must be positive"),
         (["--tempo", "1"], "--tempo and --pitch must be at least 0 and less than 1"),
         (["--without", "dev"], "--without and --data_dir are given together or not at all"),
     ],

@@ -116,8 +116,8 @@ def test_arms():
     (arm,) = parse_arms("uniform_mean", [8])
     assert training_words(arm) == ["--attn_implementation", "uniform_mean"]
     parsed, _ = program.parse_arguments(["--name", "x", "--output_dir", "y"])
-    names = [arm.label for arm in parsed.arms]
-    assert len(names) == len({arm.slug for arm in parsed.arms}) == 11
+    names = [arm.label for arm in parsed.backends]
+    assert len(names) == len({arm.slug for arm in parsed.backends}) == 11
     assert names[:3] == ["sdpa", "uniform_mean", "favor++:8"]
 
 
