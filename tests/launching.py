@@ -125,7 +125,7 @@ class Forked:
     @staticmethod
     def run(command: Sequence[str], stdout: io.TextIOBase, **_: object) -> subprocess.CompletedProcess:
         """Runs the module that a command of `accelerate launch` names."""
-        module = len(command) - 1 - command[::-1].index("favor.train.glue")
+        module = next(place for place, word in enumerate(command) if word.startswith("favor.train."))
         log = Path(stdout.name)
         (process,) = start(command[module], command[module + 1 :], [log])
         wait([process])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from launching import Forked
 
 from favor.eval import mlm_steps
 from favor.train.common import checkpoint
@@ -14,6 +15,7 @@ def test_curves_begin_where_each_attention_takes_the_same_weights(bert_folder, t
     words += ["--per_device_train_batch_size", "8", "--max_train_steps", "5", "--num_features", "32"]
     words += ["--exact_below", "0", "--output_dir", str(tmp_path / "runs"), "--results_dir", str(tmp_path)]
     backends = ["sdpa", "landmark", "favor+"]
+    monkeypatch.setattr(mlm_steps.launch, "subprocess", Forked)
     assert mlm_steps.main([*words, "--backends", *backends]) == 0
     content = json.loads((tmp_path / "mlm_steps.json").read_text())
     assert list(content["curves"]) == backends
