@@ -37,7 +37,8 @@ def test_every_training_is_tried_below():
 def test_no_program_writes_beside_another(program, bert_folder, glue_folder, text, tmp_path):
     flags = ["--resume"] if program.startswith("favor.train") else []
     name = program + (".__main__" if program == "favor.eval.glue" else "")
-    words = WORDS[program].format(bert=bert_folder, glue=glue_folder, text=text, tmp=tmp_path).split(" ")
+    places = {"bert": bert_folder, "glue": glue_folder, "text": text, "tmp": tmp_path}
+    words = [word.format(**places) for word in WORDS[program].split(" ")]  # a path may have spaces
     with locked(tmp_path / "run"):
         before = sorted((tmp_path / "run").rglob("*"))
         with pytest.raises(ValueError, match=REFUSED):
