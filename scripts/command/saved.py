@@ -86,6 +86,7 @@ def model_class(config: Any) -> Any:
 
     names = getattr(config, "architectures", None) or [None]
     name = names[0] if isinstance(names, list | tuple) else names
+    found: Any
     if name is None:
         found = transformers.AutoModel._model_mapping.get(type(config), None)
         found = found[0] if isinstance(found, tuple) else found
@@ -111,7 +112,8 @@ def load_model(kind: Any, model: str, **options: Any) -> Any:
     Raises:
         ValueError: if it cannot be loaded; the message names the file that is damaged.
     """
-    config, known = options.get("config"), getattr(kind, "_model_mapping", None)
+    config: Any = options.get("config")
+    known: Any = getattr(kind, "_model_mapping", None)
     if None not in (config, known) and type(config) not in known and not options.get("trust_remote_code"):
         # transformers would import all its models, to list them in its message.
         raise ValueError(f"{model} holds a {config.model_type}, which {kind.__name__} does not load")
