@@ -171,6 +171,9 @@ def test_manifest_in_a_folder(tmp_path):
         read_manifest(tmp_path, split="other")
     with pytest.raises(ValueError, match="split must be None for a manifest file"):
         load_speech(tmp_path / "train.jsonl", "train")
+    (tmp_path / "x.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz: is compressed"):
+        read_manifest(tmp_path / "x.jsonl.gz")
     with pytest.raises(ValueError, match="does not exist"):
         read_manifest(tmp_path / "nothing.jsonl")
 
