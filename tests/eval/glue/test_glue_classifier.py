@@ -139,7 +139,7 @@ def test_one_half_of_mnli_is_told_of(classifier, evaluate, glue_folder, tmp_path
     )
     assert list(rows["sdpa"]["metrics"]) == ["accuracy"]
     assert "Not there, so not evaluated: validation_mismatched" in report
-    assert "samples: validation_matched 4" in report
+    assert "samples: validation_matched 4, the first ones" in report
     assert "LABEL_0, LABEL_1, LABEL_2: they are taken as those of MNLI, 0 entailment, 1 neutral" in report
 
 
