@@ -210,9 +210,10 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
         if equal > 0:
             every = equal == len(lengths)
             fewer = f"; --backends {DEFAULT}:num_features=16,selected_keys=0 has fewer" if every else ""
+            many = "ALL" if every else str(equal)
             notes.append(
-                f"has no fewer landmarks or selected keys than {'ALL' if every else equal} of {len(lengths)} samples have "
-                f"tokens (up to {enough}), and equals exact attention there{fewer}"
+                f"has no fewer landmarks or selected keys than {many} of {len(lengths)} samples have tokens (up to "
+                f"{enough}), and equals exact attention there{fewer}"
             )
     return bound, f"`{name}` {'; it '.join(notes)}" if notes else ""
 
