@@ -30,6 +30,7 @@ from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
 
 EXACT, DEFAULT = "sdpa", "landmark"
+OUTPUT = ("--output_dir", "--results", "--name")
 
 
 def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
@@ -192,24 +193,27 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
         bound, longest = distinct[-1] + 1, distinct[-1]
         layers = favor.describe(model, longest).layers
         reason = next((layer.why for layer in layers if layer.runs == "exact"), "all layers are local")
+        advice = "; --exact_below 0 shows the backend itself" if "exact_below" in reason else ""
         return bound, (
-            f"`{name}` runs exact attention on ALL samples, because the longest has {longest} tokens ({reason}): its "
-            "row is that of exact attention. --exact_below 0 shows the backend itself"
+            f"`{name}` runs exact attention on ALL samples, of which the longest has {longest} tokens ({reason}), so "
+            f"its row is that of exact attention{advice}"
         )
     bound = distinct[place]
     short = bisect.bisect_left(lengths, bound)
     notes = []
     if short:
         notes.append(f"runs exact attention on {short} of {len(lengths)} samples, those of fewer than {bound} tokens")
-    running = [layer for layer in favor.describe(model, bound).layers if layer.runs not in ("exact", "local")]
-    if all(registry.FAMILIES[layer.runs].selects_keys for layer in running if layer.runs in registry.FAMILIES):
+    running = [layer for layer in favor.describe(model, bound).layers if layer.runs in registry.FAMILIES]
+    if running and all(registry.FAMILIES[layer.runs].selects_keys for layer in running):
         enough = min(max(layer.num_features, layer.selected_keys, layer.window) for layer in running)
         equal = bisect.bisect_right(lengths, enough) - short
         if equal > 0:
+            every = equal == len(lengths)
+            fewer = f"; --backends {DEFAULT}:num_features=16,selected_keys=0 has fewer" if every else ""
+            many = "ALL" if every else str(equal)
             notes.append(
-                f"has no fewer landmarks or selected keys than {'ALL' if equal == len(lengths) else equal} of "
-                f"{len(lengths)} samples have tokens (up to {enough}), and equals exact attention there; "
-                f"--backends {DEFAULT}:num_features=16,selected_keys=0 would have fewer"
+                f"has no fewer landmarks or selected keys than {many} of {len(lengths)} samples have tokens (up to "
+                f"{enough}), and equals exact attention there{fewer}"
             )
     return bound, f"`{name}` {'; it '.join(notes)}" if notes else ""
 
@@ -221,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
     samples, remark = load_samples(arguments)
     rows = compare(arguments, samples)
     lines = report_lines(arguments, samples, rows, remark)
-    command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"])
+    command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"], OUTPUT)
     content = report.context(command, ("transformers",)) | content_of(arguments, samples, rows, remark)
     folder = arguments.results_dir or arguments.output_dir
     report.write(folder, arguments.name, lines, content, [])
