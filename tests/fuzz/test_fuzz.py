@@ -35,6 +35,12 @@ def test_generation(call):
     generation.check(call)
 
 
+@settings(quick, max_examples=45)
+@given(drawn(generation.draw_steps))
+def test_steps_with_a_cache(call):
+    generation.check(call)
+
+
 def test_the_simplest_failure_is_found():
     call = Call(features="wderf", length=100, keys=100, padding=("left", "none"), key_norm=300.0, dtype="float64")
     found = simplify(call, lambda call: call.length == call.keys > 6 and call.key_norm > 30)
