@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def parsers():
 @pytest.fixture(scope="module")
 def options(parsers):
     """The options of all programs: for each name its argparse actions, by program."""
-    found = defaultdict(dict)
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
     for program, parser in parsers.items():
         for action in parser._actions:
             for name in action.option_strings:
