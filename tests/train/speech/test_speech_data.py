@@ -199,11 +199,11 @@ def encoded(samples, rate=RATE, form="FLAC"):
     return stream.getvalue()
 
 
-def unfinished_flac():
-    """A FLAC whose header promises more than there is, cut between two blocks."""
+def unfinished_flac(missing):
+    """A FLAC whose header promises more samples than there are."""
     content = bytearray(encoded(sound(1.0)))
     # 36 bits of STREAMINFO, from byte 21 on, hold the number of samples.
-    content[22:26] = (2 * RATE).to_bytes(4, "big")
+    content[22:26] = (RATE + missing).to_bytes(4, "big")
     return bytes(content)
 
 
@@ -212,7 +212,8 @@ BAD_FILES = {
     "header alone": (encoded(np.zeros(0, np.float32), form="WAV"), "holds no samples"),
     "text": (b"this is not audio at all" * 20, "cannot be decoded"),
     "cut": (encoded(sound(1.0))[:9000], "cannot be decoded|cut short"),
-    "promises": (unfinished_flac(), "cut short: 16000 of 32000|cannot be decoded"),
+    "promises": (unfinished_flac(RATE), "cut short: 16000 of 32000|cannot be decoded"),
+    "promises one more": (unfinished_flac(1), "cut short: 16000 of 16001|cannot be decoded"),
     "cut mp3": (encoded(sound(2.0), form="MP3")[:3000], "cut short"),
     "rate": (encoded(sound(1.0, rate=8000), 8000), "has 8000 Hz, expected 16000"),
 }
