@@ -10,6 +10,7 @@ import pytest
 import soundfile
 from speech_corpus import RATE, librispeech, rows, sound, transcript, write_manifest, write_sound
 
+from favor.models.conformer import audio
 from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.processing_conformer import ConformerProcessor
@@ -199,11 +200,11 @@ def encoded(samples, rate=RATE, form="FLAC"):
     return stream.getvalue()
 
 
-def unfinished_flac(missing):
-    """A FLAC whose header promises more samples than there are."""
+def unfinished_flac():
+    """A FLAC whose header promises more than there is, cut between two blocks."""
     content = bytearray(encoded(sound(1.0)))
     # 36 bits of STREAMINFO, from byte 21 on, hold the number of samples.
-    content[22:26] = (RATE + missing).to_bytes(4, "big")
+    content[22:26] = (2 * RATE).to_bytes(4, "big")
     return bytes(content)
 
 
@@ -212,8 +213,7 @@ BAD_FILES = {
     "header alone": (encoded(np.zeros(0, np.float32), form="WAV"), "holds no samples"),
     "text": (b"this is not audio at all" * 20, "cannot be decoded"),
     "cut": (encoded(sound(1.0))[:9000], "cannot be decoded|cut short"),
-    "promises": (unfinished_flac(RATE), "cut short: 16000 of 32000|cannot be decoded"),
-    "promises one more": (unfinished_flac(1), "cut short: 16000 of 16001|cannot be decoded"),
+    "promises": (unfinished_flac(), "cut short: 16000 of 32000|cannot be decoded"),
     "cut mp3": (encoded(sound(2.0), form="MP3")[:3000], "cut short"),
     "rate": (encoded(sound(1.0, rate=8000), 8000), "has 8000 Hz, expected 16000"),
 }
@@ -228,6 +228,13 @@ def test_bad_audio_is_named(tmp_path, kind):
         read_audio(path)
     with pytest.raises(ValueError, match=f"bytes: .*({message})"):
         read_audio(content)
+
+
+def test_one_missing_sample_is_noticed(monkeypatch):
+    """Of a file that decodes without an error, as a cut MP3 does."""
+    monkeypatch.setattr(audio, "_decode", lambda stream: stream.read(RATE - 1, dtype="float32"))
+    with pytest.raises(ValueError, match="cut short: 15999 of 16000 samples can be decoded"):
+        read_audio(encoded(sound(1.0)))
 
 
 def test_missing_audio_is_named(tmp_path):
