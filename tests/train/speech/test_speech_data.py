@@ -333,6 +333,13 @@ def test_bad_audio_is_named(tmp_path, kind):
         read_audio(content)
 
 
+def test_one_missing_sample_is_noticed(monkeypatch):
+    """Of a file that decodes without an error, as a cut MP3 does."""
+    monkeypatch.setattr(audio, "_decode", lambda stream: stream.read(RATE - 1, dtype="float32"))
+    with pytest.raises(ValueError, match="cut short: 15999 of 16000 samples can be decoded"):
+        read_audio(encoded(sound(1.0)))
+
+
 def test_missing_audio_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"none.flac: cannot be decoded: .*No such file"):
         read_audio(tmp_path / "none.flac")
