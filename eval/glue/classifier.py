@@ -158,7 +158,8 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
     Raises:
         FloatingPointError: if a logit is not finite.
     """
-    plain, collate = encoded.remove_columns("label"), DataCollatorWithPadding(samples.tokenizer)
+    plain = encoded.remove_columns("label")
+    collate: Any = DataCollatorWithPadding(samples.tokenizer)
     found = torch.empty(len(plain), len(samples.rows))
     model(**collate([plain[place] for place in groups[-1]]).to(model.device))  # warms up
     seconds = 0.0
@@ -205,7 +206,7 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
         notes.append(f"runs exact attention on {short} of {len(lengths)} samples, those of fewer than {bound} tokens")
     running = [layer for layer in favor.describe(model, bound).layers if layer.runs in registry.FAMILIES]
     if running and all(registry.FAMILIES[layer.runs].selects_keys for layer in running):
-        enough = min(max(layer.num_features, layer.selected_keys, layer.window) for layer in running)
+        enough = min(max(layer.num_features or 0, layer.selected_keys or 0, layer.window or 0) for layer in running)
         equal = bisect.bisect_right(lengths, enough) - short
         if equal > 0:
             every = equal == len(lengths)

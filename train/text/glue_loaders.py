@@ -29,13 +29,14 @@ def tokenized(
         arguments: greatest length and padding.
         rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
     """
-    renumbers = rows is not None and not task.is_regression
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
         padding = "max_length" if arguments.pad_to_max_length else False
         encoded = tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
-        return encoded | {"label": [rows[label] for label in batch["label"]]} if renumbers else encoded
+        if rows is None or task.is_regression:
+            return encoded
+        return encoded | {"label": [rows[label] for label in batch["label"]]}
 
     return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
 
