@@ -313,18 +313,18 @@ def test_a_stream_is_its_windows(saved):
     """However the audio is cut into pieces, each step has the logits of its window."""
     model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
     sound = waveform(2.37)
-    settings = {"step": 0.2, "look_ahead": 0.1, "context": 0.4}
+    settings = {"step": 0.2, "look_ahead": 0.3, "context": 0.4}
     streams = []
     for size in (1000, 16000, len(sound)):
         streams.append(model.stream(processor, **settings))
         for start in range(0, len(sound), size):
             streams[-1].feed(sound[start : start + size])
-        assert streams[-1].seconds == pytest.approx(2.2)
+        assert streams[-1].seconds == pytest.approx(2.0)
         streams[-1].finish()
         assert streams[-1].seconds == pytest.approx(2.38)
     expected = []
     for first in range(0, 119, 10):
-        start, last = max(0, first - 20), min(first + 15, 119)
+        start, last = max(0, first - 20), min(first + 25, 119)
         inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
         expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
     (found,) = ctc_emissions(torch.cat(expected)[None], [119])
