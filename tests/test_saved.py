@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import sentencepiece
-from conftest import WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoProcessor,
@@ -15,6 +14,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MllamaConfig,
     PreTrainedTokenizerFast,
     T5Config,
     WhisperConfig,
@@ -30,6 +30,8 @@ from favor.train.common.pretrained import load_exact
 from favor_command import check, convert
 from favor_command.saved import check_known, load_model, load_processor, model_class
 
+# Those of the tokenizer of `bert_folder`.
+WORDS = ["good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene"]
 SENTENCE = "good film"
 NO_MODELS_OF_BERT = ("pipeline", "AutoTokenizer", "models", "PreTrainedModel", "LlamaForCausalLM", "MyOwnBert", 3)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -185,6 +187,8 @@ def test_architectures_name_a_model_of_the_config(name, bert_folder, tmp_path):
 
 def test_a_config_without_architectures_names_the_model_without_a_head():
     assert model_class(BertConfig(**SIZES)) is BertModel
+    # A class for the config of a part.
+    assert model_class(MllamaConfig(architectures=["MllamaForCausalLM"])).__name__ == "MllamaForCausalLM"
     assert model_class(ConformerConfig()).__name__ == "ConformerModel"
 
 
