@@ -143,7 +143,9 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
     bare = [layer.layer for layer in layers if layer.selected_keys == layer.window == 0 and _is_bare(model, layer)]
-    notes = (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
+    notes: tuple[str, ...] = (
+        (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
+    )
     if getattr(model, "_compiled_call_impl", None) and (getattr(model.config, "favor", None) or {}).get(
         "exact_below", 1
     ):

@@ -105,7 +105,10 @@ def key_counts(sees: Visibility, packing: Packing | None, bound: int) -> Sequenc
     if is_tracing():
         _tell_traced(bound)
         return ()
-    return packing.key_lengths if packing is not None else sees.counts or sees.padding.sum(1).tolist()
+    if packing is not None:
+        return packing.key_lengths
+    assert sees.padding is not None
+    return sees.counts or sees.padding.sum(1).tolist()
 
 
 @torch.compiler.assume_constant_result
