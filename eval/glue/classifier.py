@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoConfig, DataCollatorWithPadding
+from transformers import DataCollatorWithPadding
 from transformers.utils import logging
 
 import favor
@@ -22,15 +22,16 @@ from favor.eval.common import report
 from favor.eval.common.program import device_or_default
 from favor.eval.glue.comparison import Row, Samples, content_of, report_lines
 from favor.train.common.arguments import DataArguments, ModelArguments
-from favor.train.common.pretrained import check_model, check_positions, load_exact, load_tokenizer
+from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
 from favor.train.text.glue_data import get_task, load_glue, with_distractors
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of
 from favor.train.text.glue_loaders import tokenized
 from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
+from favor_command.saved import read_config
 
 EXACT, DEFAULT = "sdpa", "landmark"
-OUTPUT = ("--output_dir", "--results", "--name")
+OUTPUT = ("--output_dir", "--results_dir", "--name")
 
 
 def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
@@ -40,8 +41,7 @@ def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
         ValueError: if the model is no classifier, has other labels than the task, or the data cannot be read.
     """
     path, task = arguments.model_name_or_path, get_task(arguments.task_name)
-    check_model(path)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     if not config.architectures or not is_classifier(config):
         raise ValueError(
             f"expected a classifier that was fine-tuned on {task.folder}, got {path}, which holds a "
@@ -70,7 +70,7 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
     Raises:
         ValueError: for a backend or an option that does not exist.
     """
-    config = AutoConfig.from_pretrained(arguments.model_name_or_path)
+    config = read_config(arguments.model_name_or_path)
     known = getattr(config, "favor", None) or {}
     saved = known.get("attn_implementation", config._attn_implementation)
     found = []
