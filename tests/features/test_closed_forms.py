@@ -34,6 +34,12 @@ def sderf(theta: torch.Tensor) -> Parameters:
     return Parameters(EYE, EYE, torch.linalg.cholesky(root @ root.T + 0.5 * EYE))
 
 
+def cderf(theta: torch.Tensor) -> Parameters:
+    """Every G, every Sigma > I/2 and every shift."""
+    G = theta[16:32].reshape(4, 4) + EYE
+    return Parameters(G, torch.linalg.inv(G), sderf(theta).factor, shift=theta[32:])
+
+
 def numerical_optimum(rf, build, size, x, y):
     """Smallest objective that BFGS finds from several starts."""
 
@@ -47,8 +53,8 @@ def numerical_optimum(rf, build, size, x, y):
 
     generator = torch.Generator().manual_seed(0)
     starts = [0.3 * torch.randn(size, dtype=torch.float64, generator=generator) for _ in range(4)]
-    results = [minimize(value_and_gradient, s.numpy(), jac=True, options={"gtol": 1e-9}).fun for s in starts]
-    return min(results)
+    options = {"gtol": 1e-8, "maxiter": 2000}
+    return min(minimize(value_and_gradient, s.numpy(), jac=True, options=options).fun for s in starts)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,7 @@ def numerical_optimum(rf, build, size, x, y):
         (features.SADERF(**UNREGULARISED), saderf, 5),
         (features.ADERF(**UNREGULARISED), aderf, 17),
         (features.SDERF(), sderf, 16),
+        (features.CDERF(**UNREGULARISED), cderf, 36),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -126,6 +133,7 @@ def test_order_of_the_families_and_lower_bound():
     objective = {f.name: f().objective(x, y, f().fit(x, y)).item() for f in POSITIVE if f.name != "derf"}
     bound = 2 * (x @ y.T).mean().item()
     assert bound < objective["sderf"] < objective["gerf"] < objective["pos"]
+    assert bound < objective["cderf"] < min(objective["aderf"], objective["sderf"])
     assert bound < objective["aderf"] < objective["saderf"] < objective["gerf"]
     assert objective["sderf"] <= objective["sderf-cholesky"] <= objective["sderf"] + 4 * 0.0071
 
@@ -152,10 +160,11 @@ def test_masked_samples_do_not_count(family):
     x, y = data(8, 9)
     x_mask, y_mask = torch.arange(8) < 6, torch.arange(9) > 2
     rf = family()
-    masked = rf.fit(x, y, x_mask=x_mask, y_mask=y_mask)
     alone = rf.fit(x[:6], y[3:])
+    x[~x_mask], y[~y_mask] = 1e6, -1e6
+    masked = rf.fit(x, y, x_mask=x_mask, y_mask=y_mask)
     for name in ("transform", "inverse", "factor", "shift"):
-        torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-12)
+        torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-10)
 
 
 DEGENERATE = {
@@ -188,6 +197,7 @@ def test_parameters_are_finite_on_degenerate_data(family):
         params = rf.fit(x, y, **masks)
         assert rf.log_phi(x, omega, params).isfinite().all(), case
         assert rf.log_phi(y, omega, params, side="key").isfinite().all(), case
+        assert all(part.isfinite().all() for part in rf.directions(omega, params)), case
         assert rf.objective(x, y, params).isfinite(), case
 
 
