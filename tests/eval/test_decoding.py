@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from favor.eval import decoding
 
 
@@ -45,8 +43,3 @@ def test_a_cache_that_gives_something_else_is_not_timed(tmp_path, monkeypatch, c
     ]
     assert decoding.main([*words, "--output_dir", str(tmp_path)]) == 1
     assert "no times are given" in capsys.readouterr().out
-
-
-def test_too_few_tokens_are_refused():
-    with pytest.raises(SystemExit):
-        decoding.main(["--tokens", "2"])

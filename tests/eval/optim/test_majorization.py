@@ -302,11 +302,3 @@ def test_program(tmp_path, capsys, seeds):
     assert "| Newton | - |" in text
     assert (tmp_path / "small_breast_cancer.png").stat().st_size < 200_000
     assert "breast_cancer sgd" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words", [["--num_seeds", "0"], ["--time_limit", "0"], ["--datasets", "iris"], ["--num_train_epochs", "inf"]]
-)
-def test_bad_arguments(words):
-    with pytest.raises(SystemExit):
-        program.main(words)

@@ -222,15 +222,7 @@ def test_word_errors_of_the_whole_and_of_its_parts(corpus, tmp_path, monkeypatch
     assert cells[1]["utterance_wer"] == pytest.approx(2 * wrong / len(twice.text.split()))
 
 
-def test_bad_arguments(tmp_path, capsys):
-    for words, message in [
-        (["--backends", "flash"], "backend must be one of"),
-        (["--minutes", "0"], "must be positive"),
-        (["--repeats", "0"], "must be at least 1"),
-    ]:
-        with pytest.raises(SystemExit):
-            arguments(*words)
-        assert message in capsys.readouterr().err
+def test_a_transducer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be a ConformerForCTC that is not causal"):
         long_form.attention_heads(cell.Setup(model_name_or_path=str(save_model(tmp_path, "transducer"))))
 

@@ -182,14 +182,6 @@ def test_batches_of_other_kinds():
         favor.calibrate(bert(), [packed])
 
 
-def test_modes_of_modules_are_put_back():
-    model = bert().train()
-    model.encoder.layer[0].eval()
-    favor.calibrate(model, [tokens()], **OPTIONS)
-    assert model.training
-    assert not model.encoder.layer[0].training
-
-
 def test_observing_is_exact_attention_and_leaves_no_trace():
     model = favor.configure(bert(), "favor+", **OPTIONS)
     seen = []

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from launching import options
 from safetensors.torch import load_file
 from speech import write_corpus
 from stopping import stopped_after
@@ -17,42 +16,15 @@ from favor.train import asr
 from favor.train.common.average import weight_average
 from favor.train.options.asr import parse_arguments
 
+SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "favor#", "num_features": 16}
+SETTINGS |= {"exact_below": 0, "per_device_train_batch_seconds": 8, "max_train_steps": 6, "learning_rate": 2e-3}
 PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """Ten utterances of one word each."""
     return write_corpus(tmp_path_factory.mktemp("short"), {"train": 10, "dev": 1}, words=(1, 2))
-
-
-@pytest.fixture
-def train(corpus, tmp_path):
-    """Calls the program with the tiny preset; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "preset": "tiny",
-            "tokenizer_type": "char",
-            "attn_implementation": "favor#",
-            "num_features": 16,
-            "exact_below": 0,
-            "per_device_train_batch_seconds": 8,
-            "max_train_steps": 6,
-            "learning_rate": 2e-3,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
 
 
 def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):

@@ -5,11 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from launching import options
 from safetensors.torch import load_file
-from speech import RATE, write_corpus
+from speech import RATE
 from stopping import stopped_after
-from tiny_whisper import make_processor, save
 from transformers import WhisperFeatureExtractor
 
 from favor.eval import asr as evaluation
@@ -23,45 +21,14 @@ from favor.models.conformer import (
     ConformerProcessor,
     train_tokenizer,
 )
-from favor.train import asr
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.batches import SpeechDataset, collate
 from favor.train.speech.data import Utterance
 from favor.train.speech.objective import DynamicChunks
 from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, unexplained
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
-
-
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("teacher") / "whisper", make_processor())
-
-
-@pytest.fixture
-def train(corpus, tmp_path):
-    """Calls the program with the tiny preset; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "preset": "tiny",
-            "tokenizer_type": "char",
-            "normalize": "none",
-            "attn_implementation": "sdpa",
-            "per_device_train_batch_seconds": 8,
-            "max_train_steps": 4,
-            "learning_rate": 2e-3,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
+SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "normalize": "none", "attn_implementation": "sdpa"}
+SETTINGS |= {"per_device_train_batch_seconds": 8, "max_train_steps": 4, "learning_rate": 2e-3}
 
 
 def weights(folder):

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from launching import options
 from safetensors.torch import load_file
-from speech import write_corpus
 from stopping import stopped_after
-from tiny_whisper import FRAMES, SPECIAL, make_processor, save
+from tiny_whisper import FRAMES, SPECIAL, make_processor
 
 import favor
 from favor.eval.asr import recognise
@@ -18,43 +16,13 @@ from favor.train.speech.data import Skipped, Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.whisper import WhisperDataset, collate_whisper, fitting, label_ids
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
+SETTINGS = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0, "max_train_steps": 4}
+SETTINGS |= {"per_device_train_batch_seconds": 24, "learning_rate": 4e-4}
 
 
 @pytest.fixture(scope="module")
 def processor():
     return make_processor()
-
-
-@pytest.fixture(scope="module")
-def folder(processor, tmp_path_factory):
-    return save(tmp_path_factory.mktemp("whisper"), processor)
-
-
-@pytest.fixture
-def train(corpus, folder, tmp_path):
-    """Calls the program; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "model_name_or_path": folder,
-            "attn_implementation": "favor#",
-            "num_features": 16,
-            "exact_below": 0,
-            "per_device_train_batch_seconds": 24,
-            "max_train_steps": 4,
-            "learning_rate": 4e-4,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
 
 
 def utterances(corpus, split):
