@@ -27,16 +27,6 @@ from favor.train.speech.batches import SpeechDataset
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def ctc(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("ctc"))
-
-
-@pytest.fixture(scope="module")
 def transducer(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("transducer"), "transducer", ctc_weight=0.3)
 

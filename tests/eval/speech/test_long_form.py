@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from tiny_speech import SPLITS, TEXTS, save_model, write_corpus
+from tiny_speech import SPLITS, TEXTS, save_model
 from transformers.models.lasr import modeling_lasr
 
 from favor.eval import long_form
@@ -24,11 +24,6 @@ from favor.train.speech.sources import load_speech
 
 TINY = cell.Setup("tiny", num_features=16)
 BOTH = [Backend("sdpa"), Backend("eager")]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def arguments(*words):

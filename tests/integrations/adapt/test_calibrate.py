@@ -92,9 +92,10 @@ def test_causal_statistics_weigh_keys_by_causal_attention():
             torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("learned", [{}, {"feature_weights": True, "refine_steps": 10}], ids=["", "weights"])
 @pytest.mark.parametrize("window", [0, 8])
-def test_the_future_does_not_change_the_past(window):
-    model = favor.calibrate(llama(), batches()[1:], window=window, **OPTIONS)
+def test_the_future_does_not_change_the_past(window, learned):
+    model = favor.calibrate(llama(), batches(), window=window, **OPTIONS, **learned)
     first, second = tokens(), tokens()
     second[:, 11:] = 3
     with torch.no_grad():

@@ -79,16 +79,6 @@ def test_the_model_runs_with_its_weights(learned, make, window):
         assert not torch.allclose(model(tokens())[0], out, atol=1e-3)
 
 
-@pytest.mark.parametrize("window", [0, 8])
-def test_the_future_does_not_change_the_past(window):
-    model = calibrated(llama(), window=window, refine_steps=10)
-    first, second = tokens(), tokens()
-    second[:, 11:] = 3
-    with torch.no_grad():
-        one, other = model(first).logits, model(second).logits
-    assert torch.equal(one[:, :11], other[:, :11])
-
-
 @pytest.mark.parametrize("backend", ["favor+", "favor#"])
 @pytest.mark.parametrize("kind", ["bert", "performer"])
 def test_saved_and_loaded(kind, backend, tmp_path):

@@ -1,7 +1,7 @@
 """A corpus, a Whisper, and the training program with the settings of a module."""
 
 import pytest
-from launching import options
+from launching import caller
 from speech import write_corpus
 from tiny_whisper import make_processor, save
 
@@ -21,11 +21,7 @@ def whisper(tmp_path_factory):
 @pytest.fixture
 def train(corpus, request, tmp_path):
     """Calls the program with SETTINGS of the module, on the Whisper where they name no preset; `name=value` each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {"data_dir": corpus, "seed": 1, "output_dir": tmp_path / output} | request.module.SETTINGS
-        if "preset" not in settings:
-            settings["model_name_or_path"] = request.getfixturevalue("whisper")
-        return asr.main([*options(settings | values), *(f"--{flag}" for flag in flags)])
-
-    return call
+    settings = {"data_dir": corpus, "seed": 1} | request.module.SETTINGS
+    if "preset" not in settings:
+        settings["model_name_or_path"] = request.getfixturevalue("whisper")
+    return caller(asr.main, tmp_path, settings)

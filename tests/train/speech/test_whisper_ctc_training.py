@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from stopping import stopped_after
+from stopping import whole_and_resumed
 
 from favor.eval import asr as evaluation
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperForCTC
@@ -44,11 +44,7 @@ def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, whisper, tmp_pa
 
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2}
-    train("whole", **settings)
-    with stopped_after(4):
-        train("stopped", **settings)
-    train("stopped", flags=("resume",), **settings)
-    assert changed(weights(tmp_path / "whole"), weights(tmp_path / "stopped")) == set()
+    whole_and_resumed(train, tmp_path, 4, **settings)
     assert WhisperCTCConfig.from_pretrained(tmp_path / "whole").head_dropout == 0.2
 
 
