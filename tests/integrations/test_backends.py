@@ -75,40 +75,6 @@ def test_options_of_other_backends_do_not_stop_one_that_has_no_use_for_them():
             favor.configure(model, **option)
 
 
-def test_sliding_window_layers_stay_exact():
-    modernbert = next(a for a in ARCHITECTURES if a.name == "modernbert")
-    model = modernbert.build("favor#", num_features=16, exact_below=0)
-    exact = modernbert.build("sdpa")
-    seen = {}
-    for name, m in (("favor", model), ("exact", exact)):
-        for i, layer in enumerate(m.layers):
-            layer.attn.register_forward_hook(lambda _, __, out, key=(name, i): seen.__setitem__(key, out[0]))
-    hidden = torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(0))
-    for m in (model, exact):
-        m.embeddings.forward = lambda *args, **kwargs: hidden
-        for layer in m.layers:
-            layer.mlp.forward = lambda x: torch.zeros_like(x)
-        m(**tokens(True))
-    kinds = model.config.layer_types
-    assert kinds == ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    # Give every layer the same input, so that a difference is that layer's own.
-    for i, kind in enumerate(kinds):
-        outs = []
-        for m in (model, exact):
-            masks = m.config._attn_implementation
-            local = kind == "sliding_attention"
-            create = (
-                hf.masking_utils.create_bidirectional_sliding_window_mask
-                if local
-                else hf.masking_utils.create_bidirectional_mask
-            )
-            mask = create(m.config, hidden, padding_mask())
-            assert masks in ("favor#", "sdpa")
-            rotary = m.rotary_emb(hidden, torch.arange(24)[None], kind)
-            outs.append(m.layers[i].attn(hidden, rotary, mask)[0][padding_mask().bool()])
-        assert torch.allclose(*outs, rtol=0, atol=1e-5) == local
-
-
 def test_options_are_merged_validated_and_stored():
     model = BERT.build("favor#")
     favor.configure(model, num_features=32, features="saderf")
