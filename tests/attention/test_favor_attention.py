@@ -42,29 +42,19 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
 @pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("scale", [1, 2, 4])
-def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
-    if "+" in name and is_causal:
+    if "+" in name and is_causal and dtype == torch.float32:
         pytest.skip("pages are compared by 12 bits in float32 and by 41 in float64: nearly equal ones are other ones")
-    query, key, value = inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)
-    single = [t.float() for t in (query, key, value)]
-    exact = attend(*[t.double() for t in single], name=name, is_causal=is_causal)
-    error = (attend(*single, name=name, is_causal=is_causal) - exact).norm() / exact.norm()
-    # The parameters of wDERF come from softmax rows and an inverse, both in float32.
-    assert error < (3e-5 if name.startswith("wderf") else 1e-5)
-
-
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("scale", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name, is_causal, scale, dtype):
-    half = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
-    exact = attend(*[t.double() for t in half], name=name, is_causal=is_causal)
-    out = attend(*half, name=name, is_causal=is_causal)
+    low = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
+    exact = attend(*[t.double() for t in low], name=name, is_causal=is_causal)
+    out = attend(*low, name=name, is_causal=is_causal)
     assert out.dtype == dtype
     assert out.isfinite().all()
-    assert (out.double() - exact).norm() / exact.norm() < 1e-2
+    # The parameters of wDERF come from softmax rows and an inverse, both in float32.
+    allowed = 1e-2 if dtype != torch.float32 else 3e-5 if name.startswith("wderf") else 1e-5
+    assert (out.double() - exact).norm() / exact.norm() < allowed
 
 
 @pytest.mark.parametrize("name", SOFTMAX)

@@ -49,13 +49,6 @@ def test_map_is_the_geometric_mean(seed):
     torch.testing.assert_close(params.shift, y.mean(0) + F @ x.mean(0), rtol=0, atol=1e-12)
 
 
-def test_shift_centres_the_sum():
-    x, y = data(12, 9)
-    params = features.CDERF().fit(x, y)
-    z = params.map_queries(x).mean(0) + params.map_keys(y).mean(0)
-    assert z.abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.8, 2.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cholesky_form_is_near_the_optimum(scale, seed):
