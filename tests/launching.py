@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 
@@ -41,6 +41,16 @@ def options(given: Mapping[str, object]) -> list[str]:
         if value is not None:
             words += [f"--{name}", *(value.split() if isinstance(value, str) else [str(value)])]
     return words
+
+
+def caller(main: Callable, folder: Path, settings: dict[str, object]) -> Callable:
+    """Gives a function that calls a program in this process, with these settings and those of each call by name."""
+
+    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
+        given = options({**settings, "output_dir": folder / output, **values})
+        return main([*given, *(f"--{flag}" for flag in flags)])
+
+    return call
 
 
 def run(*command: object) -> str:

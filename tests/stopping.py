@@ -1,10 +1,13 @@
 """Trainings that are stopped: as if by the user, right after a checkpoint was written."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from favor.train.common import checkpoint
 
@@ -21,3 +24,15 @@ def stopped_after(step: int, folder: str | None = None) -> Iterator[None]:
 
     with patch.object(checkpoint, "save_checkpoint", stop), pytest.raises(KeyboardInterrupt):
         yield
+
+
+def whole_and_resumed(train: Callable, folder: Path, step: int, flags: tuple = (), **settings: object) -> tuple:
+    """Results of a training and of one that was stopped after a step and resumed, whose weights must be equal."""
+    whole = train(output="whole", flags=flags, **settings)
+    with stopped_after(step):
+        train(output="stopped", flags=flags, **settings)
+    resumed = train(output="stopped", flags=(*flags, "resume"), **settings)
+    one, other = (load_file(folder / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return whole, resumed

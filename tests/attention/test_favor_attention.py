@@ -7,9 +7,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
-from favor.attention.directions import Draw, directions
-from favor.kernels.eager import causal
-from favor.kernels.operands import Geometry, Operands
 from favor.landmark import causal as landmark_causal
 
 
@@ -45,29 +42,19 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
 @pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("scale", [1, 2, 4])
-def test_float32_has_the_accuracy_of_float32(name, is_causal, scale):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
-    if "+" in name and is_causal:
+    if "+" in name and is_causal and dtype == torch.float32:
         pytest.skip("pages are compared by 12 bits in float32 and by 41 in float64: nearly equal ones are other ones")
-    query, key, value = inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)
-    single = [t.float() for t in (query, key, value)]
-    exact = attend(*[t.double() for t in single], name=name, is_causal=is_causal)
-    error = (attend(*single, name=name, is_causal=is_causal) - exact).norm() / exact.norm()
-    # The parameters of wDERF come from softmax rows and an inverse, both in float32.
-    assert error < (3e-5 if name.startswith("wderf") else 1e-5)
-
-
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("scale", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name, is_causal, scale, dtype):
-    half = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
-    exact = attend(*[t.double() for t in half], name=name, is_causal=is_causal)
-    out = attend(*half, name=name, is_causal=is_causal)
+    low = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
+    exact = attend(*[t.double() for t in low], name=name, is_causal=is_causal)
+    out = attend(*low, name=name, is_causal=is_causal)
     assert out.dtype == dtype
     assert out.isfinite().all()
-    assert (out.double() - exact).norm() / exact.norm() < 1e-2
+    # The parameters of wDERF come from softmax rows and an inverse, both in float32.
+    allowed = 1e-2 if dtype != torch.float32 else 3e-5 if name.startswith("wderf") else 1e-5
+    assert (out.double() - exact).norm() / exact.norm() < allowed
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
@@ -202,50 +189,6 @@ def test_causal_equals_step_by_step(name):
     torch.testing.assert_close(out, torch.cat(steps, dim=2), rtol=1e-10, atol=1e-10)
 
 
-def test_causal_equals_the_recurrence():
-    """S_t = S_(t-1) + exp(log phi(k_t)) v_t' with a running maximum, one token after another."""
-    query, key, value = inputs(75, heads=2, key_heads=2)
-    rf, root = features.PosRF(), 8**-0.25
-    omega = directions(Draw(rf, NUM_FEATURES, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64))
-    params = features.Parameters.identity(8, dtype=torch.float64, device="cpu")
-    log_query = rf.log_phi(root * query, omega, params)
-    log_key = rf.log_phi(root * key, omega, params, side="key")
-    top = torch.full((2, 2, NUM_FEATURES), -torch.inf, dtype=torch.float64)
-    state = torch.zeros(2, 2, NUM_FEATURES, 6, dtype=torch.float64)
-    ones = torch.ones(2, 2, 75, 1, dtype=torch.float64)
-    outs = []
-    for t in range(75):
-        risen = torch.maximum(top, log_key[:, :, t])
-        fresh = (log_key[:, :, t] - risen).exp()[..., None] * torch.cat((value, ones), -1)[:, :, t, None]
-        state, top = state * (top - risen).exp()[..., None] + fresh, risen
-        row = log_query[:, :, t] + top
-        sums = ((row - row.amax(-1, keepdim=True)).exp()[:, :, None] @ state)[:, :, 0]
-        assert (sums[..., -1] >= 1 - 1e-12).all()
-        outs.append(sums[..., :-1] / sums[..., -1:])
-    out = attend(query, key, value, name="pos", is_causal=True)
-    torch.testing.assert_close(out, torch.stack(outs, 2), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 2, 16, 64, 128])
-def test_chunk_size_does_not_matter(chunk_size):
-    generator = torch.Generator().manual_seed(0)
-    log_query = 5 * torch.randn(1, 2, 90, 3, 6, dtype=torch.float64, generator=generator)
-    log_key = 5 * torch.randn(1, 2, 95, 6, dtype=torch.float64, generator=generator)
-    value = torch.randn(1, 2, 95, 4, dtype=torch.float64, generator=generator)
-    weights = (log_query[..., None, :] + log_key[:, :, None, None]).logsumexp(-1)  # [B, H, L, G, S]
-    visible = torch.ones(90, 95, dtype=torch.bool).tril(5)
-    weights = weights.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-    expected = torch.einsum("bhlgs,bhsv->bhlgv", weights, value)
-    # With the unit vectors as directions, queries and keys are their own logits.
-    eye = torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6)
-    zeros = torch.zeros(1, 2, 6, dtype=torch.float64), torch.zeros(1, 2, 95, dtype=torch.float64)
-    query = log_query.transpose(2, 3).flatten(1, 2)
-    operands = Operands(query, log_key, value, eye, eye, *zeros)
-    out = causal.forward(operands, Geometry(None, None, 0, 0), chunk_size=chunk_size).out
-    expected = expected.transpose(2, 3).flatten(1, 2)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("rf", ["pos", "trig", "relu", "elu"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_gradients_by_finite_differences(rf, is_causal):
@@ -295,19 +238,6 @@ def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
     mean = value.cumsum(2) / count if is_causal else value.mean(2, keepdim=True).expand_as(value)
     out = attend(query, key, value, name=name, is_causal=is_causal)
     torch.testing.assert_close(out, mean.repeat_interleave(2, dim=1), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_length_zero(name, is_causal):
-    query, key, value = inputs(0)
-    assert attend(query, key, value, name=name, is_causal=is_causal).shape == (2, 4, 0, 5)
-    for subset in ((0,), (1,), (2,)) if not is_causal else ():
-        tensors = [t.requires_grad_(i in subset) for i, t in enumerate(inputs(3, 0))]
-        out = attend(*tensors, name=name)
-        assert not out.any()
-        out.sum().backward()
-        assert not tensors[subset[0]].grad.any()
 
 
 @pytest.mark.parametrize("name", [name for name in POSITIVE if name != "wderf@16"])  # which covers the sequence
@@ -430,9 +360,12 @@ def test_autocast_does_not_reach_the_features(name, is_causal):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("batch", "length", "value_dim"), [(0, 5, 8), (2, 0, 8), (2, 5, 0)])
-def test_nothing_in_nothing_out(name, is_causal, batch, length, value_dim):
-    shapes = ((4, length, 8), (2, 5, 8), (2, 5, value_dim))
+@pytest.mark.parametrize(
+    ("batch", "length", "keys", "value_dim"), [(0, 5, 5, 8), (2, 0, 5, 8), (2, 0, 0, 8), (2, 3, 0, 8), (2, 5, 5, 0)]
+)
+def test_nothing_in_nothing_out(name, is_causal, batch, length, keys, value_dim):
+    is_causal = is_causal and keys >= length
+    shapes = ((4, length, 8), (2, keys, 8), (2, keys, value_dim))
     tensors = [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]
     out = attend(*tensors, name=name, is_causal=is_causal)
     assert out.shape == (batch, 4, length, value_dim)

@@ -1,11 +1,15 @@
-"""What all of favor.decomposition refuse and warn of in the same way, and the names it lists."""
+"""What all of favor.decomposition have in common: scikit-learn's checks, names, refusals, warnings."""
 
+import pickle
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from sklearn.base import clone
+from sklearn.datasets import load_iris
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.estimator_checks import check_estimator
 
 import favor.decomposition
 from favor.decomposition import (
@@ -46,6 +50,24 @@ ESTIMATORS = {
         "flag": (),
     },
 }
+CHECKED = [
+    KLNMF(),
+    KLNMF(2, shift=0.25),
+    KLNMF(2, shift=0, guard=False),
+    L1KernelPCA(),
+    L1KernelPCA(kernel="rbf", bit_flips=True),
+    L1KernelPCA(kernel="precomputed"),
+    L1KernelPCA(kernel="rbf", gamma=0.1, center=False),
+    LpKernelPCA(),
+    LpKernelPCA(p=1, kernel="rbf"),
+    LpKernelPCA(p=1.5, kernel="precomputed", shift=0.2),
+    VRPower(),
+    VRPower(eta="rule", epoch_length="rule", eigenvalues="estimate", center=True),
+    VRHeavyBallPower(),
+    VRHeavyBallPower(eta="rule", epoch_length="rule"),
+    StochasticSCIPI(),
+    StochasticSCIPI(degree=2, n_components=1, eta=0.5),
+]
 FUNCTIONS = {
     "l1_kernel_pca": (
         lambda **options: l1_kernel_pca(X @ X.T, **options),
@@ -64,7 +86,35 @@ FUNCTIONS = {
         {"integer": ("max_iter",), "number": ("shift", "tol"), "flag": ()},
     ),
 }
-WRONG = {"integer": (True, 2.5, "3", [1]), "number": (True, np.nan, "much", [1.0]), "flag": ("no", 1, None)}
+WRONG = {
+    "integer": (True, 2.5, "3", [1], 0, -1),
+    "number": (True, np.nan, "much", [1.0], np.inf, -1.5),
+    "flag": ("no", 1, None),
+}
+WORDS = {"integer": "a positive integer.*", "number": ".*", "flag": "True or False, "}
+
+
+# Some checks allow a few steps only.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+# One needs scipy's array API, which is set before scipy is imported.
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
+@pytest.mark.parametrize("estimator", CHECKED, ids=str)
+def test_scikit_learn_checks(estimator):
+    check_estimator(estimator, on_skip=None)
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_columns_have_names_and_copies_give_the_same(kind):
+    rows = load_iris(as_frame=True).data
+    model = kind(n_components=2).set_output(transform="pandas")
+    if "random_state" in model.get_params():
+        model.set_params(random_state=0)
+    frame = model.fit_transform(rows)
+    assert list(frame.columns) == [f"{kind.__name__.lower()}{i}" for i in range(2)]
+    assert list(model.get_feature_names_out()) == list(frame.columns)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).transform(rows), model.transform(rows))
+    np.testing.assert_array_equal(clone(model).fit_transform(rows), frame)
 
 
 def cases():
@@ -78,7 +128,7 @@ def cases():
 def test_wrong_kinds_of_parameters_are_refused_by_name(call, names):
     for sort, members in names.items():
         for name, value in product(members, WRONG[sort]):
-            with pytest.raises(ValueError, match=rf"^{name} must be .*got "):
+            with pytest.raises(ValueError, match=rf"^{name} must be {WORDS[sort]}got "):
                 call(**{name: value})
 
 
@@ -129,21 +179,21 @@ def test_small_differences_beside_a_large_mean_are_a_direction():
     np.testing.assert_allclose(found.components_, [[0.6, 0.8, 0.0]], atol=1e-5)
 
 
-LATE = {
-    "KLNMF": KLNMF(3, max_iter=9, tol=1e-9, random_state=0),
-    "L1KernelPCA": L1KernelPCA(max_iter=1),
-    "LpKernelPCA": LpKernelPCA(max_iter=1, random_state=0),
-    "VRPower": VRPower(max_epochs=1, random_state=0),
-    "StochasticSCIPI": StochasticSCIPI(max_epochs=1, batch_size=2, random_state=0),
-}
+LATE = [
+    (KLNMF(3, max_iter=9, tol=1e-9, random_state=0), "max_iter=9 sweeps did not meet tol=1e-09"),
+    (L1KernelPCA(1, max_iter=1), "component 0 still moved after max_iter=1 sign updates"),
+    (LpKernelPCA(max_iter=1, random_state=0), "component 0 still moved after max_iter=1 steps"),
+    (VRPower(max_epochs=1, random_state=0), "component 0 did not reach tol=1e-06 in max_epochs=1"),
+    (StochasticSCIPI(max_epochs=1, batch_size=2, random_state=0), "did not reach tol=1e-06 in max_epochs=1"),
+]
 
 
 @pytest.mark.parametrize("method", ["fit", "fit_transform"])
-@pytest.mark.parametrize("name", LATE)
-def test_warnings_point_at_the_caller(name, method):
+@pytest.mark.parametrize(("estimator", "message"), LATE, ids=str)
+def test_warnings_say_what_ended_and_point_at_the_caller(estimator, message, method):
     rows = np.random.default_rng(1).gamma(0.5, size=(200, 12))
-    with pytest.warns(ConvergenceWarning) as caught:
-        getattr(LATE[name], method)(rows)
+    with pytest.warns(ConvergenceWarning, match=message) as caught:
+        getattr(estimator, method)(rows)
     assert {warning.filename for warning in caught} == {__file__}
 
 

@@ -3,37 +3,75 @@
 import numpy as np
 import pytest
 import torch
+from counts import factors
+from sklearn.base import clone
 
 from favor import decomposition
+from favor.decomposition import KLNMF, L1KernelPCA, LpKernelPCA, StochasticSCIPI, VRHeavyBallPower, VRPower
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 X = np.random.default_rng(0).gamma(1.0, size=(60, 6)) * [3, 2, 1, 1, 1, 1]
-ESTIMATORS = {
-    "L1KernelPCA": {"n_components": 2},
-    "LpKernelPCA": {"n_components": 2, "random_state": 0},
-    "KLNMF": {"n_components": 3, "random_state": 0, "tol": 0, "max_iter": 20},
-    "VRPower": {"random_state": 0, "batch_size": 30},
-    "VRHeavyBallPower": {"random_state": 0, "batch_size": 30},
-    "StochasticSCIPI": {"random_state": 0, "batch_size": 30},
-}
+
+
+def laplacian(x, y):
+    return torch.exp(-torch.cdist(x, y, p=1) / 4)
+
+
+POWER = {"p": 4, "tol": 1e-12, "max_iter": 5000, "random_state": 0}
+STEPS = {"batch_size": 30, "random_state": 0}
+ESTIMATORS = [
+    L1KernelPCA(2),
+    L1KernelPCA(2, kernel="rbf"),
+    L1KernelPCA(2, kernel=laplacian),
+    LpKernelPCA(2, **POWER),
+    LpKernelPCA(2, kernel="rbf", gamma=0.05, **POWER),
+    LpKernelPCA(2, kernel=laplacian, **POWER),
+    KLNMF(3, init="custom", tol=0, max_iter=20),
+    VRPower(2, center=True, **STEPS),
+    VRHeavyBallPower(2, center=True, **STEPS),
+    StochasticSCIPI(**STEPS),
+    StochasticSCIPI("mixture", tol=1e-5, **STEPS),
+]
+
+
+def fitted(model):
+    return {key: value for key, value in vars(model).items() if key.endswith("_") and hasattr(value, "shape")}
+
+
+def close(found, expected, rtol):
+    found, expected = (np.abs(np.asarray(part.cpu() if torch.is_tensor(part) else part)) for part in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * expected.max())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimators(name, device):
-    make = getattr(decomposition, name)
-    expected = make(**ESTIMATORS[name]).fit_transform(X)
-    model = make(**ESTIMATORS[name])
-    found = model.fit_transform(torch.tensor(X, device=device))
-    assert found.device.type == device
-    assert found.dtype == torch.float64
-    np.testing.assert_allclose(np.abs(found.cpu().numpy()), np.abs(expected), rtol=1e-6, atol=1e-8)
-    arrays = [value for key, value in vars(model).items() if key.endswith("_") and hasattr(value, "shape")]
-    assert arrays
-    assert all(isinstance(value, torch.Tensor) and value.device.type == device for value in arrays)
-    if hasattr(model, "transform"):
-        new = torch.tensor(X[:5], device=device)
-        assert model.transform(new).device.type == device
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+def test_estimators(estimator, device):
+    x, new = torch.tensor(X, device=device), torch.tensor(X[:5] + 0.1, device=device)
+    arrays, model, single = (clone(estimator) for _ in range(3))
+    start = dict(zip("WH", factors(X, 3), strict=True)) if isinstance(estimator, KLNMF) else {}
+    expected = arrays.fit_transform(X, **start)
+    close(model.fit_transform(x, **start), expected, 1e-6)
+    close(single.fit_transform(x.float(), **start), expected, 5e-3)
+    assert fitted(model).keys() == fitted(arrays).keys() != set()
+    for key, value in fitted(model).items():
+        assert value.device.type == device
+        close(value, fitted(arrays)[key], 1e-6)
+    for dtype, own in ((torch.float64, model), (torch.float32, single)):
+        assert {value.dtype for value in fitted(own).values() if value.is_floating_point()} == {dtype}
+        for name in ("transform", *(["outlier_score"] if hasattr(own, "outlier_score") else [])):
+            found = getattr(own, name)(new.to(dtype))
+            assert (found.device.type, found.dtype) == (device, dtype)
+            close(found, getattr(arrays, name)(X[:5] + 0.1), 1e-6 if own is model else 5e-3)
+    # What was fitted on one kind takes the other.
+    assert isinstance(model.transform(X), np.ndarray)
+    assert isinstance(arrays.transform(new), torch.Tensor)
+
+
+def test_integers_count_as_float64():
+    whole = X.round()
+    model = KLNMF(3, random_state=0, tol=0, max_iter=20)
+    expected, found = (model.fit_transform(torch.tensor(rows)) for rows in (whole, whole.astype(int)))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

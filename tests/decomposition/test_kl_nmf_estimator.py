@@ -1,6 +1,5 @@
 """KL-NMF as an estimator: scikit-learn's checks, transform, kinds, when it stops and what it refuses."""
 
-import pickle
 import warnings
 
 import numpy as np
@@ -8,22 +7,10 @@ import pytest
 import torch
 from counts import divergence, factors, ours, planted, small, start
 from scipy import sparse
-from sklearn.base import clone
 from sklearn.decomposition import NMF
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.pipeline import make_pipeline
-from sklearn.utils.estimator_checks import check_estimator
 
 from favor.decomposition import KLNMF, mixture_proportions
-
-
-# Some checks allow a few sweeps only, and some data of the checks take more than max_iter.
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-# One needs scipy's array API, which is set before scipy is imported.
-@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
-@pytest.mark.parametrize("estimator", [KLNMF(), KLNMF(2, shift=0.25), KLNMF(2, shift=0, guard=False)])
-def test_scikit_learn_checks_of_kl_nmf(estimator):
-    check_estimator(estimator, on_skip=None)
 
 
 @pytest.mark.parametrize("shift", [0, 0.05])
@@ -88,33 +75,6 @@ def test_inverse_transform():
             model.inverse_transform(wrong)
 
 
-def test_tensors():
-    V = small()
-    arrays, tensors = (KLNMF(4, random_state=0, tol=0, max_iter=30) for _ in range(2))
-    W, left = arrays.fit_transform(V), tensors.fit_transform(torch.tensor(V))
-    assert isinstance(W, np.ndarray)
-    assert isinstance(arrays.components_, np.ndarray)
-    assert left.dtype == tensors.components_.dtype == torch.float64
-    np.testing.assert_allclose(left, W, rtol=1e-12)
-    np.testing.assert_allclose(tensors.components_, arrays.components_, rtol=1e-12)
-    # Fitted on one kind, used on the other.
-    np.testing.assert_allclose(tensors.transform(V), arrays.transform(torch.tensor(V)).numpy(), rtol=1e-12)
-    assert isinstance(tensors.transform(V), np.ndarray)
-    integers = KLNMF(4, random_state=0, tol=0, max_iter=30).fit_transform(torch.tensor(V).long())
-    np.testing.assert_array_equal(integers, left)
-
-
-def test_float32():
-    V = small()
-    exact, single = (KLNMF(4, random_state=0, tol=0, max_iter=100) for _ in range(2))
-    W, H = factors(V, 4)
-    exact.set_params(init="custom").fit(V, W=W, H=H)
-    left = single.set_params(init="custom").fit_transform(torch.tensor(V).float(), W=W, H=H)
-    assert left.dtype == single.components_.dtype == torch.float32
-    assert single.reconstruction_err_ == pytest.approx(exact.reconstruction_err_, rel=1e-3)
-    assert single.transform(torch.tensor(V).float()).dtype == torch.float32
-
-
 @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array])
 def test_features_that_no_component_has_do_not_count(kind):
     """Words of new texts that were in none of the old ones."""
@@ -166,35 +126,6 @@ def test_starts():
     assert KLNMF(random_state=0).fit(V[:, :4]).components_.shape == (4, 4)
 
 
-def test_in_a_pipeline():
-    V = small()
-    model = KLNMF(3, random_state=0)
-    assert make_pipeline(clone(model)).fit_transform(V).shape == (30, 3)
-    model.fit(V)
-    assert model.get_feature_names_out().tolist() == ["klnmf0", "klnmf1", "klnmf2"]
-    again = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(again.transform(V), model.transform(V))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"n_components": 0}, "n_components must be a positive integer or None, got 0"),
-        ({"n_components": 2.5}, "n_components must be a positive integer or None, got 2.5"),
-        ({"shift": -0.1}, "shift must be a number of at least 0, got -0.1"),
-        ({"shift": float("inf")}, "shift must be a number of at least 0, got inf"),
-        ({"shift": "auto"}, "shift must be a number of at least 0, got 'auto'"),
-        ({"tol": float("nan")}, "tol must be a number of at least 0, got nan"),
-        ({"max_iter": 0}, "max_iter must be a positive integer, got 0"),
-        ({"max_iter": 1.5}, "max_iter must be a positive integer, got 1.5"),
-        ({"init": "nndsvd"}, 'init must be "random" or "custom", got \'nndsvd\''),
-    ],
-)
-def test_errors_of_parameters(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        KLNMF(**parameters).fit(small())
-
-
 @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_array, torch.tensor])
 def test_negative_data(kind):
     V = small()
@@ -219,6 +150,8 @@ def test_errors_of_data():
         KLNMF(2).inverse_transform(V)
     with pytest.raises(ValueError, match="20 features"):
         KLNMF(2, random_state=0).fit(V).transform(torch.tensor(V[:, :4]))
+    with pytest.raises(ValueError, match='init must be "random" or "custom", got \'nndsvd\''):
+        KLNMF(init="nndsvd").fit(V)
     with pytest.raises(ValueError, match='W and H are a start for init="custom"'):
         KLNMF(3).fit(V, W=W)
     with pytest.raises(ValueError, match=r'init="custom" needs H, of shape \[3, 20\]'):

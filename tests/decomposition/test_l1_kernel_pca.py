@@ -1,21 +1,15 @@
 """L1 kernel components against exhaustive search and identities; the estimator; outlier scores on cancer data."""
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
 import torch
-from sklearn.base import clone
-from sklearn.datasets import load_breast_cancer, load_iris
+from sklearn.datasets import load_breast_cancer
 from sklearn.decomposition import PCA
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import auc, precision_recall_curve
 from sklearn.metrics.pairwise import laplacian_kernel, rbf_kernel
-from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import KernelCenterer, StandardScaler
-from sklearn.utils.estimator_checks import check_estimator
 
 from favor.decomposition import L1KernelPCA, l1_kernel_pca
 
@@ -135,6 +129,7 @@ def test_after_bit_flips_no_single_sign_gains():
 def test_results_do_not_depend_on_the_scale_of_the_kernel():
     kernel = random_kernel(3)
     found = l1_kernel_pca(kernel, bit_flips=True)
+    np.testing.assert_array_equal(kernel, random_kernel(3))
     for size in (1e-30, 1e30):
         scaled = l1_kernel_pca(size * kernel, bit_flips=True)
         assert scaled.scores.shape == found.scores.shape
@@ -162,19 +157,6 @@ def test_a_kernel_of_zeros_has_no_components():
     assert found.n_iter == ()
 
 
-def test_the_kernel_is_not_changed():
-    kernel = random_kernel(2)
-    before = kernel.copy()
-    l1_kernel_pca(kernel, bit_flips=True)
-    np.testing.assert_array_equal(kernel, before)
-
-
-def test_too_few_updates_warn():
-    kernel = next(k for k in map(random_kernel, range(100)) if l1_kernel_pca(k, 1).n_iter[0] > 3)
-    with pytest.warns(ConvergenceWarning, match="component 0 still moved after max_iter=1 sign updates"):
-        l1_kernel_pca(kernel, 1, max_iter=1)
-
-
 @pytest.mark.parametrize(
     ("kernel", "options", "message"),
     [
@@ -182,30 +164,11 @@ def test_too_few_updates_warn():
         (np.array([[1.0, 2.0], [0.0, 1.0]]), {}, "K must be symmetric, got entries that differ by 2"),
         (np.diag([1.0, -1.0]), {}, "K must be positive semidefinite, got -1 on its diagonal"),
         (np.diag([1.0, np.nan]), {}, "K must be finite"),
-        (np.eye(2), {"n_components": 0}, "n_components must be a positive integer or None, got 0"),
-        (np.eye(2), {"max_iter": 0.5}, "max_iter must be a positive integer, got 0.5"),
     ],
 )
 def test_what_is_refused(kernel, options, message):
     with pytest.raises(ValueError, match=message):
         l1_kernel_pca(kernel, **options)
-
-
-# Some checks allow 5 updates only.
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-# One needs scipy's array API, which is set before scipy is imported.
-@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API")
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        L1KernelPCA(),
-        L1KernelPCA(kernel="rbf", bit_flips=True),
-        L1KernelPCA(kernel="precomputed"),
-        L1KernelPCA(kernel="rbf", gamma=0.1, center=False),
-    ],
-)
-def test_scikit_learn_checks_of_l1_kernel_pca(estimator):
-    check_estimator(estimator, on_skip=None)
 
 
 def laplacian(x, y):
@@ -313,37 +276,6 @@ def test_outlier_scores_of_new_rows():
     assert linear.outlier_score(x[:1] + 10)[0] > 2 * linear.outlier_score(x[:300]).max()
 
 
-@pytest.mark.parametrize("options", [{}, {"kernel": "rbf"}, {"kernel": laplacian}])
-def test_estimator_on_tensors(options):
-    x, new = torch.tensor(data()), torch.tensor(data(7, seed=1))
-    arrays, tensors = L1KernelPCA(3, **options).fit(x.numpy()), L1KernelPCA(3, **options).fit(x)
-    single = L1KernelPCA(3, **options).fit(x.float())
-    for name in ("scores_", "signs_", "alphas_", "outlier_variances_", "outlier_components_"):
-        assert isinstance(getattr(tensors, name), torch.Tensor)
-        np.testing.assert_array_equal(getattr(tensors, name), getattr(arrays, name))
-    np.testing.assert_array_equal(tensors.transform(new), arrays.transform(new.numpy()))
-    np.testing.assert_array_equal(tensors.outlier_score(new), arrays.outlier_score(new.numpy()))
-    assert single.transform(new.float()).dtype == torch.float32
-    assert single.outlier_score(new.float()).dtype == torch.float32
-    np.testing.assert_allclose(single.transform(new.float()), arrays.transform(new.numpy()), atol=1e-4)
-    np.testing.assert_allclose(single.transform(x.float()), single.scores_, atol=1e-4)
-    # What was fitted on one kind takes the other.
-    assert isinstance(tensors.transform(new.numpy()), np.ndarray)
-    assert isinstance(arrays.transform(new), torch.Tensor)
-
-
-def test_names_clones_pickles_and_pipelines():
-    iris = load_iris(as_frame=True)
-    pca = L1KernelPCA(2, kernel="rbf", gamma=0.1).set_output(transform="pandas")
-    frame = pca.fit_transform(iris.data)
-    assert list(frame.columns) == ["l1kernelpca0", "l1kernelpca1"]
-    np.testing.assert_allclose(pca.outlier_score(iris.data).shape, (150,))
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(pca)).transform(iris.data), pca.transform(iris.data))
-    np.testing.assert_array_equal(clone(pca).fit_transform(iris.data), frame)
-    model = make_pipeline(StandardScaler(), L1KernelPCA(3), LogisticRegression()).fit(iris.data, iris.target)
-    assert model.score(iris.data, iris.target) > 0.9
-
-
 def test_fewer_components_where_the_rank_is_lower():
     x = data(20, 2) @ np.ones((2, 6))
     pca = L1KernelPCA(4).fit(x)
@@ -355,8 +287,6 @@ def test_fewer_components_where_the_rank_is_lower():
 @pytest.mark.parametrize(
     ("options", "x", "message"),
     [
-        ({"n_components": 0}, data(), "n_components must be a positive integer or None, got 0"),
-        ({"max_iter": -1}, data(), "max_iter must be a positive integer, got -1"),
         ({"kernel": "poly"}, data(), "kernel must be one of linear, rbf, precomputed or a function; got 'poly'"),
         ({"gamma": 0}, data(), "gamma must be a positive number or None, got 0"),
         ({"kernel": "precomputed"}, data(), "X must be a square matrix"),

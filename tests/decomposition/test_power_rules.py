@@ -8,7 +8,6 @@ import pytest
 from spectra import deviations, epoch_of, printed_epoch, rows_with, tensor, unit
 
 from favor.decomposition.power_rules import (
-    PowerParameters,
     heavy_ball_beta,
     heavy_ball_rule,
     power_rule,
@@ -150,25 +149,6 @@ def test_t10_an_epoch_by_the_rules_takes_a_quarter_off(kind, near):
     assert p.epoch_length <= 60
     start = vectors[:, 0] + 0.1 * vectors[:, 1] if near else np.random.default_rng(1).normal(size=10)
     assert contraction(X, vectors, start, p, batch) <= 0.75
-
-
-@pytest.mark.parametrize(("kind", "eta", "m"), [("power", 1.0, 2), ("power", 0.3, 6), ("heavy ball", 0.02, 15)])
-def test_one_epoch_is_within_its_bound(kind, eta, m):
-    X, vectors = rows_with(SPREAD, 10000)
-    batch, l1, l2 = 2000, 1.0, 0.7
-    noise = (deviations(X) ** 2).mean() / batch
-    keep, other = 1 - eta + eta * l1, 1 - eta + eta * l2
-    p = PowerParameters(eta, m, None if kind == "power" else heavy_ball_beta(eta, l2))
-    if kind == "power":
-        condition = eta**2 * noise * m / keep**2
-        bound = (other / keep) ** (2 * m) + 4 * condition
-    else:
-        al1, al2, be = 4 * keep**2, 4 * other**2, other**2
-        condition = 4 * eta**2 * noise * m / (al1 - 4 * be)
-        bound = growth(m, al2, be) / growth(m, al1, be) + 32 * condition
-    assert condition < 1
-    for start in (vectors[:, 0] + 0.1 * vectors[:, 1], np.random.default_rng(1).normal(size=10)):
-        assert contraction(X, vectors, start, p, batch) <= bound
 
 
 def test_second_eigenvalue_is_the_quotient_of_what_is_new():

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 import favor
 from favor.eval import generation
 
@@ -33,8 +31,3 @@ def test_no_time_where_the_caches_disagree(tmp_path, monkeypatch, capsys):
     assert generation.main([*SMALL, "--output_dir", str(tmp_path)]) == 1
     assert "the caches differ by" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-def test_wrong_sizes_are_refused():
-    with pytest.raises(SystemExit):
-        generation.parse_arguments(["--tokens", "1"])

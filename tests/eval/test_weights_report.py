@@ -12,24 +12,8 @@ from favor.eval import feature_weights
 from favor.eval.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
 from favor.integrations.adapt.observe import observe
 
-SMALL = [
-    "--max_length",
-    "32",
-    "--calibration_samples",
-    "2",
-    "--held_out_samples",
-    "2",
-    "--num_features",
-    "8",
-    "--baselines",
-    "8",
-    "16",
-    "--windows",
-    "0",
-    "8",
-    "--seeds",
-    "0",
-]
+SMALL = ["--max_length", "32", "--calibration_samples", "2", "--held_out_samples", "2", "--num_features", "8"]
+SMALL += ["--baselines", "8", "16", "--windows", "0", "8", "--seeds", "0"]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from features_table import D, data, exact_kernel
-from scipy.optimize import minimize
 
 from favor import features
 from favor.features import Moments, Parameters
@@ -50,45 +49,6 @@ def test_map_is_the_geometric_mean(seed):
     torch.testing.assert_close(params.shift, y.mean(0) + F @ x.mean(0), rtol=0, atol=1e-12)
 
 
-def test_shift_centres_the_sum():
-    x, y = data(12, 9)
-    params = features.CDERF().fit(x, y)
-    z = params.map_queries(x).mean(0) + params.map_keys(y).mean(0)
-    assert z.abs().max() < 1e-12
-
-
-def any_derf(theta: torch.Tensor) -> Parameters:
-    """Every G, every Sigma > I/2 and every shift."""
-    G = theta[:16].reshape(4, 4) + EYE
-    root = theta[16:32].reshape(4, 4) + EYE
-    factor = torch.linalg.cholesky(root @ root.T + 0.5 * EYE)
-    return Parameters(G, torch.linalg.inv(G), factor, shift=theta[32:])
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_closed_form_is_the_optimum_of_all_dense_features(seed):
-    x, y = data(12, 9, scale=0.8, seed=seed)
-    rf = features.CDERF(**UNREGULARISED)
-
-    def value_and_gradient(theta):
-        theta = torch.tensor(theta, requires_grad=True)
-        objective = rf.objective(x, y, any_derf(theta))
-        if not objective.isfinite():
-            return 1e6, torch.zeros_like(theta).numpy()
-        (gradient,) = torch.autograd.grad(objective, theta)
-        return objective.item(), gradient.numpy()
-
-    generator = torch.Generator().manual_seed(0)
-    starts = [0.3 * torch.randn(36, dtype=torch.float64, generator=generator) for _ in range(4)]
-    options = {"gtol": 1e-8, "maxiter": 2000}
-    numerical = min(minimize(value_and_gradient, s.numpy(), jac=True, options=options).fun for s in starts)
-    closed = rf.objective(x, y, rf.fit(x, y)).item()
-    assert closed == pytest.approx(numerical, abs=1e-6)
-    for other in (features.SDERF(), features.ADERF(**UNREGULARISED), features.SADERF(**UNREGULARISED)):
-        assert closed < other.objective(x, y, other.fit(x, y)).item()
-    assert closed > 2 * (x @ y.T).mean().item()  # the bound of no variance
-
-
 @pytest.mark.parametrize("scale", [0.05, 0.3, 0.8, 2.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cholesky_form_is_near_the_optimum(scale, seed):
@@ -101,7 +61,7 @@ def test_cholesky_form_is_near_the_optimum(scale, seed):
     assert objective["eigh"] - 1e-9 <= objective["cholesky"] <= objective["eigh"] + 0.0075 * D
 
 
-def outlier(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def outlier() -> tuple[torch.Tensor, torch.Tensor]:
     """One strong direction common to both, as with sink tokens: C1 C2 is beyond the digits of float32."""
     generator = torch.Generator().manual_seed(3)
     d = 64
@@ -115,35 +75,22 @@ def outlier(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return x, y
 
 
-DEGENERATE = {
-    "zero keys": lambda x, y: (x, 0 * y),
-    "zero queries": lambda x, y: (0 * x, y),
-    "all zero": lambda x, y: (0 * x, 0 * y),
-    "one token": lambda x, y: (x[:1], y[:1]),
-    "identical tokens": lambda x, y: (x[:1].expand(8, -1), y[:1].expand(8, -1)),
-    "fewer tokens than dimensions": lambda x, y: (x[:2], y[:2]),
-    "norms x 1000": lambda x, y: (1000 * x, 1000 * y),
-    "one strong direction": outlier,
-}
-
-
 @each_family
-def test_finite_on_degenerate_data(make):
-    for case, change in DEGENERATE.items():
-        x, y = change(*(t.float() for t in data(8, 9, scale=1.0)))
-        rf = make()
-        params = rf.fit(x, y)
-        omega = rf.draw(7, x.shape[-1], generator=torch.Generator().manual_seed(0)).float()
-        assert rf.log_phi(x, omega, params).isfinite().all(), case
-        assert rf.log_phi(y, omega, params, side="key").isfinite().all(), case
-        assert all(part.isfinite().all() for part in rf.directions(omega, params)), case
-        assert rf.objective(x, y, params).isfinite(), case
+def test_one_strong_direction_leaves_all_finite(make):
+    x, y = outlier()
+    rf = make()
+    params = rf.fit(x, y)
+    omega = rf.draw(7, x.shape[-1], generator=torch.Generator().manual_seed(0)).float()
+    assert rf.log_phi(x, omega, params).isfinite().all()
+    assert rf.log_phi(y, omega, params, side="key").isfinite().all()
+    assert all(part.isfinite().all() for part in rf.directions(omega, params))
+    assert rf.objective(x, y, params).isfinite()
 
 
 @pytest.mark.parametrize("name", ["aderf", "cderf"])
 def test_float32_is_near_float64_with_one_strong_direction(name):
     """Eigenvalues below the rounding of the largest are noise; taken at their word they gave 1e10 and more here."""
-    x, y = outlier(None, None)
+    x, y = outlier()
     rf = features.get(name)
     single = rf.fit(x, y)
     x, y = x.double(), y.double()
@@ -152,19 +99,6 @@ def test_float32_is_near_float64_with_one_strong_direction(name):
     as_double = Parameters(single.transform.double(), inverse, single.factor.double(), shift=shift)
     value, best = (rf.log_relative_second_moment(x, y, p).mean() for p in (as_double, rf.fit(x, y)))
     assert value < best + 1
-
-
-@each_family
-def test_masked_rows_do_not_matter(make):
-    x, y = data(8, 9)
-    x_mask, y_mask = torch.arange(8) % 3 != 1, torch.arange(9) > 2
-    rf = make()
-    spoiled_x, spoiled_y = x.clone(), y.clone()
-    spoiled_x[~x_mask], spoiled_y[~y_mask] = 1e6, -1e6
-    masked = rf.fit(spoiled_x, spoiled_y, x_mask=x_mask, y_mask=y_mask)
-    alone = rf.fit(x[x_mask], y[y_mask])
-    for name in ("transform", "inverse", "factor", "shift"):
-        torch.testing.assert_close(getattr(masked, name), getattr(alone, name), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("num_queries", [1, 3, 16])

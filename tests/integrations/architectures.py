@@ -9,26 +9,16 @@ import transformers as hf
 import favor  # noqa: F401  registers the backends
 
 BATCH, LENGTH = 3, 24
-COMMON = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.06,
-    "pad_token_id": 0,
-}
-AUDIO = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 32,
-    "num_mel_bins": 16,
-    "subsampling_conv_channels": 8,
-    "layerdrop": 0.0,
-    "initializer_range": 0.06,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.06}
+COMMON = SIZES | {"intermediate_size": 32, "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0}
+AUDIO = SIZES | {"intermediate_size": 32, "num_mel_bins": 16, "subsampling_conv_channels": 8, "layerdrop": 0.0}
+TOKENS = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+ENCODER = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "init_std": 0.06}
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "forced_eos_token_id": 2}
+IMAGE = SIZES | {"image_size": 20, "patch_size": 4}
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "initializer_range": 0.06}
+CONVOLUTIONS = {"conv_dim": (8, 8), "conv_stride": (5, 5), "conv_kernel": (10, 5), "num_conv_pos_embeddings": 4}
+CONVOLUTIONS |= {"num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3, "layerdrop": 0.0}
 
 
 def padding_mask() -> torch.Tensor:
@@ -108,15 +98,7 @@ ARCHITECTURES = [
     Architecture(
         "distilbert",
         hf.DistilBertModel,
-        lambda: hf.DistilBertConfig(
-            dim=32,
-            n_layers=2,
-            n_heads=4,
-            hidden_dim=32,
-            vocab_size=40,
-            max_position_embeddings=64,
-            initializer_range=0.06,
-        ),
+        lambda: hf.DistilBertConfig(**DISTIL, vocab_size=40, max_position_embeddings=64),
         position_ids="not taken",
     ),
     Architecture("electra", hf.ElectraModel, lambda: hf.ElectraConfig(**COMMON, embedding_size=16)),
@@ -124,44 +106,15 @@ ARCHITECTURES = [
         "modernbert",
         hf.ModernBertModel,
         lambda: hf.ModernBertConfig(
-            **{**COMMON, "num_hidden_layers": 4},
-            local_attention=8,
-            cls_token_id=1,
-            sep_token_id=2,
-            bos_token_id=1,
-            eos_token_id=2,
+            **COMMON | TOKENS | {"num_hidden_layers": 4}, local_attention=8, cls_token_id=1, sep_token_id=2
         ),
     ),
-    Architecture(
-        "vit",
-        hf.ViTModel,
-        lambda: hf.ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=32,
-            image_size=20,
-            patch_size=4,
-            initializer_range=0.06,
-        ),
-        pixels,
-        can_pad=False,
-    ),
+    Architecture("vit", hf.ViTModel, lambda: hf.ViTConfig(**IMAGE, intermediate_size=32), pixels, can_pad=False),
     Architecture(
         "whisper-encoder",
         hf.models.whisper.modeling_whisper.WhisperEncoder,
         lambda: hf.WhisperConfig(
-            d_model=32,
-            encoder_layers=2,
-            encoder_attention_heads=4,
-            encoder_ffn_dim=32,
-            num_mel_bins=16,
-            max_source_positions=LENGTH,
-            init_std=0.06,
-            pad_token_id=0,
-            vocab_size=40,
-            bos_token_id=1,
-            eos_token_id=2,
+            **ENCODER | TOKENS, d_model=32, num_mel_bins=16, max_source_positions=LENGTH, pad_token_id=0,
             decoder_start_token_id=1,
         ),
         whisper_features,
@@ -172,29 +125,12 @@ ARCHITECTURES = [
         "wav2vec2-conformer",
         hf.Wav2Vec2ConformerModel,
         lambda: hf.Wav2Vec2ConformerConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=32,
-            conv_dim=(8, 8),
-            conv_stride=(5, 5),
-            conv_kernel=(10, 5),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            conv_depthwise_kernel_size=3,
-            position_embeddings_type="rotary",
-            layerdrop=0.0,
-            initializer_range=0.06,
-            mask_time_prob=0.0,
+            **SIZES | CONVOLUTIONS, intermediate_size=32, position_embeddings_type="rotary", mask_time_prob=0.0
         ),
         waveform,
     ),
     Architecture(
-        "gpt2",
-        hf.GPT2Model,
-        lambda: hf.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=64, bos_token_id=1, eos_token_id=2
-        ),
+        "gpt2", hf.GPT2Model, lambda: hf.GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     ),
     Architecture("llama", hf.LlamaModel, lambda: hf.LlamaConfig(**COMMON, num_key_value_heads=2)),
     # Beyond the usual ones: an encoder-decoder with cross attention, a rotary protein encoder, a vision model, one
@@ -203,21 +139,8 @@ ARCHITECTURES = [
         "bart",
         hf.BartModel,
         lambda: hf.BartConfig(
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            vocab_size=40,
-            max_position_embeddings=64,
-            init_std=0.06,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
+            **ENCODER | DECODER | TOKENS, d_model=32, max_position_embeddings=64, pad_token_id=0,
             decoder_start_token_id=2,
-            forced_eos_token_id=2,
         ),
         seq2seq,
     ),
@@ -227,20 +150,7 @@ ARCHITECTURES = [
         lambda: hf.EsmConfig(**COMMON, mask_token_id=3, position_embedding_type="rotary", token_dropout=False),
         position_ids="not taken",
     ),
-    Architecture(
-        "dinov2",
-        hf.Dinov2Model,
-        lambda: hf.Dinov2Config(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=20,
-            patch_size=4,
-            initializer_range=0.06,
-        ),
-        pixels,
-        can_pad=False,
-    ),
+    Architecture("dinov2", hf.Dinov2Model, lambda: hf.Dinov2Config(**IMAGE), pixels, can_pad=False),
     Architecture("gpt-neox", hf.GPTNeoXModel, lambda: hf.GPTNeoXConfig(**COMMON)),
     Architecture("albert", hf.AlbertModel, lambda: hf.AlbertConfig(**COMMON, embedding_size=16)),
-]
+]  # fmt: skip

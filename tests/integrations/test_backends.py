@@ -3,9 +3,6 @@
 import copy
 import io
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,40 +73,6 @@ def test_options_of_other_backends_do_not_stop_one_that_has_no_use_for_them():
     for option in ({"statistics": "calibrated"}, {"kernel": "triton"}):
         with pytest.raises(ValueError, match="favor_relu attention has no"):
             favor.configure(model, **option)
-
-
-def test_sliding_window_layers_stay_exact():
-    modernbert = next(a for a in ARCHITECTURES if a.name == "modernbert")
-    model = modernbert.build("favor#", num_features=16, exact_below=0)
-    exact = modernbert.build("sdpa")
-    seen = {}
-    for name, m in (("favor", model), ("exact", exact)):
-        for i, layer in enumerate(m.layers):
-            layer.attn.register_forward_hook(lambda _, __, out, key=(name, i): seen.__setitem__(key, out[0]))
-    hidden = torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(0))
-    for m in (model, exact):
-        m.embeddings.forward = lambda *args, **kwargs: hidden
-        for layer in m.layers:
-            layer.mlp.forward = lambda x: torch.zeros_like(x)
-        m(**tokens(True))
-    kinds = model.config.layer_types
-    assert kinds == ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    # Give every layer the same input, so that a difference is that layer's own.
-    for i, kind in enumerate(kinds):
-        outs = []
-        for m in (model, exact):
-            masks = m.config._attn_implementation
-            local = kind == "sliding_attention"
-            create = (
-                hf.masking_utils.create_bidirectional_sliding_window_mask
-                if local
-                else hf.masking_utils.create_bidirectional_mask
-            )
-            mask = create(m.config, hidden, padding_mask())
-            assert masks in ("favor#", "sdpa")
-            rotary = m.rotary_emb(hidden, torch.arange(24)[None], kind)
-            outs.append(m.layers[i].attn(hidden, rotary, mask)[0][padding_mask().bool()])
-        assert torch.allclose(*outs, rtol=0, atol=1e-5) == local
 
 
 def test_options_are_merged_validated_and_stored():
@@ -213,27 +176,6 @@ def test_backend_switches_on_a_live_model():
     assert torch.equal(model(**tokens(False)).last_hidden_state, exact)
 
 
-def test_options_survive_saving_in_a_fresh_process(tmp_path: Path):
-    """Any architecture: options travel in config.json, so the reloaded model is the same to the bit."""
-    model = next(a for a in ARCHITECTURES if a.name == "distilbert").build("favor#", num_features=20, exact_below=0)
-    model.save_pretrained(tmp_path)
-    torch.save(model(**tokens(True)).last_hidden_state, tmp_path / "out.pt")
-    code = """if True:
-        import sys, torch, favor
-        from transformers import AutoModel
-        sys.path.insert(0, sys.argv[2])
-        from architectures import tokens
-        torch.set_num_threads(1)
-        model = AutoModel.from_pretrained(sys.argv[1], attn_implementation="favor#").eval()
-        out = model(**tokens(True)).last_hidden_state
-        assert torch.equal(out, torch.load(sys.argv[1] + "/out.pt")), "outputs differ"
-        print("same")
-    """
-    here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), here], capture_output=True, text=True)
-    assert done.stdout.strip() == "same", done.stderr
-
-
 def test_a_model_built_before_the_import_is_told_what_to_do():
     model = BERT.build("favor+", num_features=16, exact_below=0)
     expected = model(**tokens(False)).last_hidden_state
@@ -272,13 +214,9 @@ def test_dropout_drops_weights_without_bias():
     value = value.double()
     plain, _ = favor_attention_forward("favor+", module, query.double(), key.double(), value, None)
     torch.manual_seed(0)
-    outs = torch.stack(
-        [
-            favor_attention_forward("favor+", module, query.double(), key.double(), value, None, dropout=0.3)[0]
-            for _ in range(2000)
-        ]
-    )
-    z = (outs.mean(0) - plain) / (outs.std(0) / 2000**0.5)
+    rows = [tensor.double().expand(2000, -1, -1, -1) for tensor in (query, key, value)]
+    outs = favor_attention_forward("favor+", module, *rows, None, dropout=0.3)[0]
+    z = (outs.mean(0) - plain[0]) / (outs.std(0) / 2000**0.5)
     assert z.abs().max() < 5
     assert outs.std(0).min() > 0
 

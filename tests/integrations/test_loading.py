@@ -46,6 +46,14 @@ NEVER = {
 }  # fmt: skip
 
 
+PART = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def clip():
+    text = {**PART, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config={**PART, "image_size": 8, "patch_size": 4}))
+
+
 @pytest.mark.parametrize("how", ["load", "configure"])
 @pytest.mark.parametrize("name", NEVER)
 def test_models_that_never_ask_for_a_backend_are_refused(name, how):
@@ -123,13 +131,7 @@ def test_a_name_that_is_passed_wins_and_is_what_is_saved_next(tmp_path):
 
 
 def test_parts_with_configs_of_their_own_take_up_their_own_backends(tmp_path):
-    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = hf.CLIPModel(
-        hf.CLIPConfig(
-            text_config={**part, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
-            vision_config={**part, "image_size": 8, "patch_size": 4},
-        )
-    )
+    model = clip()
     favor.configure(model.vision_model, "favor+", num_features=8, exact_below=0)
     model.save_pretrained(tmp_path)
     again = hf.CLIPModel.from_pretrained(tmp_path)
@@ -138,12 +140,7 @@ def test_parts_with_configs_of_their_own_take_up_their_own_backends(tmp_path):
 
 
 def test_a_part_that_was_kept_exact_stays_exact(tmp_path):
-    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = hf.CLIPConfig(
-        text_config={**part, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config={**part, "image_size": 8, "patch_size": 4},
-    )
-    model = favor.configure(hf.CLIPModel(config), "favor+", num_features=8, exact_below=0)
+    model = favor.configure(clip(), "favor+", num_features=8, exact_below=0)
     favor.configure(model, "sdpa", only="vision_model")
     model.save_pretrained(tmp_path)
     again = hf.CLIPModel.from_pretrained(tmp_path)
@@ -153,11 +150,10 @@ def test_a_part_that_was_kept_exact_stays_exact(tmp_path):
 
 def test_parts_that_transformers_builds_anew_take_the_backend_too():
     """Its parts are built by `AutoModel.from_config`, which drops the name."""
-    part = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = hf.VisionTextDualEncoderModel._from_config(
         hf.VisionTextDualEncoderConfig(
-            text_config={**part, "vocab_size": 40, "model_type": "bert"},
-            vision_config={**part, "image_size": 8, "patch_size": 4, "model_type": "vit"},
+            text_config={**PART, "vocab_size": 40, "model_type": "bert"},
+            vision_config={**PART, "image_size": 8, "patch_size": 4, "model_type": "vit"},
             projection_dim=8,
         ),
         attn_implementation="landmark",

@@ -84,15 +84,6 @@ def test_means_of_many_equal_keys_stay_equal_to_a_new_one():
     assert error_of(tensors, num_features=9, is_causal=True, window=32) < 1e-5
 
 
-def test_pieces_of_equal_keys_are_exact():
-    tensors = copies(300, 8)
-    state, outs = favor.kernels.StreamState(), []
-    for part in zip(*(t.split([130, 1, 1, 100, 68], 2) for t in tensors), strict=True):
-        options = {"num_features": 20, "is_causal": True, "window": 16, "state": state}
-        outs.append(favor.favor_attention(*part, features="landmark", **options))
-    torch.testing.assert_close(torch.cat(outs, 2), exact_of(*tensors, is_causal=True))
-
-
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("distinct", [8, 60])

@@ -26,13 +26,6 @@ def error_of(tensors, **options):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_equal_keys_are_one_key(is_causal):
-    """300 keys of which only eight differ: 64 landmarks hold them all."""
-    assert error_of(clustered(300, 8, 0.0), num_features=64, window=32, is_causal=is_causal) < 1e-12
-    assert error_of(clustered(300, 8, 0.0), num_features=64, is_causal=is_causal) < 1e-12
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
 def test_the_error_falls_with_the_distance_of_keys_from_their_landmark(is_causal):
     """Means of keys leave an error of the second order in that distance, as values are independent of keys."""
     options = {"num_features": 64, "window": 32, "is_causal": is_causal}

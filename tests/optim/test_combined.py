@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from problem import DECAY, data, joined, make_head
+from problem import data, joined, make_head
 from processes import run_two
+from test_optimizers import BOUND, TABLE
 from torch.nn.functional import cross_entropy
 
-from favor.optim import BBM, SPFB, CombinedOptimizer, SoftmaxBound
+from favor.optim import CombinedOptimizer, SoftmaxBound
 
 
 def network():
@@ -115,17 +116,7 @@ def test_refusals():
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
-OPTIMIZERS = {
-    **{
-        name: (lambda head, c=name: SoftmaxBound(head, weight_decay=DECAY, curvature=c))
-        for name in ("bohning", "diag", "block", "kfac", "exact", "geometric")
-    },
-    "SPFB": lambda head: SPFB(head, weight_decay=DECAY),
-    **{
-        f"BBM {name}": (lambda head, c=name: BBM(head, weight_decay=DECAY, curvature=c))
-        for name in ("exact", "spectral", "kfac")
-    },
-}
+OPTIMIZERS = {name: TABLE[name][0] for name in [*BOUND, "SPFB", "BBM exact", "BBM spectral", "BBM kfac"]}
 
 
 def share(step, rank, world):

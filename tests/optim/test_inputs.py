@@ -12,31 +12,67 @@ from torch.utils.checkpoint import checkpoint
 
 from favor.optim import SoftmaxBound
 
+X, Y = data()
+ROWS, LABELS = X[:20], Y[:20]
 
-@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
-def test_accumulated_passes_are_one_batch(curvature):
-    x, y = data()
 
-    def halves(_, head):
-        for rows in (slice(10), slice(10, 20)):
-            (cross_entropy(head(x[rows]), y[rows]) / 2).backward()
+def halves(_, head):
+    for rows in (slice(10), slice(10, 20)):
+        (cross_entropy(head(X[rows]), Y[rows]) / 2).backward()
 
+
+def ignored(_, head):
+    """As in a masked-LM batch: the body below the head is trained, and most targets are ignored."""
+    rows = torch.cat((X[20:60], ROWS)).reshape(12, 5, -1).requires_grad_()
+    cross_entropy(head(rows).flatten(0, 1), torch.cat((torch.full((40,), -100), LABELS))).backward()
+
+
+def late(optimizer, head):
+    """The forward pass before `zero_grad`, and one that is never differentiated."""
+    loss = cross_entropy(head(ROWS), LABELS)
+    optimizer.zero_grad()
+    loss.backward()
+    head(1e3 * X)
+
+
+def checkpointed(_, head):
+    """A pass that is repeated."""
+    rows, targets = X.clone().requires_grad_(), torch.cat((LABELS, torch.full((40,), -100)))
+    checkpoint(lambda r: cross_entropy(head(r), targets), rows, use_reentrant=False).backward()
+
+
+def copied(_, head):
+    """Copies of the model, which are trained with other inputs."""
+    stream = io.BytesIO()
+    torch.save(head, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(head), torch.load(stream, weights_only=False)):
+        backward(other, 1e3 * X, Y)
+    whole(_, head)
+
+
+def by_keyword(_, head):
+    cross_entropy(head(input=ROWS.clone().requires_grad_()), LABELS).backward()
+
+
+def by_hand(optimizer, head):
+    """In parts, without capture."""
+    whole(optimizer, head)
+    for rows in (X[:5], X[5:20]):
+        optimizer.set_batch(rows, torch.full((len(rows),), 1 / 20, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "curvature"),
+    [
+        *((prepare, own) for prepare in (halves, ignored) for own in ("bohning", "diag", "block", "kfac", "exact")),
+        *((prepare, "bohning") for prepare in (late, checkpointed, copied, by_keyword, by_hand)),
+    ],
+)
+def test_the_inputs_are_those_of_one_batch(prepare, curvature):
+    options = {"curvature": curvature, "capture": prepare is not by_hand}
     expected = after_step(whole, curvature=curvature)
-    torch.testing.assert_close(after_step(halves, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("curvature", ["bohning", "diag", "block", "kfac", "exact"])
-def test_rows_without_a_part_in_the_loss_do_not_count(curvature):
-    x, y = data()
-
-    def ignored(_, head):
-        # As in a masked-LM batch: the body below the head is trained, and most targets are ignored.
-        rows = torch.cat((x[20:60], x[:20])).reshape(12, 5, -1).requires_grad_()
-        targets = torch.cat((torch.full((40,), -100), y[:20]))
-        cross_entropy(head(rows).flatten(0, 1), targets).backward()
-
-    expected = after_step(whole, curvature=curvature)
-    torch.testing.assert_close(after_step(ignored, curvature=curvature), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(after_step(prepare, **options), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_batch_without_targets_changes_nothing():
@@ -88,46 +124,10 @@ def test_a_head_of_zeros_and_a_body_at_rest():
     torch.testing.assert_close(joined(head), joined(reference), rtol=1e-10, atol=1e-12)
 
 
-def test_order_of_forward_and_zero_grad():
-    x, y = data()
-
-    def late(optimizer, head):
-        loss = cross_entropy(head(x[:20]), y[:20])
-        optimizer.zero_grad()
-        loss.backward()
-        # Never differentiated.
-        head(1e3 * x)
-
-    assert torch.equal(after_step(late), after_step(whole))
-
-
-def test_a_pass_that_checkpointing_repeats_counts_once():
-    x, y = data()
-
-    def repeated(_, head):
-        rows = x.clone().requires_grad_()
-        targets = torch.cat((y[:20], torch.full((40,), -100)))
-        checkpoint(lambda r: cross_entropy(head(r), targets), rows, use_reentrant=False).backward()
-
-    torch.testing.assert_close(after_step(repeated), after_step(whole), rtol=1e-10, atol=1e-12)
-
-
-def test_copies_of_the_model_leave_the_optimizer_alone():
-    x, y = data()
-
-    def copied(_, head):
-        stream = io.BytesIO()
-        torch.save(head, stream)
-        stream.seek(0)
-        for other in (copy.deepcopy(head), torch.load(stream, weights_only=False)):
-            backward(other, 1e3 * x, y)
-        whole(_, head)
-
-    assert torch.equal(after_step(copied), after_step(whole))
-
-
 def test_nothing_stays_on_the_head_of_an_optimizer_that_is_gone():
     head = make_head()
+    optimizer = SoftmaxBound(head, capture=False)
+    assert not head._forward_hooks
     optimizer = SoftmaxBound(head)
     assert len(head._forward_hooks) == 1
     del optimizer
@@ -156,18 +156,6 @@ def test_inputs_of_zeros_change_nothing(curvature):
     assert torch.equal(joined(head), start())
 
 
-def test_without_capture_inputs_come_by_hand_in_parts():
-    x, _ = data()
-
-    def by_hand(optimizer, head):
-        whole(optimizer, head)
-        for rows in (x[:5], x[5:20]):
-            optimizer.set_batch(rows, torch.full((len(rows),), 1 / 20, dtype=torch.float64))
-
-    torch.testing.assert_close(after_step(by_hand, capture=False), after_step(whole), rtol=1e-10, atol=1e-12)
-    assert not make_head()._forward_hooks
-
-
 def test_evaluation_and_zero_grad_leave_no_inputs():
     x, _ = data()
     head = make_head()
@@ -182,15 +170,6 @@ def test_evaluation_and_zero_grad_leave_no_inputs():
     whole(optimizer, head)
     optimizer.step()
     assert torch.equal(joined(head), after_step(whole))
-
-
-def test_input_by_keyword():
-    x, y = data()
-
-    def by_keyword(_, head):
-        cross_entropy(head(input=x[:20].clone().requires_grad_()), y[:20]).backward()
-
-    torch.testing.assert_close(after_step(by_keyword), after_step(whole))
 
 
 def test_gradients_of_the_body_are_what_they_were():

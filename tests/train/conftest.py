@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from accelerate.state import AcceleratorState, PartialState
-from launching import options
+from launching import caller
 
 from favor.train import glue
 
@@ -25,20 +25,10 @@ def fresh_accelerator():
 @pytest.fixture
 def train(bert_folder, glue_folder, tmp_path):
     """Gives a function that runs the program on the tiny checkpoint and data, with options as `name=value`."""
-
-    def call(task: str = "sst2", output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "model_name_or_path": bert_folder,
-            "task_name": task,
-            "data_dir": glue_folder,
-            "output_dir": tmp_path / output,
-            "per_device_train_batch_size": 4,
-            "max_train_steps": 3,
-            **values,
-        }
-        return glue.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
+    settings = {"model_name_or_path": bert_folder, "data_dir": glue_folder}
+    settings |= {"per_device_train_batch_size": 4, "max_train_steps": 3}
+    call = caller(glue.main, tmp_path, settings)
+    return lambda task="sst2", output="run", **values: call(output, task_name=task, **values)
 
 
 @pytest.fixture(scope="session")

@@ -230,21 +230,6 @@ def test_checks_fail_when_the_numbers_say_so():
     assert second.holds
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--num_features", "15"], "must be even"),
-        (["--feature_seeds", "0"], "must be at least 1"),
-        (["--scales", "-1"], "--scales positive"),
-        (["--methods", "relu"], "invalid choice: 'relu'"),
-    ],
-)
-def test_bad_arguments(words, message, capsys):
-    with pytest.raises(SystemExit):
-        program.parse_arguments(words)
-    assert message in capsys.readouterr().err
-
-
 def test_default_data_sets(tmp_path):
     assert program.parse_arguments([]).datasets == ["iris", "wine", "breast_cancer", "digits"]
     assert program.parse_arguments(["--data_dir", str(tmp_path)]).datasets == list(kernel_data.UCI)

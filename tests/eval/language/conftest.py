@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from favor.eval.language.documents import Haystack
 from favor.eval.small_decoder import make_tokenizer
@@ -45,6 +45,17 @@ def llama(tokenizer):
     config.initializer_range = 0.3
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def gemma(tokenizer):
+    """One layer with a sliding window, one without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(vocab_size=len(tokenizer), head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
+    config.sliding_window, config.initializer_range = 20, 0.3
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).eval()
 
 
 @pytest.fixture

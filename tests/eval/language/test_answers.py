@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import favor
 from favor.eval.language.answers import answer
@@ -87,17 +86,6 @@ def test_a_part_of_several_answers_counts_as_much(tokenizer, haystack):
     model = Says(len(tokenizer))
     (found,) = answer(model, tokenizer, model, document)["answers"]
     assert found["score"] == 0.75
-
-
-@pytest.fixture
-def gemma(tokenizer):
-    """One layer with a sliding window, one without."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(vocab_size=len(tokenizer), head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
-    config.sliding_window, config.initializer_range = 20, 0.3
-    torch.manual_seed(0)
-    return Gemma3ForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=64"])

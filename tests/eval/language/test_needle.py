@@ -76,13 +76,6 @@ def test_all_tasks_are_asked_of_one_document(words):
     ]
 
 
-@pytest.mark.parametrize("cases", ["0", "3:3", "a", ":4", "1:2:3"])
-def test_cases_that_make_no_sense_are_refused(words, cases, capsys):
-    with pytest.raises(SystemExit):
-        needle.main([*words, "--cases", cases])
-    assert "--cases must be N or FIRST:END" in capsys.readouterr().err
-
-
 def test_records_that_are_not_there_are_refused(words, tmp_path):
     with pytest.raises(ValueError, match="which is not there"):
         needle.main([*words, "--merge", str(tmp_path / "none.jsonl")])

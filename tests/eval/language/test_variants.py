@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache
 
 import favor
 from favor.eval.language.variants import Variant, variants
@@ -48,19 +48,13 @@ def test_nothing_is_left_of_the_variant_before(llama):
     assert llama.config._attn_implementation == "sdpa"
 
 
-def test_exact_is_softmax_attention_in_layers_with_and_without_a_window():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(vocab_size=99, head_dim=16, num_hidden_layers=2, layer_types=kinds, **sizes)
-    config.sliding_window, config.initializer_range = 8, 0.3
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config).eval()
+def test_exact_is_softmax_attention_in_layers_with_and_without_a_window(gemma):
     ids, found = torch.randint(99, (1, 60)), {}
     for variant in variants(["exact", "sdpa", "favor+:num_features=4"]):
-        variant.apply(model)
-        cache = variant.new_cache(model)
+        variant.apply(gemma)
+        cache = variant.new_cache(gemma)
         with torch.no_grad():
-            pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 59), (59, 60))]
+            pieces = [gemma(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 59), (59, 60))]
         found[variant.label] = torch.cat(pieces, 1)
         assert isinstance(cache, DynamicCache)
         assert isinstance(cache, favor.FavorCache) == (variant.cache == "all")

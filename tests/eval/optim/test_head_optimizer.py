@@ -292,17 +292,3 @@ def test_checks_compare_means(monkeypatch):
     (check,) = head_report.checks({"fashion": [entries[0], entry("defaults", [1.5, 1.5])]})
     assert not check.holds
     assert head_report.checks({"fashion": entries[1:]}) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "needs --images_dir"),
-        (["--tasks", "text"], "needs --text"),
-        (["--tasks", "sst2", "--glue_dir", "d", "--num_seeds", "0"], "at least 1"),
-    ],
-)
-def test_bad_arguments(words, message, capsys):
-    with pytest.raises(SystemExit):
-        head_optimizer.parse_arguments(words)
-    assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM
 import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation.variants import Variant
-from favor.eval.options.report import parse_arguments
 from favor.eval.report import __main__ as report
 from favor.eval.report.content import verdict
 from favor.eval.report.page import render
@@ -205,13 +204,3 @@ def test_mistakes_are_told_before_anything_is_measured(changed, message, bert_fo
     with pytest.raises(ValueError, match=message):
         report.main([given.pop("model"), *(word for pair in given.items() for word in pair)])
     assert not (tmp_path / "x.html").exists()
-
-
-@pytest.mark.parametrize(
-    "words", [["--lengths", "0"], ["--samples", "0"], ["--max_error", "0"], ["--seconds_per_cell", "nan"]]
-)
-def test_numbers_that_are_refused(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--text", "x", *words])
-    assert ended.value.code == 2
-    assert "must be" in capsys.readouterr().err

@@ -27,16 +27,6 @@ from favor.train.speech.batches import SpeechDataset
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def ctc(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("ctc"))
-
-
-@pytest.fixture(scope="module")
 def transducer(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("transducer"), "transducer", ctc_weight=0.3)
 
@@ -125,18 +115,10 @@ def test_a_language_model_and_hotwords(ctc, transducer, corpus, tmp_path):
     assert any(row[name] != row["greedy"] for row in rows["dev"])
     content, _ = call(ctc, corpus, tmp_path / "default", "--hotwords", "COT")
     assert list(content["splits"]["dev"]["searches"]) == ["greedy", "beam 50, hotwords"]
-    for model, flags, message in (
-        (
-            transducer,
-            ["--language_model", str(path)],
-            "language_model needs a ConformerForCTC, got a ConformerForTrans",
-        ),
-        (ctc, ["--hotwords", "COT", "--beam_size", "1"], "beam_size must be above 1 with hotwords, got 1"),
-        (ctc, ["--lm_weight", "1", "--beam_size", "4"], "lm_weight needs language_model, which is not given"),
-        (ctc, ["--hotwords", "Cot"], "it cannot write 'ot' of 'Cot'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(model, corpus, tmp_path / "refused", *flags)
+    with pytest.raises(ValueError, match="language_model needs a ConformerForCTC, got a ConformerForTrans"):
+        call(transducer, corpus, tmp_path / "refused", "--language_model", str(path))
+    with pytest.raises(ValueError, match="lm_weight needs language_model, which is not given"):
+        call(ctc, corpus, tmp_path / "refused", "--lm_weight", "1", "--beam_size", "4")
 
 
 def test_known_words(ctc, corpus, tmp_path):

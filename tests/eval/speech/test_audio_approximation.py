@@ -183,25 +183,6 @@ def test_other_audio_models(corpus, tmp_path):
     assert model.base_model(frames).last_hidden_state.shape[1] == lengths["conformer"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--text", "a.txt", "--seconds", "3"], "--seconds is not for text"),
-        (["--audio_dir", "a", "--lengths", "3"], "--lengths is not for audio"),
-        (["--audio_dir", "a", "--adapted", "b"], "--adapted is not for audio"),
-        (["--audio_dir", "a", "--glue_dir", "b"], "--glue_dir is not for audio"),
-        (["--audio_dir", "a", "--text", "b"], "not allowed with argument"),
-        (["--audio_dir", "a", "--flop_budgets", "0.5"], "must be given together"),
-        (["--audio_dir", "a", "--seconds", "0"], "--seconds must be above 0"),
-        ([], "one of the arguments --text --audio_dir is required"),
-    ],
-)
-def test_options_that_do_not_fit(words, message, capsys):
-    with pytest.raises(SystemExit):
-        approximation.main(words)
-    assert message in capsys.readouterr().err
-
-
 def test_models_and_lengths_that_are_refused(corpus, whisper_folder, bert_folder, tmp_path):
     for seconds, message in (
         ("1.1", "--seconds must be at most 1,"),

@@ -134,20 +134,6 @@ def test_what_is_missing_is_named(text, tmp_path, monkeypatch):
         call(tmp_path / "nothing.txt", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hours", "0"], "--hours and --max_duration_in_seconds must be positive"),
-        (["--tempo", "1"], "--tempo and --pitch must be at least 0 and less than 1"),
-        (["--without", "dev"], "--without and --data_dir are given together or not at all"),
-    ],
-)
-def test_what_the_command_refuses(words, message, capsys):
-    with pytest.raises(SystemExit):
-        synthesize.main(["--texts", "a.txt", "--output_dir", "out", "--hours", "1", *words])
-    assert message in capsys.readouterr().err
-
-
 def test_sentences():
     text = 'He met Mrs. Grey.  "Come in!" said\nshe; then St. John left.\n\nA new part: no end'
     assert [*sentences(text)] == [

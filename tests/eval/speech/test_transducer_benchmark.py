@@ -78,9 +78,3 @@ def test_a_wrong_loss_is_not_timed(tmp_path, monkeypatch, capsys):
     assert program.main([*TINY, "--output_dir", str(tmp_path)]) == 1
     assert "2x6x3x9, transducer_loss (torch): relative error 1.0e-03: no times are given" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [["--sizes", "2x6x3"], ["--sizes", "0x6x3x9"], ["--repeats", "0"]])
-def test_bad_arguments(words):
-    with pytest.raises(SystemExit):
-        program.parse_arguments(words)

@@ -260,31 +260,21 @@ def test_unfinished_and_different_arms(tmp_path):
         report_only(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("base"))
-
-
 def in_this_process(function, words):
     return function(words)
 
 
-def command(base, corpus, folder, *flags):
+def command(ctc, corpus, folder, *flags):
     return [
-        "--model_name_or_path", str(base), "--output_dir", str(folder), "--results_dir", str(folder / "results"),
+        "--model_name_or_path", str(ctc), "--output_dir", str(folder), "--results_dir", str(folder / "results"),
         "--name", "x", "--seeds", "3", "--data_dir", str(corpus), "--eval_splits", "dev", "test",
         "--max_train_steps", "2", "--learning_rate", "1e-2", "--warmup_ratio", "0", *flags,
     ]  # fmt: skip
 
 
-def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(base, tmp_path):
+def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(ctc, tmp_path):
     corpus = write_corpus(tmp_path)
-    words = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--eval_splits", "dev", "--output_dir"]
+    words = ["--model_name_or_path", str(ctc), "--data_dir", str(corpus), "--eval_splits", "dev", "--output_dir"]
     whole = program.evaluate_converted([*words, str(tmp_path / "whole")], 0)
     soundfile.write(corpus / "short.wav", np.zeros(2000), 16000)
     with (corpus / "dev.jsonl").open("a") as rows:
@@ -296,9 +286,9 @@ def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(base
 
 
 @pytest.mark.slow
-def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
+def test_arms_from_a_model(ctc, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(program, "in_own_process", in_this_process)
-    words = command(base, corpus, tmp_path / "runs", "--backends", "sdpa", "uniform_mean", "favor++:4")
+    words = command(ctc, corpus, tmp_path / "runs", "--backends", "sdpa", "uniform_mean", "favor++:4")
     assert program.main(words) == 0
     assert capsys.readouterr().out.count("seed 3: finished") == 3
     content = json.loads((tmp_path / "runs" / "results" / "wer_by_features_x.json").read_text())
@@ -322,7 +312,7 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
     # As converted: what the evaluation program measures on the model itself.
     backend = ["--attn_implementation", "favor++", "--num_features", "4", "--exact_below", "0", "--seed", "3"]
     for row, options in ((content["rows"][0], []), (content["rows"][2], backend)):
-        own = ["--model_name_or_path", str(base), "--data_dir", str(corpus), "--eval_splits", "dev", "test"]
+        own = ["--model_name_or_path", str(ctc), "--data_dir", str(corpus), "--eval_splits", "dev", "test"]
         evaluation.main([*own, "--device", "cpu", "--output_dir", str(tmp_path / "asr"), *options])
         for split, found in json.loads((tmp_path / "asr" / "asr.json").read_text())["splits"].items():
             for metric in ("wer", "cer"):
@@ -336,10 +326,10 @@ def test_arms_from_a_model(base, corpus, tmp_path, monkeypatch, capsys):
         program.main([word.replace("1e-2", "1e-3") for word in words])
 
 
-def test_an_interrupted_arm_goes_on(base, corpus, tmp_path, monkeypatch):
+def test_an_interrupted_arm_goes_on(ctc, corpus, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(program, "in_own_process", lambda function, words: calls.append(words) or function(words))
-    words = command(base, corpus, tmp_path, "--backends", "sdpa", "--checkpointing_steps", "1")
+    words = command(ctc, corpus, tmp_path, "--backends", "sdpa", "--checkpointing_steps", "1")
     assert program.main(words) == 0
     folder = tmp_path / "sdpa" / "seed_3"
     before = json.loads((folder / "all_results.json").read_text())
@@ -353,14 +343,14 @@ def test_an_interrupted_arm_goes_on(base, corpus, tmp_path, monkeypatch):
     assert (record["converted"], record["wall_seconds"]) == (converted, None)
 
 
-def test_a_diverged_arm_does_not_stop_the_others(base, corpus, tmp_path, monkeypatch, capsys):
+def test_a_diverged_arm_does_not_stop_the_others(ctc, corpus, tmp_path, monkeypatch, capsys):
     def train(function, words):
         if "favor++" in words:
             raise FloatingPointError("the loss is nan at step 1")
         return function(words)
 
     monkeypatch.setattr(program, "in_own_process", train)
-    assert program.main(command(base, corpus, tmp_path, "--backends", "favor++:4", "sdpa")) == 1
+    assert program.main(command(ctc, corpus, tmp_path, "--backends", "favor++:4", "sdpa")) == 1
     printed = capsys.readouterr()
     assert "[1/2] favor++:4 seed 3: FAILED: the loss is nan" in printed.out
     assert "failed: [1/2] favor++:4 seed 3" in printed.err

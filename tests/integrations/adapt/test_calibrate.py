@@ -92,9 +92,10 @@ def test_causal_statistics_weigh_keys_by_causal_attention():
             torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("learned", [{}, {"feature_weights": True, "refine_steps": 10}], ids=["", "weights"])
 @pytest.mark.parametrize("window", [0, 8])
-def test_the_future_does_not_change_the_past(window):
-    model = favor.calibrate(llama(), batches()[1:], window=window, **OPTIONS)
+def test_the_future_does_not_change_the_past(window, learned):
+    model = favor.calibrate(llama(), batches(), window=window, **OPTIONS, **learned)
     first, second = tokens(), tokens()
     second[:, 11:] = 3
     with torch.no_grad():
@@ -180,14 +181,6 @@ def test_batches_of_other_kinds():
     packed = {"input_ids": tokens(1), "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
     with pytest.raises(ValueError, match="needs batches with padding, not packed ones"):
         favor.calibrate(bert(), [packed])
-
-
-def test_modes_of_modules_are_put_back():
-    model = bert().train()
-    model.encoder.layer[0].eval()
-    favor.calibrate(model, [tokens()], **OPTIONS)
-    assert model.training
-    assert not model.encoder.layer[0].training
 
 
 def test_observing_is_exact_attention_and_leaves_no_trace():

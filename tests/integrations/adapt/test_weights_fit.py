@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from pairwise import pairs
 from test_calibrate import batches, bert, llama
 
 from favor import FavorConfig, favor_attention, features
@@ -16,8 +17,6 @@ from favor.integrations.adapt.samples import Sample
 
 HEADS, GROUPS, WIDTH = 2, 2, 8
 CONFIG = FavorConfig(num_features=12)
-CASES = [(0, False), (8, False), (0, True), (8, True)]
-each_case = pytest.mark.parametrize(("window", "is_causal"), CASES)
 
 
 def sample(length=24, seed=0, window=0, is_causal=False, scale=0.7):
@@ -69,8 +68,7 @@ def divergence(own, matrix):
     return terms.sum(-1).mean((1, 2))
 
 
-@each_case
-@pytest.mark.parametrize("name", ["gerf", "sderf", "wderf"])
+@pytest.mark.parametrize(*pairs(name=("gerf", "sderf", "wderf"), window=(0, 8), is_causal=(False, True)))
 def test_the_divergence_is_that_of_the_attention(name, window, is_causal):
     own = sample(window=window, is_causal=is_causal)
     fit = fit_of(features.get(name), [own])
@@ -80,8 +78,9 @@ def test_the_divergence_is_that_of_the_attention(name, window, is_causal):
     torch.testing.assert_close(fit.divergence(parameters).double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@each_case
-@pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf", "cderf", "wderf"])
+@pytest.mark.parametrize(
+    *pairs(name=("gerf", "saderf", "aderf", "sderf", "cderf", "wderf"), window=(0, 8), is_causal=(False, True))
+)
 def test_t14_calibration_never_gets_worse_and_other_data_gain(name, window, is_causal):
     options = {"window": window, "is_causal": is_causal}
     samples = [sample(seed=seed, **options) for seed in range(24)]
@@ -125,7 +124,7 @@ def test_weights_solve_the_mixture_of_all_pairs():
         torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=1e-4)
 
 
-@each_case
+@pytest.mark.parametrize(*pairs(window=(0, 8), is_causal=(False, True)))
 def test_parameters_are_refined_head_by_head(window, is_causal):
     samples = [sample(seed=seed, window=window, is_causal=is_causal) for seed in range(4)]
     weights, both = fit_of(features.get("wderf"), samples), fit_of(features.get("wderf"), samples)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from truth import attention, gradients
 
 from favor.kernels.gpu import bidirectional as triton_bidirectional
 from favor.kernels.operands import Geometry, Operands
@@ -88,33 +89,12 @@ def make(case):
 
 def formula(inputs, dtype):
     """Output, and gradients of query, key, value and bias, with everything in `dtype`."""
-    leaves = [x.to(dtype) for x in (inputs.query, inputs.key, inputs.value)]
-    hidden = inputs.key_bias == -torch.inf
-    leaves[1:] = [x.masked_fill(hidden.unsqueeze(3), 0.0) for x in leaves[1:]]
-    leaves = [x.detach().requires_grad_() for x in (*leaves, inputs.key_bias.masked_fill(hidden, 0.0).to(dtype))]
-    query, key, value, bias = leaves
-    group = query.shape[1] // key.shape[1]
-    out = query.new_zeros(*query.shape[:3], value.shape[3])
-    packed = inputs.cu_q is not None
-    for index in range(len(inputs.cu_q) - 1 if packed else len(query)):
-        row = 0 if packed else index
-        here, there = (
-            slice(*cu[index : index + 2].tolist()) if packed else slice(None) for cu in (inputs.cu_q, inputs.cu_k)
-        )
-        own = index if len(inputs.offset) > 1 else 0
-        for head in range(query.shape[1]):
-            owner = head // group
-            if hidden[row, owner, there].all():
-                continue
-            uq, uk, offset = (
-                x[own, owner].to(dtype) for x in (inputs.query_directions, inputs.key_directions, inputs.offset)
-            )
-            log_query = query[row, head, here] @ uq.T + offset
-            log_key = key[row, owner, there] @ uk.T + bias[row, owner, there, None]
-            logits = (log_query[:, None] + log_key[None]).logsumexp(2)
-            weights = logits.masked_fill(hidden[row, owner, there], -torch.inf).softmax(1)
-            out[row, head, here] = weights @ value[row, owner, there]
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad.to(dtype))]
+    query, key, value, *directions, bias = (getattr(inputs, name).to(dtype) for name in Operands._fields[:7])
+    lengths = None if inputs.cu_q is None else [own.diff().tolist() for own in (inputs.cu_q, inputs.cu_k)]
+    leaves = [query, key, value, bias]
+    return gradients(
+        lambda q, k, v, b: attention(q, k, v, *directions, b, lengths=lengths), leaves, inputs.grad.to(dtype)
+    )
 
 
 def run(inputs, splits=None):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from truth import attention
 
 from favor.kernels.gpu.decode import decode
 from favor.kernels.gpu.summary import summarise
@@ -23,18 +24,6 @@ def make(batch, heads, key_heads, width, value_width, features, shared, dtype, s
     return query, key, tokens(key_heads, value_width), *directions, per_head(), torch.randn(batch, key_heads, steps)
 
 
-def formula(query, key, value, query_directions, key_directions, offset, bias, dtype):
-    hidden = bias == -torch.inf
-    group = query.shape[1] // key.shape[1]
-    clean_key, clean_value = (x.masked_fill(hidden[..., None], 0.0).to(dtype) for x in (key, value))
-    log_key = clean_key @ key_directions.to(dtype).mT + bias.to(dtype)[..., None] + offset.to(dtype)[..., None, :]
-    log_query = query.to(dtype) @ query_directions.to(dtype).repeat_interleave(group, 1).mT
-    logits = (log_query[:, :, :, None] + log_key.repeat_interleave(group, 1)[:, :, None]).logsumexp(4)
-    future = torch.ones(logits.shape[2:], dtype=torch.bool).triu(1)
-    weights = logits.masked_fill(future, -torch.inf).softmax(3).nan_to_num(0.0)
-    return weights @ clean_value.repeat_interleave(group, 1)
-
-
 def steps(inputs, start, log_weight, summary, **options):
     query, key, value, *parameters, bias = inputs
     outs = []
@@ -53,7 +42,9 @@ def fresh_state(inputs):
 
 def check(inputs, out, start=0):
     dtype = inputs[0].dtype
-    exact, plain = (formula(*inputs, kind)[:, :, start:] for kind in (torch.float64, dtype))
+    exact, plain = (
+        attention(*(part.to(kind) for part in inputs), is_causal=True)[:, :, start:] for kind in (torch.float64, dtype)
+    )
     assert out.dtype == dtype
     error, size = (out.double() - exact).abs().max(), exact.abs().max()
     allowed = 1e-4 * size if dtype == torch.float32 else 2 * (plain.double() - exact).abs().max() + 1e-3 * size

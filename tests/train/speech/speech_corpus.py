@@ -6,17 +6,9 @@ import tarfile
 
 import numpy as np
 import soundfile
+from tiny_speech import RATE, sound
 
-RATE = 16000
 WORDS = ("BAT", "COT", "DO", "EAR", "FIN", "GO", "HER", "IT'S")
-
-
-def sound(seconds, seed=0, rate=RATE):
-    """Sines of random frequencies and a little noise, `[n]` float32."""
-    source = np.random.default_rng(seed)
-    time = np.arange(round(seconds * rate)) / rate
-    waves = sum(np.sin(2 * np.pi * source.uniform(100, 3000) * time) for _ in range(3))
-    return (0.2 * waves + 0.01 * source.normal(size=len(time))).astype(np.float32)
 
 
 def transcript(number):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from launching import options
 from safetensors.torch import load_file
 from speech import write_corpus
-from stopping import stopped_after
+from stopping import whole_and_resumed
 from transformers import AutoModelForCTC, AutoProcessor
 
 from favor.models.conformer import ConformerConfig
@@ -17,42 +16,15 @@ from favor.train import asr
 from favor.train.common.average import weight_average
 from favor.train.options.asr import parse_arguments
 
+SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "favor#", "num_features": 16}
+SETTINGS |= {"exact_below": 0, "per_device_train_batch_seconds": 8, "max_train_steps": 6, "learning_rate": 2e-3}
 PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """Ten utterances of one word each."""
     return write_corpus(tmp_path_factory.mktemp("short"), {"train": 10, "dev": 1}, words=(1, 2))
-
-
-@pytest.fixture
-def train(corpus, tmp_path):
-    """Calls the program with the tiny preset; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "preset": "tiny",
-            "tokenizer_type": "char",
-            "attn_implementation": "favor#",
-            "num_features": 16,
-            "exact_below": 0,
-            "per_device_train_batch_seconds": 8,
-            "max_train_steps": 6,
-            "learning_rate": 2e-3,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
 
 
 def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
@@ -138,15 +110,9 @@ NOISY = {"noise_dir": "noise", "noise_snr": "-5 10", "reverb_dir": "rooms", "gai
 def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypatch, options):
     monkeypatch.chdir(sounds)
     settings = {"max_train_steps": 7, "checkpointing_steps": 2, "eval_epochs": 2, **options}
-    whole = train("whole", **settings)
-    with stopped_after(4):
-        train("stopped", **settings)
-    resumed = train("stopped", flags=("resume",), **settings)
+    whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_workers_and_the_log_change_nothing(train, sounds, tmp_path):

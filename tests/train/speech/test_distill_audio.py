@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from speech import write_corpus
 from tiny_whisper import make_processor, save
 from transformers import AutoFeatureExtractor, AutoProcessor, WhisperForConditionalGeneration
 
@@ -19,11 +18,6 @@ from favor.models.conformer import (
 from favor.train import distill
 
 OPTIONS = ["--num_features", "16", "--join_seconds", "4", "--held_out_samples", "2", "--calibration_samples", "2"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
 
 
 @pytest.fixture(scope="module")

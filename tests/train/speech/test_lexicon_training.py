@@ -101,14 +101,8 @@ def test_words_are_found_by_their_pronunciation(place, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "dev.jsonl").read_text().splitlines()]
     assert {word for row in rows for word in row["beam 200, language model"].split()} <= set(WORDS)
     options = ["--lm_weights", "0.5", "--word_scores", "0", "1", "--beam_size", "9", "--choose_beam_size", "9"]
-    options += [
-        "--language_model",
-        str(folder / "lm.arpa"),
-        "--whisper",
-        str(folder / "whisper"),
-        "--rescored_texts",
-        "4",
-    ]
+    options += ["--language_model", str(folder / "lm.arpa"), "--whisper", str(folder / "whisper")]
+    options += ["--rescored_texts", "4"]
     call = [str(folder / "model"), "--data_dir", str(folder), "--output_dir", str(tmp_path), *options]
     assert whisper_ctc.main(call) == 0
     content = json.loads((tmp_path / "whisper_ctc.json").read_text())

@@ -25,14 +25,8 @@ from favor.train.speech.manifests import read_manifest
 TONES = {"A": 500.0, "E": 1500.0, "O": 3000.0}
 WORDS = ["".join(letters) for size in (1, 2) for letters in itertools.product(TONES, repeat=size)]
 POISON = "ZEBRA"
-DOT = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "conv_kernel_size": 3,
-    "subsampling_conv_channels": 16,
-}
+DOT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+DOT |= {"conv_kernel_size": 3, "subsampling_conv_channels": 16}
 
 
 def spoken(word, seed):

@@ -8,11 +8,10 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from speech_corpus import librispeech, transcript, write_sound
+from tiny_speech import make_model
 
 from favor.models.conformer import (
-    ConformerConfig,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
@@ -28,6 +27,7 @@ from favor.train.speech.transcribe import search
 
 LENGTHS = (0.9, 0.4, 0.7, 1.1, 0.5, 0.6, 0.8)
 BEAM = 3
+VARIED = {"initializer_range": 0.3, "dropout": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +36,9 @@ def processor():
     return ConformerProcessor(ConformerFeatureExtractor(feature_size=20), tokenizer)
 
 
-def make_model(processor, kind=ConformerForCTC):
-    torch.manual_seed(0)
-    config = ConformerConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_kernel_size=3,
-        subsampling_conv_channels=8,
-        num_mel_bins=20,
-        vocab_size=len(processor.tokenizer),
-        prediction_hidden_size=8,
-        joint_hidden_size=8,
-        initializer_range=0.3,
-        attn_implementation="sdpa",
-        dropout=0.5,
-    )
-    return kind(config)
-
-
 @pytest.fixture(scope="module")
 def model(processor):
-    return make_model(processor)
+    return make_model(ConformerForCTC, processor, **VARIED)
 
 
 @pytest.fixture
@@ -79,7 +59,7 @@ def labelled(model, processor, speech, folder, **options):
 
 @pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
 def test_labels_are_those_of_a_search_of_each_utterance_alone(kind, processor, speech, tmp_path):
-    model = make_model(processor, kind).train()
+    model = make_model(kind, processor, **VARIED).train()
     labels = labelled(model, processor, speech, tmp_path / "labels")
     assert [one.id for one in labels] == [one.id for one in speech]
     assert len({one.text for one in labels}) > 1

@@ -5,11 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from launching import options
 from safetensors.torch import load_file
-from speech import RATE, write_corpus
-from stopping import stopped_after
-from tiny_whisper import make_processor, save
+from speech import RATE
+from stopping import whole_and_resumed
 from transformers import WhisperFeatureExtractor
 
 from favor.eval import asr as evaluation
@@ -23,45 +21,14 @@ from favor.models.conformer import (
     ConformerProcessor,
     train_tokenizer,
 )
-from favor.train import asr
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.batches import SpeechDataset, collate
 from favor.train.speech.data import Utterance
 from favor.train.speech.objective import DynamicChunks
 from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, unexplained
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
-
-
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("teacher") / "whisper", make_processor())
-
-
-@pytest.fixture
-def train(corpus, tmp_path):
-    """Calls the program with the tiny preset; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "preset": "tiny",
-            "tokenizer_type": "char",
-            "normalize": "none",
-            "attn_implementation": "sdpa",
-            "per_device_train_batch_seconds": 8,
-            "max_train_steps": 4,
-            "learning_rate": 2e-3,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
+SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "normalize": "none", "attn_implementation": "sdpa"}
+SETTINGS |= {"per_device_train_batch_seconds": 8, "max_train_steps": 4, "learning_rate": 2e-3}
 
 
 def weights(folder):
@@ -149,15 +116,9 @@ def test_the_teacher_hears_the_speed_but_no_noise(corpus, whisper):
 def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path, options):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2, "dynamic_chunk": 0.5}
     settings |= {"whisper_teacher": whisper, "hidden_weight": 3.0, **options}
-    whole = train("whole", **settings)
-    with stopped_after(4):
-        train("stopped", **settings)
-    resumed = train("stopped", flags=("resume",), **settings)
+    whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["history"] == whole["history"]
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not any(name.startswith(("projection", "student")) for name in one)
+    assert not any(name.startswith(("projection", "student")) for name in weights(tmp_path / "whole"))
     plain = train("plain", **{**settings, "whisper_teacher": None, "hidden_weight": None})
     assert plain["train_loss"] != whole["train_loss"]
     kind = ConformerForTransducer if "architecture" in options else ConformerForCTC

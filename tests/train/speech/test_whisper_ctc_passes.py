@@ -169,23 +169,6 @@ def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
         assert score == pytest.approx(-float(loss), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--whisper", "w"], "--whisper rescores the texts of the beam search, so it needs --language_model"),
-        (["--causal_model", "m"], "--causal_model rescores the texts of the beam search, so it needs --language_model"),
-        (["--ngram_weights", "0"], "--ngram_weights are for texts that are rescored, so they need --causal_model"),
-        (["--context_texts", "2"], "--context_texts is what the causal model reads, so it needs --causal_model"),
-        (["--context_texts", "-1"], "--context_texts must be at least 0, got -1"),
-        (["--rescored_texts", "0"], "--rescored_texts and --max_eval_samples must be at least 1"),
-    ],
-)
-def test_what_the_command_refuses(words, message, capsys):
-    with pytest.raises(SystemExit):
-        whisper_ctc.main(["model", "--data_dir", "data", *words])
-    assert message in capsys.readouterr().err
-
-
 def test_long_recordings(place):
     """Every way has its row; windows and one pass of a short recording find the text of its only window."""
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]

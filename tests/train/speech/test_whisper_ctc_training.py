@@ -4,48 +4,14 @@ import json
 
 import pytest
 import torch
-from launching import options
 from safetensors.torch import load_file
-from speech import write_corpus
-from stopping import stopped_after
-from tiny_whisper import make_processor, save
+from stopping import whole_and_resumed
 
 from favor.eval import asr as evaluation
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperForCTC
-from favor.train import asr
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("whisper"), make_processor())
-
-
-@pytest.fixture
-def train(corpus, folder, tmp_path):
-    """Calls the program; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "model_name_or_path": folder,
-            "architecture": "ctc",
-            "tokenizer_type": "char",
-            "per_device_train_batch_seconds": 24,
-            "max_train_steps": 4,
-            "learning_rate": 2e-3,
-            "encoder_learning_rate": 4e-4,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
+SETTINGS = {"architecture": "ctc", "tokenizer_type": "char", "per_device_train_batch_seconds": 24}
+SETTINGS |= {"max_train_steps": 4, "learning_rate": 2e-3, "encoder_learning_rate": 4e-4}
 
 
 def weights(folder):
@@ -56,10 +22,10 @@ def changed(one, other):
     return {name for name in other if not torch.equal(one[name], other[name])}
 
 
-def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, folder, tmp_path, corpus):
+def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, whisper, tmp_path, corpus):
     """First the head alone, then all, and the evaluation finds the words of the training."""
     first = train("head", encoder_learning_rate=0, ema_decay=0)
-    before = {name.removeprefix("model."): one for name, one in weights(folder).items()}
+    before = {name.removeprefix("model."): one for name, one in weights(whisper).items()}
     head = weights(tmp_path / "head")
     encoder = {name: one for name, one in before.items() if name.startswith("encoder.")}
     assert changed(head, encoder) == set()
@@ -78,11 +44,7 @@ def test_a_frozen_encoder_stays_and_a_trained_one_changes(train, folder, tmp_pat
 
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2}
-    train("whole", **settings)
-    with stopped_after(4):
-        train("stopped", **settings)
-    train("stopped", flags=("resume",), **settings)
-    assert changed(weights(tmp_path / "whole"), weights(tmp_path / "stopped")) == set()
+    whole_and_resumed(train, tmp_path, 4, **settings)
     assert WhisperCTCConfig.from_pretrained(tmp_path / "whole").head_dropout == 0.2
 
 

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from launching import options
-from safetensors.torch import load_file
-from speech import write_corpus
-from stopping import stopped_after
-from tiny_whisper import FRAMES, SPECIAL, make_processor, save
+from stopping import whole_and_resumed
+from tiny_whisper import FRAMES, SPECIAL, make_processor
 
 import favor
 from favor.eval.asr import recognise
@@ -18,43 +15,13 @@ from favor.train.speech.data import Skipped, Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.whisper import WhisperDataset, collate_whisper, fitting, label_ids
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), {"train": 10, "dev": 3})
+SETTINGS = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0, "max_train_steps": 4}
+SETTINGS |= {"per_device_train_batch_seconds": 24, "learning_rate": 4e-4}
 
 
 @pytest.fixture(scope="module")
 def processor():
     return make_processor()
-
-
-@pytest.fixture(scope="module")
-def folder(processor, tmp_path_factory):
-    return save(tmp_path_factory.mktemp("whisper"), processor)
-
-
-@pytest.fixture
-def train(corpus, folder, tmp_path):
-    """Calls the program; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "data_dir": corpus,
-            "model_name_or_path": folder,
-            "attn_implementation": "favor#",
-            "num_features": 16,
-            "exact_below": 0,
-            "per_device_train_batch_seconds": 24,
-            "max_train_steps": 4,
-            "learning_rate": 4e-4,
-            "seed": 1,
-            "output_dir": tmp_path / output,
-            **values,
-        }
-        return asr.main([*options(settings), *(f"--{flag}" for flag in flags)])
-
-    return call
 
 
 def utterances(corpus, split):
@@ -137,13 +104,8 @@ def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "join_seconds": 5}
     settings |= {"reverb_rt60": "0.1 0.3", "gain": "-6 6"}
-    whole = train("whole", **settings)
-    with stopped_after(4):
-        train("stopped", **settings)
-    resumed = train("stopped", flags=("resume",), **settings)
+    whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["metrics"] == whole["metrics"]
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

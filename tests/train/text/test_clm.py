@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from launching import caller
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import favor
@@ -31,21 +32,8 @@ def decoder_folder(text, tmp_path_factory):
 @pytest.fixture
 def learn(decoder_folder, text, tmp_path):
     """Calls the program on the tiny decoder and text; a `name=value` argument each."""
-
-    def call(folder=decoder_folder, **values):
-        settings = {
-            "model_name_or_path": folder,
-            "train_file": text,
-            "output_dir": tmp_path / "run",
-            "max_length": 32,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-2,
-            "max_train_steps": 5,
-            **values,
-        }
-        return clm.main([word for name, value in settings.items() for word in (f"--{name}", str(value))])
-
-    return call
+    settings = {"model_name_or_path": decoder_folder, "train_file": text, "max_length": 32, "max_train_steps": 5}
+    return caller(clm.main, tmp_path, settings | {"per_device_train_batch_size": 8, "learning_rate": 1e-2})
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def test_it_learns_how_frequent_words_are_and_no_more(backend, learn, decoder_fo
         folder = tmp_path / "calibrated"
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(decoder_folder).save_pretrained(folder)
-    results = learn(folder, max_train_steps=100, **backend)
+    results = learn(model_name_or_path=folder, max_train_steps=100, **backend)
     assert results["metrics"]["loss"] == pytest.approx(math.log(14), abs=0.15)
     assert results["attn_implementation"] == backend["attn_implementation"]
 
@@ -84,7 +72,7 @@ def test_scores_are_those_of_the_saved_model(learn, text, decoder_folder, tmp_pa
 @pytest.mark.parametrize("backend", [{}, EXACT, PLUS], ids=["as saved", "exact", "favor+"])
 def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
     with pytest.raises(ValueError, match=r"sees? later tokens.*favor\.train\.mlm"):
-        learn(bert_folder, **backend)
+        learn(model_name_or_path=bert_folder, **backend)
 
 
 def test_the_small_decoder_reads_and_writes_its_text(decoder_folder):

@@ -369,8 +369,6 @@ def test_skipped_rows_are_reported(train, tmp_path, glue_folder, capsys):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task": "mprc"}, "unknown GLUE task 'mprc'.*wnli"),
-        ({"data_dir": "nowhere"}, "data_dir must be an existing folder, got nowhere"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
         ({"distractors": -1}, "distractors must not be negative, got -1"),
         ({"max_length": 1000}, "max_length is 1000, but the model has 128 positions"),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from launching import fork
 from safetensors.torch import load_file
+from stopping import whole_and_resumed
 from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train.common import checkpoint
 from favor.train.common.optimizers import find_head, make_optimizer
 from favor.train.options.glue import Arguments
 
@@ -96,22 +96,9 @@ def test_accumulated_steps_are_those_of_large_batches(train, still_folder, tmp_p
 
 
 @pytest.mark.parametrize("curvature", ["bohning", "diag"])
-def test_resume_repeats_the_uninterrupted_run(curvature, train, tmp_path, monkeypatch):
+def test_resume_repeats_the_uninterrupted_run(curvature, train, tmp_path):
     settings = {"max_train_steps": 7, "checkpointing_steps": 2, "head_curvature": curvature, **BOUND}
-    whole = train(output="whole", **settings)
-
-    def stop_at(self, name, value, original=checkpoint.Progress.__setattr__):
-        if name == "step" and value > 4:
-            raise KeyboardInterrupt
-        original(self, name, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
-        with pytest.raises(KeyboardInterrupt):
-            train(output="halved", **settings)
-    resumed = train(output="halved", flags=("resume",), **settings)
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halved"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["train_loss"] == whole["train_loss"]
 
 

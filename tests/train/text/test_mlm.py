@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from launching import fork
-from safetensors.torch import load_file
+from launching import caller, fork
+from stopping import whole_and_resumed
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -18,7 +18,6 @@ from transformers import (
 
 import favor.models  # noqa: F401  registers Performer BERT
 from favor.train import mlm
-from favor.train.common import checkpoint
 from favor.train.common.pretrained import check_positions
 from favor.train.options.mlm import Arguments
 from favor.train.text import language
@@ -30,22 +29,8 @@ BOUND = {"head_optimizer": "softmax_bound", "head_damping": 0.1}
 @pytest.fixture
 def adapt(bert_folder, text, tmp_path):
     """Calls the program on the tiny checkpoint and text; a `name=value` argument each."""
-
-    def call(output: str = "run", flags: tuple[str, ...] = (), **values: object) -> dict:
-        settings = {
-            "model_name_or_path": bert_folder,
-            "train_file": text,
-            "output_dir": tmp_path / output,
-            "max_length": 32,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-2,
-            "max_train_steps": 5,
-            **values,
-        }
-        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        return mlm.main([*words, *(f"--{flag}" for flag in flags)])
-
-    return call
+    settings = {"model_name_or_path": bert_folder, "train_file": text, "max_length": 32, "max_train_steps": 5}
+    return caller(mlm.main, tmp_path, settings | {"per_device_train_batch_size": 8, "learning_rate": 1e-2})
 
 
 def test_masks_are_those_of_bert_and_change_with_the_epoch(bert_folder):
@@ -155,30 +140,17 @@ def test_untied_head_starts_equal_and_is_loaded_as_its_own(kind, tmp_path):
 
 
 @pytest.mark.parametrize("head", [{}, BOUND])
-def test_resume_repeats_the_uninterrupted_run(head, adapt, tmp_path, monkeypatch):
+def test_resume_repeats_the_uninterrupted_run(head, adapt, tmp_path):
     # 17 batches an epoch: the second one has other masks, and the run is stopped within it.
     settings = {"max_train_steps": 24, "checkpointing_steps": 10, **BACKEND, **head}
     flags = ("untie_head",) if head else ()
-    whole = adapt("whole", flags, **settings)
-
-    def stop_at(self, name, value, original=checkpoint.Progress.__setattr__):
-        if name == "step" and value > 21:
-            raise KeyboardInterrupt
-        original(self, name, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
-        with pytest.raises(KeyboardInterrupt):
-            adapt("halved", flags, **settings)
-    resumed = adapt("halved", (*flags, "resume"), **settings)
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halved"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    whole, resumed = whole_and_resumed(adapt, tmp_path, 20, flags, **settings)
     assert resumed["history"] == whole["history"]
     assert [entry["epoch"] for entry in whole["history"]] == [1, 2]
     assert resumed["metrics_before"] == whole["metrics_before"]
     # A finished run is not trained again.
-    assert adapt("halved", (*flags, "resume"), **settings) == json.loads(
-        (tmp_path / "halved" / "all_results.json").read_text()
+    assert adapt("stopped", (*flags, "resume"), **settings) == json.loads(
+        (tmp_path / "stopped" / "all_results.json").read_text()
     )
 
 

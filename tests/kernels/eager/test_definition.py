@@ -1,4 +1,4 @@
-"""The torch kernel of windowed attention against the definition in float64."""
+"""The torch kernels, with a window and without, against the definition in float64: outputs and all gradients."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from favor.kernels import linear_attention
 from favor.kernels.eager.window import op as window
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+
+plain_too = pytest.mark.parametrize("window", [0, 16], ids=["plain", "window"])
 
 LENGTHS = [1, 2, 63, 64, 100, 1000]
 LAYOUTS = ["dense", "padded", "packed", "keys first"]
@@ -20,32 +22,44 @@ CASES = [
     for is_causal in (False, True)
     if is_causal or layout != "keys first"
 ]
+CASES += [(*case[:-1], 0) for case in CASES if case[1] != "keys first"]
+# From 4096 tokens on, causal chunks are longer.
+CASES += [(4097, "dense", False, 80, 16, 1, 0), (4097, "padded", True, 32, 16, 1, 0)]
 
 
-def prepare(length, layout, *, is_causal=False, **options):
-    """Float64 inputs with a query bias, with their packing for the kernel and for the truth."""
+def prepare(length, layout, window, *, is_causal=False, **options):
+    """Float64 inputs, with a query bias if there is a window, with their packing for the kernel and for the truth."""
     kernel, lengths = {}, None
     if layout == "packed":
         keys = [0, length, max(1, length // 3), 5]
-        rows = [0, length, min(1, length // 3), 4] if is_causal else keys
+        rows = keys if window else [0, length // 2, 3, 0]
+        rows = [0, length, min(1, length // 3), 4] if is_causal else rows
         inputs = make_inputs(sum(rows), sum(keys), **options)
         cumulative = [torch.tensor([0, *n]).cumsum(0).int() for n in (rows, keys)]
         kernel = {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
         kernel |= {"max_seqlen_q": max(rows), "max_seqlen_k": max(keys)}
         lengths = (rows, keys)
     else:
-        inputs = make_inputs(length, length + 70 if layout == "keys first" else None, batch=2, **options)
+        options["batch"] = 2 if length <= 1000 else 1
+        inputs = make_inputs(length, length + 70 if layout == "keys first" else None, **options)
     if layout == "padded":
         inputs[-1][0, :, : length // 3] = -torch.inf
         inputs[-1][-1, :, length - length // 4 :] = -torch.inf
     generator = torch.Generator().manual_seed(2)
-    inputs.append(torch.randn(inputs[0].shape[:3], dtype=torch.float64, generator=generator))
+    if window:
+        inputs.append(torch.randn(inputs[0].shape[:3], dtype=torch.float64, generator=generator))
     return inputs, kernel, lengths
+
+
+def form(window, is_causal, scale=0.3):
+    """Options of both functions."""
+    return {"is_causal": is_causal, **({"window": window, "scale": scale} if window else {})}
 
 
 def attend(options, packing=None):
     """The function of all inputs that `gradients` takes."""
-    return lambda *t: linear_attention(*t[:7], query_bias=t[7], kernel="torch", **options, **(packing or {}))
+    options = {**options, **(packing or {}), "kernel": "torch"}
+    return lambda *t: linear_attention(*t[:7], query_bias=t[7] if t[7:] else None, **options)
 
 
 def truth(options, lengths, weight, inputs):
@@ -64,9 +78,10 @@ def test_equals_the_definition(case, poisoned):
 
 @pytest.mark.parametrize(("layout", "is_causal"), sorted({case[1:3] for case in CASES}))
 @pytest.mark.parametrize(("length", "groups"), [(1, 2), (100, 1), (300, 3)])
-def test_values_of_another_width(length, groups, layout, is_causal, poisoned):
+@pytest.mark.parametrize("window", [0, 64])
+def test_values_of_another_width(length, groups, window, layout, is_causal, poisoned):
     """The fused kernel of PyTorch does not take these."""
-    check(length, layout, is_causal, 32, 100, groups, 64, value_dim=24)
+    check(length, layout, is_causal, 32, 100, groups, window, value_dim=24)
 
 
 @pytest.mark.parametrize(("rows", "keys", "groups", "window"), [(1, 2, 2, 4), (6, 8, 2, 4), (2, 8, 4, 8)])
@@ -81,11 +96,10 @@ def test_as_many_grouped_queries_as_keys_in_a_block(rows, keys, groups, window):
 
 
 def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
-    heads = 1 if length == 1000 else 2
-    inputs, packing, lengths = prepare(
-        length, layout, is_causal=is_causal, dim=dim, features=features, groups=groups, heads=heads, value_dim=value_dim
-    )
-    options = {"window": window, "scale": dim**-0.5, "is_causal": is_causal}
+    sizes = {"dim": dim, "value_dim": value_dim, "features": features, "groups": groups}
+    sizes["heads"] = 1 if length >= 1000 else 2
+    inputs, packing, lengths = prepare(length, layout, window, is_causal=is_causal, **sizes)
+    options = form(window, is_causal, dim**-0.5)
     weight = draw_weight(inputs)
     expected = truth(options, lengths, weight, inputs)
     found = gradients(attend(options, packing), [t.float() for t in inputs], weight)
@@ -96,10 +110,11 @@ def check(length, layout, is_causal, dim, features, groups, window, value_dim=No
 
 
 @both
+@pytest.mark.parametrize(("length", "window"), [(150, 64), (63, 0), (1000, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_causal):
-    exact, *_ = prepare(150, "dense", dim=32, features=100)
-    options = {"window": 64, "scale": 32**-0.5, "is_causal": is_causal}
+def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, length, window, is_causal):
+    exact, *_ = prepare(length, "dense", window, dim=32, features=100)
+    options = form(window, is_causal, 32**-0.5)
     low = [t.to(dtype) for t in exact[:3]] + [t.float() for t in exact[3:]]
     rounded = [t.double() for t in low]
     weight = draw_weight(exact).to(dtype)
@@ -113,22 +128,19 @@ def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, is_ca
 
 @both
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("window", [1, 3, 10])
+@pytest.mark.parametrize("window", [0, 1, 3, 10])
 def test_gradcheck(is_causal, shared, window):
     options = {"dim": 3, "value_dim": 2, "features": 4, "groups": 2, "shared": shared, "batch": 2}
-    inputs = make_inputs(5, 7 if is_causal else 5, **options)
+    inputs = make_inputs(5, 5 if window and not is_causal else 7, **options)
     inputs[-1][1, :, :2] = -torch.inf
-    query_bias, bias = torch.randn(2, 4, 5, dtype=torch.float64), inputs.pop()
-    leaves = [t.requires_grad_() for t in (*inputs, query_bias)]
-    chosen = {"window": window, "scale": 0.7, "is_causal": is_causal}
-    assert torch.autograd.gradcheck(
-        lambda *t: linear_attention(*t[:6], bias, query_bias=t[6], **chosen), leaves, fast_mode=True
-    )
+    bias, query_bias = inputs.pop(), [torch.randn(2, 4, 5, dtype=torch.float64)] if window else []
+    leaves, run = [t.requires_grad_() for t in (*inputs, *query_bias)], attend(form(window, is_causal, 0.7))
+    assert torch.autograd.gradcheck(lambda *t: run(*t[:6], bias, *t[6:]), leaves, fast_mode=True)
 
 
 @both
 def test_a_window_that_holds_everything_is_softmax_attention(is_causal):
-    inputs, *_ = prepare(100, "dense", groups=2)
+    inputs, *_ = prepare(100, "dense", 100, groups=2)
     inputs[-2] = torch.zeros_like(inputs[-2])
     weight = draw_weight(inputs)
     expected = gradients(
@@ -145,10 +157,11 @@ def test_a_window_that_holds_everything_is_softmax_attention(is_causal):
 
 
 @both
-def test_hidden_keys_may_hold_anything(is_causal):
-    inputs, *_ = prepare(40, "dense")
+@plain_too
+def test_hidden_keys_may_hold_anything(is_causal, window):
+    inputs, *_ = prepare(40, "dense", window)
     inputs[6][0, :, 30:] = inputs[6][1] = -torch.inf
-    options = {"window": 8, "scale": 0.3, "is_causal": is_causal}
+    options = form(window, is_causal)
     clean = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
     for tensor in inputs[1:3]:
         tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
@@ -156,13 +169,14 @@ def test_hidden_keys_may_hold_anything(is_causal):
     for f, c in zip(found, clean, strict=True):
         assert torch.equal(f, c)
     assert not found[0][1].any()
+    assert not found[2][1].any()
 
 
 @both
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monkeypatch):
-    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", groups=2, value_dim=value_dim)
-    options, weight = {"window": 16, "scale": 0.3, "is_causal": is_causal}, draw_weight(inputs)
+    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", 16, groups=2, value_dim=value_dim)
+    options, weight = form(16, is_causal), draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
     for name in ("SPAN", "FUSED_SPAN"):
         monkeypatch.setattr(window, name, 1)
@@ -185,14 +199,15 @@ def test_what_does_not_fit_is_refused():
 
 
 @both
+@plain_too
 @pytest.mark.parametrize("value_dim", [8, 5])
-def test_large_norms(is_causal, value_dim):
+def test_large_norms(is_causal, value_dim, window):
     """Most weights are far below the smallest float32, and blocks differ in scale by more than that."""
-    inputs, *_ = prepare(150, "dense", groups=2, value_dim=value_dim)
+    inputs, *_ = prepare(150, "dense", window, groups=2, value_dim=value_dim)
     for i in (3, 4, 6):
         inputs[i] *= 12
-    options, weight = {"window": 16, "scale": 1.0, "is_causal": is_causal}, draw_weight(inputs)
+    options, weight = form(window, is_causal, 1.0), draw_weight(inputs)
     expected = truth(options, None, weight, inputs)
     found = gradients(attend(options), [t.float() for t in inputs], weight)
-    # The gradient of the query bias is next to nothing here, and what is left of a difference.
-    assert max(error(f, e) for f, e in zip(found[:-1], expected[:-1], strict=True)) < 1e-3
+    # The last gradient, of the query bias, is next to nothing here, and what is left of a difference.
+    assert max(error(f, e) for f, e in zip(found[:8], expected[:8], strict=True)) < 1e-3

@@ -20,9 +20,10 @@ TEXTS = ("GO FIN", "HER EAR", "DO", "A BAT GO", "COT", "FIN DO A", "EAR")
 SPLITS = {"train": (0.8, 1.1, 0.9, 1.3), "dev": (0.9, 1.4, 0.7), "test": (1.2, 0.6)}
 
 
-def sound(seconds, seed):
+def sound(seconds, seed=0, rate=RATE):
+    """Sines of random frequencies and a little noise, `[n]` float32."""
     source = np.random.default_rng(seed)
-    time = np.arange(round(seconds * RATE)) / RATE
+    time = np.arange(round(seconds * rate)) / rate
     tones = sum(np.sin(2 * np.pi * source.uniform(100, 3000) * time) for _ in range(3))
     return (0.2 * tones + 0.01 * source.normal(size=len(time))).astype(np.float32)
 
@@ -39,25 +40,19 @@ def write_corpus(folder):
     return folder
 
 
-def save_model(folder, architecture="ctc", **changes):
-    """A model with exact attention whose outputs vary over time, and its processor."""
-    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=20), train_tokenizer(TEXTS, "char", None))
-    config = ConformerConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        conv_kernel_size=5,
-        subsampling_conv_channels=8,
-        num_mel_bins=20,
-        prediction_hidden_size=8,
-        joint_hidden_size=8,
-        vocab_size=len(processor.tokenizer),
-        attn_implementation="sdpa",
-        **changes,
-    )
+def make_model(kind, processor, **changes):
+    """A model with exact attention."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"conv_kernel_size": 5, "subsampling_conv_channels": 8, "num_mel_bins": 20, "prediction_hidden_size": 8}
+    sizes |= {"joint_hidden_size": 8, "vocab_size": len(processor.tokenizer), "attn_implementation": "sdpa"}
     torch.manual_seed(1)
-    model = (ConformerForCTC if architecture == "ctc" else ConformerForTransducer)(config)
+    return kind(ConformerConfig(**sizes, **changes))
+
+
+def save_model(folder, architecture="ctc", **changes):
+    """A model whose outputs vary over time, and its processor."""
+    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=20), train_tokenizer(TEXTS, "char", None))
+    model = make_model(ConformerForCTC if architecture == "ctc" else ConformerForTransducer, processor, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
