@@ -183,10 +183,11 @@ def test_a_hotword_outside_of_the_model_has_the_probability_of_a_rare_word(tmp_p
     assert scorer.score(tokens) == pytest.approx(LN10 * -7 + end + 3)
 
 
-@pytest.mark.parametrize("kind", ["arpa", "gzip", "binary"])
+@pytest.mark.parametrize("kind", ["arpa", "upper", "gzip", "binary"])
 def test_files_of_language_models(arpa, tmp_path, kind):
     path = tmp_path / f"lm.{kind}"
     content = {"arpa": arpa.read_bytes(), "gzip": gzip.compress(arpa.read_bytes())}
+    content["upper"] = arpa.read_bytes().replace(b"<unk>", b"<UNK>")  # KenLM takes it too
     content["binary"] = zlib.decompress(base64.b85decode(BINARY.replace("\n", "")))
     path.write_bytes(content[kind])
     model = NgramModel(path)
