@@ -67,8 +67,8 @@ def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argpars
     """
     torch.manual_seed(arguments.seed)
     if arguments.model_name_or_path is not None:
-        options = {"dtype": torch.float32, "attn_implementation": backend}
-        model = load_model(ConformerForCTC, arguments.model_name_or_path, **options)
+        saved = {"dtype": torch.float32, "attn_implementation": backend}
+        model = load_model(ConformerForCTC, arguments.model_name_or_path, **saved)
     else:
         model = ConformerForCTC(ConformerConfig.preset(arguments.preset, causal=True, attn_implementation=backend))
     options = {"num_features": arguments.num_features, "exact_below": 0}

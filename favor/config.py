@@ -21,8 +21,8 @@ class FavorConfig:
     """Options of the FAVOR backends; a model carries them as the plain dictionary `config.favor`.
 
     Args:
-        num_features: number of random features (or landmarks) M per head, default 256. `favor_elu` always has head_dim
-            features, and `favor_trig` needs an even number.
+        num_features: number of random features (or landmarks) M per head, default 256, at most 262,144. `favor_elu`
+            always has head_dim features, and `favor_trig` needs an even number.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
             "landmark", the older spelling of the backend `landmark`, which uses nothing random: M groups of keys stand
@@ -53,7 +53,8 @@ class FavorConfig:
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
             for none. Default None: 256 for the backend `landmark`, see docs/selected_keys.md.
         page_size, query_block: number of keys that are chosen together, and of queries that choose together; 0
-            (default) takes the numbers that measured best, see `favor.favor_attention`.
+            (default) takes the numbers that measured best, see `favor.favor_attention`. These numbers, `window` and
+            `selected_keys` may exceed the sequence, at no cost; they are at most 2,147,483,647.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ import favor
 from favor.eval.common import launch
 from favor.train.common import checkpoint
 from favor.train.common.program import did_you_mean
+from favor_command import convert
 from favor_command.names import RENAMED, renamed
 from favor_command.program import Parser
 from favor_command.programs import ROOT, Folder
@@ -73,7 +75,7 @@ def parsers():
 @pytest.fixture(scope="module")
 def options(parsers):
     """The options of all programs: for each name its argparse actions, by program."""
-    found = defaultdict(dict)
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
     for program, parser in parsers.items():
         for action in parser._actions:
             for name in action.option_strings:
@@ -144,6 +146,31 @@ def test_near_names_are_suggested_in_every_program(parsers, capsys):
                     parser.refuse([wrong])
                 said = capsys.readouterr().err
                 assert re.search(rf"unknown option {wrong}: did you mean --\w+\?\n$", said), (program, needed)
+
+
+def test_a_near_choice_is_suggested(parsers, capsys):
+    with pytest.raises(SystemExit):
+        parsers["check"].parse_args(["m", "--device", "cuad"])
+    assert capsys.readouterr().err.endswith(": did you mean cuda?\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["m o --window 3", "m --window 3 o", "--window 3 m o", "--output-dir o m --window 3", "--model-name-or-path=m o"],
+)
+def test_names_of_model_and_folder_may_be_left_out(words):
+    found = convert.parse_arguments(words.split())
+    assert (found.model, found.out, found.window) == ("m", Path("o"), 3 if "3" in words else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("m", "required: --output_dir"), ("m o x", "did not expect 'x'"), ("m o --windw 3", "--window?")],
+)
+def test_a_missing_or_further_word_is_one_line(words, said, capsys):
+    with pytest.raises(SystemExit):
+        convert.parse_arguments(words.split())
+    assert said in capsys.readouterr().err
 
 
 def test_settings_saved_under_old_names_are_the_same_run(tmp_path):

@@ -5,18 +5,16 @@ import shutil
 
 import pytest
 import sentencepiece
-import torch
-from conftest import WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoProcessor,
     BertConfig,
-    BertForTokenClassification,
     BertModel,
     BertTokenizer,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MllamaConfig,
     PreTrainedTokenizerFast,
     T5Config,
     WhisperConfig,
@@ -32,6 +30,8 @@ from favor.train.common.pretrained import load_exact
 from favor_command import check, convert
 from favor_command.saved import check_known, load_model, load_processor, model_class
 
+# Those of the tokenizer of `bert_folder`.
+WORDS = ["good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene"]
 SENTENCE = "good film"
 NO_MODELS_OF_BERT = ("pipeline", "AutoTokenizer", "models", "PreTrainedModel", "LlamaForCausalLM", "MyOwnBert", 3)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -187,6 +187,8 @@ def test_architectures_name_a_model_of_the_config(name, bert_folder, tmp_path):
 
 def test_a_config_without_architectures_names_the_model_without_a_head():
     assert model_class(BertConfig(**SIZES)) is BertModel
+    # A class for the config of a part.
+    assert model_class(MllamaConfig(architectures=["MllamaForCausalLM"])).__name__ == "MllamaForCausalLM"
     assert model_class(ConformerConfig()).__name__ == "ConformerModel"
 
 
@@ -270,14 +272,15 @@ def cut_config(folder):
     return r"config\.json is damaged"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("harm", [no_tokenizer, cut_weights, cut_config])
+HARMS = [(name, harm) for name in PROGRAMS for harm in (no_tokenizer, cut_weights, cut_config)]
+NOT_READ = [("check", no_tokenizer), ("check", cut_weights), ("convert", no_tokenizer)]
+
+
+@pytest.mark.parametrize(("name", "harm"), [case for case in HARMS if case not in NOT_READ])
 def test_every_program_refuses_a_folder_that_is_not_whole(
-    harm, name, bert_folder, decoder_folder, text, glue_folder, tmp_path
+    name, harm, bert_folder, decoder_folder, text, glue_folder, tmp_path
 ):
     program, words = PROGRAMS[name]
-    if (name, harm) in (("check", no_tokenizer), ("check", cut_weights), ("convert", no_tokenizer)):
-        pytest.skip("this program does not need the file")
     folder = tmp_path / "model"
     shutil.copytree(decoder_folder if name in ("clm", "perplexity", "needle") else bert_folder, folder)
     message = harm(folder)
@@ -321,13 +324,3 @@ def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, caps
     space: dict = {}
     exec(lines.replace("\n         ", "\nmodel = "), space)
     assert type(space["model"]) is type(own)
-
-
-def test_head_and_body_are_loaded_alike(bert_folder, tmp_path):
-    torch.manual_seed(0)
-    BertForTokenClassification.from_pretrained(bert_folder).save_pretrained(tmp_path)
-    head, body = load_exact(str(tmp_path)), load_exact(str(bert_folder))
-    assert type(head) is BertForTokenClassification
-    ids = torch.arange(5, 15)[None]
-    with torch.no_grad():
-        assert torch.equal(head.base_model(ids).last_hidden_state, body(ids).last_hidden_state)

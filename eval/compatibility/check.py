@@ -22,7 +22,7 @@ import favor
 from favor.eval.compatibility.classes import Candidate
 from favor.eval.compatibility.exceptions import OWN
 from favor.eval.compatibility.generation import generation
-from favor.eval.compatibility.inputs import Inputs, all_inputs, padded
+from favor.eval.compatibility.inputs import Inputs, all_inputs, padded, with_types
 from favor.eval.compatibility.tiny import shrink
 from favor.eval.compatibility.watch import BACKEND, Watch
 
@@ -32,6 +32,7 @@ MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
 SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # divisor of widths, patches per side of an image
 WAYS = {"groups of one key": (MANY, 0), "in blocks": (MANY, SHORT)}
 CATEGORIES = ("equal", "local", "refused", "no attention", "not built", "silently exact", "wrong", "crash")
+Batches = dict[str, tuple[Inputs, Tensor | None]]  # with the mask of the real tokens, if some are padding
 BAD = ("silently exact", "wrong", "crash")
 
 
@@ -46,12 +47,18 @@ def check(candidate: Candidate) -> dict[str, Any]:
         exact, inputs = build(candidate)
     except NotBuiltError as error:
         return {**result, "category": "not built", "reason": str(error)}
+    batches = _batches(exact, inputs)
+    sdpa = None
+    with contextlib.suppress(Exception):  # not all models take it
+        sdpa = switched(exact, "sdpa")
+    if sdpa is not None and (apart := _apart(exact, sdpa, batches)):
+        result["sdpa_and_eager_differ"] = apart
     try:
         model = switched(exact)
     except Exception as error:
         return {**result, **_raised(error, "loading")}
     try:
-        result |= _compared(exact, model, inputs)
+        result |= _compared(exact, sdpa, model, batches)
     except Exception as error:
         return {**result, **_raised(error, "forward")}
     if candidate.name.endswith("ForCausalLM") and result["category"] in ("equal", "local"):
@@ -202,20 +209,38 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor
     return max(errors)
 
 
-def _compared(exact: PreTrainedModel, model: PreTrainedModel, inputs: Inputs) -> dict[str, Any]:
+def _batches(exact: PreTrainedModel, inputs: Inputs) -> Batches:
+    """Makes all batches that a model takes: as found, padded right and left, with a mask of ones, with two types."""
+    batches: Batches = {"whole": (inputs, None)}
+    for name in ("right", "left", "ones", "types"):
+        with contextlib.suppress(Exception):
+            batch = with_types(exact, inputs) if name == "types" else padded(inputs, name)
+            if batch is not None and run(exact, batch):
+                batches[name] = (batch, batch["attention_mask"] if name in ("right", "left") else None)
+    return batches
+
+
+def _apart(exact: PreTrainedModel, sdpa: PreTrainedModel, batches: Batches) -> dict[str, float]:
+    """Gives the batches for which transformers' own "sdpa" and "eager" differ, and by how much."""
+    found = {}
+    for name, (batch, mask) in batches.items():
+        with contextlib.suppress(Exception):
+            found[name] = distance(run(sdpa, batch), run(exact, batch), mask)
+    return {name: error for name, error in found.items() if not error < TOLERANCE}
+
+
+def _compared(
+    exact: PreTrainedModel, sdpa: PreTrainedModel | None, model: PreTrainedModel, batches: Batches
+) -> dict[str, Any]:
     """Finds category, reason and numbers of a model that has been loaded with the backend.
 
     Args:
-        exact: the model with exact attention.
+        exact: the model with "eager" attention.
+        sdpa: the model with "sdpa"; None if it does not take it.
         model: the model with the backend.
-        inputs: for both.
+        batches: for all of them.
     """
-    batches: dict[str, tuple[Inputs, Tensor | None]] = {"whole": (inputs, None)}
-    for side in ("right", "left"):
-        with contextlib.suppress(Exception):
-            batch = padded(inputs, side)
-            if batch is not None and run(exact, batch):
-                batches[side] = (batch, batch["attention_mask"])
+    inputs = batches["whole"][0]
     expected = run(exact, inputs)
     configure(model, FEW, SHORT)
     with Watch().watching() as watch:
@@ -233,21 +258,33 @@ def _compared(exact: PreTrainedModel, model: PreTrainedModel, inputs: Inputs) ->
         return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.silent))} calls no backend"}
     if watch.exact:
         return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.exact))} is not estimated"}
-    errors, of_sdpa = _errors(exact, model, batches), False
-    result |= {"errors": errors, "padding": sorted(set(batches) - {"whole"})}
-    if not max(errors.values()) < TOLERANCE:
-        with contextlib.suppress(Exception):
-            sdpa = _errors(switched(exact, "sdpa"), model, batches)
-            result["errors_to_sdpa"] = sdpa
-            pairs = zip(errors.values(), sdpa.values(), strict=True)
-            of_sdpa = all(min(pair) < TOLERANCE for pair in pairs)
-        if not of_sdpa:
-            return {**result, "category": "wrong", "reason": f"relative error {max(errors.values()):.1e}"}
+    batches, result["types"] = _without_refused(model, batches)
+    errors = _errors(exact, model, batches)
+    result |= {"errors": errors, "padding": sorted({"right", "left"} & set(batches))}
+    nearest, of_sdpa = errors, False
+    if sdpa is not None:
+        result["errors_to_sdpa"] = to_sdpa = _errors(sdpa, model, batches)
+        nearest = {name: min(error, to_sdpa[name]) for name, error in errors.items()}
+        of_sdpa = not max(errors.values()) < TOLERANCE
+    if not max(nearest.values()) < TOLERANCE:
+        return {**result, "category": "wrong", "reason": f"relative error {max(nearest.values()):.1e}"}
     if not watch.estimated:
         return {**result, "category": "local", "reason": "all layers see a window or a chunk, and stay exact"}
     notes = ["as sdpa, from which eager differs"] if of_sdpa else []
+    notes += ["as eager, from which sdpa differs"] if sdpa and not max(to_sdpa.values()) < TOLERANCE else []
     notes += ["hardly depends on attention"] if change < TOLERANCE else []
     return {**result, "category": "equal", "reason": "; ".join(notes)}
+
+
+def _without_refused(model: PreTrainedModel, batches: Batches) -> tuple[Batches, str]:
+    """Leaves out the batch with two types if it is refused, as a prefix language model does, and says why."""
+    if "types" not in batches:
+        return batches, "not taken"
+    try:
+        run(model, batches["types"][0])
+    except ValueError as error:
+        return {name: batch for name, batch in batches.items() if name != "types"}, f"refused: {_short(error)}"
+    return batches, "taken"
 
 
 def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, Any]) -> dict[str, float]:

@@ -201,12 +201,24 @@ def _series(config: Any) -> list[tuple[int, int]]:
 
 
 def padded(inputs: Inputs, side: str) -> Inputs | None:
-    """Gives text inputs with eight padded tokens in the second row; None for others."""
+    """Gives text inputs with eight padded tokens in the second row, or with a mask of "ones"; None for others."""
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2 or "pixel_values" in inputs:
         return None
     mask = torch.ones_like(ids)
-    mask[1, :8] = mask[1, :8] if side == "right" else 0
-    if side == "right":
+    if side == "left":
+        mask[1, :8] = 0
+    elif side == "right":
         mask[1, -8:] = 0
     return {**inputs, "attention_mask": mask}
+
+
+def with_types(model: nn.Module, inputs: Inputs) -> Inputs | None:
+    """Gives text inputs whose second half is of another type, such as the answer after a prompt; None for others."""
+    ids, known = inputs.get("input_ids"), inspect.signature(model.forward).parameters
+    name = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in known), None)
+    if ids is None or ids.ndim != 2 or name is None:
+        return None
+    types = torch.zeros_like(ids)
+    types[:, ids.shape[1] // 2 :] = 1
+    return {**inputs, name: types}

@@ -45,7 +45,32 @@ def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "## By family",
         "",
         *family_lines(results),
+        *differing_lines(results),
     ]
+
+
+def differing_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Writes a Markdown table of the classes for which transformers' own "sdpa" and "eager" differ; empty if none.
+
+    Args:
+        results: of the classes, from `favor.eval.compatibility.check.check`.
+    """
+    rows = [result for result in results if result.get("sdpa_and_eager_differ")]
+    if not rows:
+        return []
+    lines = [
+        "",
+        "## Where sdpa and eager differ",
+        "",
+        "Relative errors between the two, without a backend of favor.",
+        "",
+    ]
+    lines += [table_row(["class", "batches", "favor"]), table_row(["---"] * 3)]
+    for result in rows:
+        apart = ", ".join(f"{name} {error:.0e}" for name, error in result["sdpa_and_eager_differ"].items())
+        reason = f": {_short(result['reason'])}" if result["reason"] else ""
+        lines.append(table_row([result["class"], apart, f"{result['category']}{reason}"]))
+    return lines
 
 
 def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:

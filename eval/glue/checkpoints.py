@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 import favor
 import favor.models  # registers the zoo, so that its checkpoints reload with their backend
@@ -22,6 +22,7 @@ from favor.train.text.glue_labels import label_rows, names_of
 from favor.train.text.glue_loaders import tokenized
 from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
+from favor_command import saved
 
 
 def find_runs(root: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -49,12 +50,12 @@ def record_of(folder: Path, results: dict[str, Any]) -> dict[str, str]:
     return {"backend": backend.label, "machine": results["device"]} | written
 
 
-def load_model(folder: Path, results: dict[str, Any]) -> torch.nn.Module:
+def load_model(folder: Path, results: dict[str, Any]) -> Any:
     """Loads the saved model with the backend of its training.
 
     Zoo models remember their backend; for others it is set here, and its options are read from the config.
     """
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model = saved.load_model(AutoModelForSequenceClassification, str(folder))
     backend = results["attn_implementation"]
     if model.config._attn_implementation != backend:
         if keeps_backend(model.config.model_type):
@@ -82,7 +83,7 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
     data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows, train=False)
     data.keep_first(None, arguments.max_eval_samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(folder, results).to(device), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(folder, results).to(device), saved.load_processor(str(folder))
     rows, _ = label_rows(names_of(model.config), task, str(folder), "train it again")
     mixed = results["mixed_precision"]
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=None if mixed == "no" else 8)

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoConfig, DataCollatorWithPadding
+from transformers import DataCollatorWithPadding
 from transformers.utils import logging
 
 import favor
@@ -22,14 +22,16 @@ from favor.eval.common import report
 from favor.eval.common.program import device_or_default
 from favor.eval.glue.comparison import Row, Samples, content_of, report_lines
 from favor.train.common.arguments import DataArguments, ModelArguments
-from favor.train.common.pretrained import check_model, check_positions, load_exact, load_tokenizer
+from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
 from favor.train.text.glue_data import get_task, load_glue, with_distractors
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of
 from favor.train.text.glue_loaders import tokenized
 from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
+from favor_command.saved import read_config
 
 EXACT, DEFAULT = "sdpa", "landmark"
+OUTPUT = ("--output_dir", "--results_dir", "--name")
 
 
 def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
@@ -39,8 +41,7 @@ def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
         ValueError: if the model is no classifier, has other labels than the task, or the data cannot be read.
     """
     path, task = arguments.model_name_or_path, get_task(arguments.task_name)
-    check_model(path)
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     if not config.architectures or not is_classifier(config):
         raise ValueError(
             f"expected a classifier that was fine-tuned on {task.folder}, got {path}, which holds a "
@@ -69,7 +70,7 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
     Raises:
         ValueError: for a backend or an option that does not exist.
     """
-    config = AutoConfig.from_pretrained(arguments.model_name_or_path)
+    config = read_config(arguments.model_name_or_path)
     known = getattr(config, "favor", None) or {}
     saved = known.get("attn_implementation", config._attn_implementation)
     found = []
@@ -157,7 +158,8 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
     Raises:
         FloatingPointError: if a logit is not finite.
     """
-    plain, collate = encoded.remove_columns("label"), DataCollatorWithPadding(samples.tokenizer)
+    plain = encoded.remove_columns("label")
+    collate: Any = DataCollatorWithPadding(samples.tokenizer)
     found = torch.empty(len(plain), len(samples.rows))
     model(**collate([plain[place] for place in groups[-1]]).to(model.device))  # warms up
     seconds = 0.0
@@ -192,24 +194,27 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
         bound, longest = distinct[-1] + 1, distinct[-1]
         layers = favor.describe(model, longest).layers
         reason = next((layer.why for layer in layers if layer.runs == "exact"), "all layers are local")
+        advice = "; --exact_below 0 shows the backend itself" if "exact_below" in reason else ""
         return bound, (
-            f"`{name}` runs exact attention on ALL samples, because the longest has {longest} tokens ({reason}): its "
-            "row is that of exact attention. --exact_below 0 shows the backend itself"
+            f"`{name}` runs exact attention on ALL samples, of which the longest has {longest} tokens ({reason}), so "
+            f"its row is that of exact attention{advice}"
         )
     bound = distinct[place]
     short = bisect.bisect_left(lengths, bound)
     notes = []
     if short:
         notes.append(f"runs exact attention on {short} of {len(lengths)} samples, those of fewer than {bound} tokens")
-    running = [layer for layer in favor.describe(model, bound).layers if layer.runs not in ("exact", "local")]
-    if all(registry.FAMILIES[layer.runs].selects_keys for layer in running if layer.runs in registry.FAMILIES):
-        enough = min(max(layer.num_features, layer.selected_keys, layer.window) for layer in running)
+    running = [layer for layer in favor.describe(model, bound).layers if layer.runs in registry.FAMILIES]
+    if running and all(registry.FAMILIES[layer.runs].selects_keys for layer in running):
+        enough = min(max(layer.num_features or 0, layer.selected_keys or 0, layer.window or 0) for layer in running)
         equal = bisect.bisect_right(lengths, enough) - short
         if equal > 0:
+            every = equal == len(lengths)
+            fewer = f"; --backends {DEFAULT}:num_features=16,selected_keys=0 has fewer" if every else ""
+            many = "ALL" if every else str(equal)
             notes.append(
-                f"has no fewer landmarks or selected keys than {'ALL' if equal == len(lengths) else equal} of "
-                f"{len(lengths)} samples have tokens (up to {enough}), and equals exact attention there; "
-                f"--backends {DEFAULT}:num_features=16,selected_keys=0 would have fewer"
+                f"has no fewer landmarks or selected keys than {many} of {len(lengths)} samples have tokens (up to "
+                f"{enough}), and equals exact attention there{fewer}"
             )
     return bound, f"`{name}` {'; it '.join(notes)}" if notes else ""
 
@@ -221,7 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
     samples, remark = load_samples(arguments)
     rows = compare(arguments, samples)
     lines = report_lines(arguments, samples, rows, remark)
-    command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"])
+    command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"], OUTPUT)
     content = report.context(command, ("transformers",)) | content_of(arguments, samples, rows, remark)
     folder = arguments.results_dir or arguments.output_dir
     report.write(folder, arguments.name, lines, content, [])

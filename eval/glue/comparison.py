@@ -97,12 +97,12 @@ def report_lines(arguments: argparse.Namespace, samples: Samples, rows: list[Row
         *([arguments.note, ""] if arguments.note else []),
         f"- Model: {report.local_names([arguments.model_name_or_path])[0]}, as it is: nothing was trained",
         *([f"- Labels: {remark}"] if remark else []),
-        f"- Data: {sources}; samples: {numbers}",
+        f"- Data: {sources}; samples: {numbers}{', the first ones' * (arguments.max_eval_samples is not None)}",
         *([f"- Not there, so not evaluated: {', '.join(missing)}"] if missing else []),
         *([f"- Skipped: {data.skipped.count} malformed rows"] if data.skipped.count else []),
         *([f"- Documents: {arguments.distractors} texts of other samples in each"] if arguments.distractors else []),
-        f"- Tokens of a sample: {lengths[0]} to {lengths[-1]}, median {statistics.median(lengths):g}; {cut} samples "
-        f"reach max_length = {arguments.max_length}, and are cut off there if they are longer",
+        f"- Tokens of a sample: {lengths[0]} to {lengths[-1]}, median {statistics.median(lengths):g}; "
+        + (f"{cut} reach max_length = {arguments.max_length}, and lose what is longer" if cut else "none is cut off"),
         *(f"- {row.note}" for row in rows if row.note),
         "",
         *table_lines(rows, data.task.is_regression),

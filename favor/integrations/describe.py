@@ -21,6 +21,10 @@ _BARE = (
     "landmarks without a window and without selected keys break speech encoders that were trained with exact attention "
     "(the word error rate of a Whisper becomes 99 %): set window=64, or selected_keys=128. It concerns "
 )
+_COMPILED = (
+    "the model is compiled, so the length of a batch, padding included, is compared with exact_below, and a text can "
+    "get another result in another batch: set exact_below=0."
+)
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
 
@@ -103,7 +107,8 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
 
     Args:
         model: any transformers model, or one of peft around it.
-        length: number of tokens, in all parts of the model.
+        length: number of tokens, in all parts of the model. In a batch each row is described by its own tokens, without
+            its padding, except in a compiled model.
         device: kind of device on which the model will run, as in `torch.device.type`. Default None: that of its
             parameters.
 
@@ -138,7 +143,13 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
     bare = [layer.layer for layer in layers if layer.selected_keys == layer.window == 0 and _is_bare(model, layer)]
-    notes = (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
+    notes: tuple[str, ...] = (
+        (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
+    )
+    if getattr(model, "_compiled_call_impl", None) and (getattr(model.config, "favor", None) or {}).get(
+        "exact_below", 1
+    ):
+        notes += (_COMPILED,)
     return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers), notes)
 
 

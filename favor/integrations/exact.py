@@ -105,7 +105,10 @@ def key_counts(sees: Visibility, packing: Packing | None, bound: int) -> Sequenc
     if is_tracing():
         _tell_traced(bound)
         return ()
-    return packing.key_lengths if packing is not None else sees.counts or sees.padding.sum(1).tolist()
+    if packing is not None:
+        return packing.key_lengths
+    assert sees.padding is not None
+    return sees.counts or sees.padding.sum(1).tolist()
 
 
 @torch.compiler.assume_constant_result
@@ -144,6 +147,7 @@ def by_length(
     few = [row for row, count in enumerate(counts) if count < bound]
     others = [row for row, count in enumerate(counts) if count >= bound]
     outs: list[Tensor] = []
+    attend: Callable[[Call, Tensor, Tensor, Tensor], Tensor]
     for attend, rows in ((exact_attention, few), (linear, others)):
         if not rows:
             continue
@@ -156,8 +160,8 @@ def by_length(
             assert call.sees.padding is not None
             own, sizes = [tensor[rows] for tensor in tensors], [counts[row] for row in rows]
             padding = None if min(sizes) == own[1].shape[2] else call.sees.padding[rows]
-            cut = _exact_without_padding if rows is few else attend
-            outs += cut(call._replace(sees=call.sees._replace(padding=padding, counts=sizes)), *own).split(1)
+            attend = _exact_without_padding if rows is few else attend
+            outs += attend(call._replace(sees=call.sees._replace(padding=padding, counts=sizes)), *own).split(1)
     order = [*few, *others]
     return torch.cat([outs[order.index(row)] for row in range(len(counts))], dim=0 if call.packing is None else 1)
 

@@ -104,7 +104,7 @@ def favor_mask(
             "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
             'Use the default cache_implementation, or attn_implementation="sdpa".'
         )
-    padding, counts = None, ()
+    padding, counts = None, list[int]()
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] < kv_length:
@@ -153,8 +153,8 @@ def visibility(
         packed: whether the lengths of packed sequences were passed.
 
     Raises:
-        ValueError: if the mask holds anything else, such as an additive bias for each pair, or nothing says whether
-            the layer is causal.
+        ValueError: if the mask holds anything else, such as an additive bias for each pair, if nothing says whether
+            the layer is causal, or if mask and config of a prefix language model contradict each other.
     """
     recorded = getattr(mask, "favor_visibility", None)
     reach = None if sliding_window is None else sliding_window - 1
@@ -165,6 +165,7 @@ def visibility(
     if mask is not None and mask.ndim == 4 and mask.shape[-1] == 0 < shape[2]:
         raise ValueError(_UNKNOWN_LENGTHS)
     if recorded is not None:
+        _check_prefix(module, recorded, shape)
         return recorded
     if mask is None or mask.ndim == 2 or shape[1] == 1 or _repeats_its_rows(mask) or is_tracing(mask):
         one_row = mask is not None and mask.ndim == 4 and mask.shape[2] == 1 < shape[1]
@@ -174,6 +175,16 @@ def visibility(
         return Visibility(causal=False, dense=True)
     claimed = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return _of_all_pairs(mask, shape, bool(claimed))
+
+
+def _check_prefix(module: nn.Module, sees: Visibility, shape: tuple[int, int, int]) -> None:
+    """Raises a ValueError if a model is meant to see its prompt both ways, and its mask is causal.
+
+    "sdpa" leaves such a mask out where nothing is padded, and then sees both ways; "eager" applies it.
+    """
+    both_ways = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if both_ways and sees.causal and not getattr(module, "is_causal", True) and shape[1] == shape[2] > 1:
+        raise ValueError(_PREFIX.format(module=type(module).__name__))
 
 
 def _repeats_its_rows(mask: Tensor) -> bool:
@@ -279,6 +290,12 @@ def _visible(mask: Tensor) -> Tensor:
     return ~hidden
 
 
+_PREFIX = (
+    "favor attention got a causal mask for {module}, whose config says use_bidirectional_attention: transformers' own "
+    "attentions disagree here. With sdpa the prompt is seen both ways, if nothing is padded, and with eager it is not. "
+    'Use attn_implementation="sdpa" for this part of the model, and favor for others, as in '
+    'favor.configure(model, "landmark", only="vision_tower").'
+)
 _UNKNOWN_LENGTHS = (
     "favor attention got packed sequences (position_ids that start again) without their lengths. Pass cu_seq_lens_q, "
     "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does, "

@@ -72,20 +72,22 @@ def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, 
     return tuple(tensor.new_empty(tensor.shape) for tensor in read)
 
 
-def _operations(given: SelectedOperands) -> int:
+def _operations(*arguments: Any) -> int:
     """Counts operations in products of matrices; tensors are given by their shapes."""
+    given: Any = SelectedOperands(*arguments)
     columns = given.counts[2] + given.near_counts[2] + given.pages[3] * given.page_size
-    return 2 * prod(given.query[:4]) * columns * (given.query[4] + given.value[2])
+    number: int = 2 * prod(given.query[:4]) * columns * (given.query[4] + given.value[2])
+    return number
 
 
 @register_flop_formula(torch.ops.favor.selected_attention)
 def _(*arguments: Any, **_: Any) -> int:
-    return _operations(SelectedOperands(*arguments[:-1]))
+    return _operations(*arguments[:-1])
 
 
 @register_flop_formula(torch.ops.favor.selected_attention_backward)
 def _(grad: Any, out: Any, lse: Any, *arguments: Any, **_: Any) -> int:
-    return 5 * _operations(SelectedOperands(*arguments[:-1])) // 2  # weights are computed again
+    return 5 * _operations(*arguments[:-1]) // 2  # weights are computed again
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

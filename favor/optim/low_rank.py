@@ -31,7 +31,7 @@ class LowRankCurvature:
         like: tensor that gives dtype and device.
 
     Attributes:
-        vectors: V `[k, size]`, rows orthonormal or zero.
+        vectors: V `[k, size]`, rows orthonormal or zero; k is at most `size`.
         values: S `[k]`.
         diagonal: D `[size]`.
 

@@ -218,8 +218,8 @@ def _processor_of(folder: str) -> ConformerProcessor:
         return ConformerProcessor.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"processor must be given: {folder}, where the model was loaded from, holds none. Pass processor=, or "
-            "save it there with processor.save_pretrained."
+            f"processor must be given: {folder}, where the model was loaded from, holds none that can be loaded. Pass "
+            f"processor=, or save it there with processor.save_pretrained. Loading said: {' '.join(str(error).split())}"
         ) from error
 
 

@@ -81,11 +81,13 @@ def model_class(config: Any) -> Any:
         ValueError: if the config names something else than a model of its kind.
     """
     import transformers
+    from transformers.models.auto import modeling_auto
 
     import favor.models
 
     names = getattr(config, "architectures", None) or [None]
     name = names[0] if isinstance(names, list | tuple) else names
+    found: Any
     if name is None:
         found = transformers.AutoModel._model_mapping.get(type(config), None)
         found = found[0] if isinstance(found, tuple) else found
@@ -93,7 +95,10 @@ def model_class(config: Any) -> Any:
         places = [transformers, *(getattr(favor.models, part) for part in favor.models.__all__)]
         found = next((getattr(place, name) for place in places if hasattr(place, str(name))), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class
-    if not is_model or not isinstance(config, found.config_class):
+    # Some kinds share the models of another kind, as InternLM 3 those of LLaMA, or have some for the config of a part.
+    titles = (title for title in vars(modeling_auto) if title.endswith("_MAPPING_NAMES"))
+    shared = [getattr(modeling_auto, title).get(config.model_type) for title in titles]
+    if not is_model or not (isinstance(config, found.config_class) or found.__name__ in shared):
         what = f"a {name}" if name else f"a {config.model_type}"
         place = config.name_or_path or "the config"
         raise ValueError(f"{place} holds {what}, and there is no class to load it with, of transformers or of favor")
@@ -111,7 +116,8 @@ def load_model(kind: Any, model: str, **options: Any) -> Any:
     Raises:
         ValueError: if it cannot be loaded; the message names the file that is damaged.
     """
-    config, known = options.get("config"), getattr(kind, "_model_mapping", None)
+    config: Any = options.get("config")
+    known: Any = getattr(kind, "_model_mapping", None)
     if None not in (config, known) and type(config) not in known and not options.get("trust_remote_code"):
         # transformers would import all its models, to list them in its message.
         raise ValueError(f"{model} holds a {config.model_type}, which {kind.__name__} does not load")

@@ -1,7 +1,13 @@
-"""Generation by tiny models with a `FavorCache`: the tokens and logits of a run without a cache."""
+"""Generation by tiny models with a `FavorCache`: the tokens and logits of a run without a cache.
+
+Of the way "steps" each step changes the cache, as a caller may: it reads tokens, forgets some, reorders, chooses or
+repeats its rows, or goes on with a copy.
+"""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +34,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 # (backend, features)
 FAMILIES = (("favor+", None), ("landmark", None), ("favor#", "wderf"), ("favor#", "sderf"), ("favor++", None))
-WAYS = ("pieces", "greedy", "beams", "samples", "conversation")
+WAYS = ("pieces", "greedy", "beams", "samples", "conversation", "steps")
+# (selected keys, keys of a page, queries of a block)
+SELECTED = ((8, 2, 3), (8, 1, 4), (12, 2, 4), (8, 4, 2), (9, 1, 1), (16, 4, 4), (64, 4, 4), (0, 0, 0))
+STEPS = ("read", "read", "read", "forget", "forget", "leave", "reorder", "select", "repeat", "copy", "pickle")
 _TOLERANCE = {"float64": 1e-6, "float32": 5e-3, "bfloat16": 0.3}
 
 
@@ -40,6 +49,9 @@ class Generation:
         lengths: real tokens of each row of the batch, which is padded at the left.
         pieces: into how many pieces the prompt is cut; of "pieces" only.
         steepness: factor of the keys, whose logits and features it makes large.
+        selected: keys that landmarks select, keys of a page and queries of a block; 0 for none.
+        keep: of the cache.
+        steps: after the prompt; what is done, and a number of tokens, rows or repetitions.
     """
 
     model: str = "llama"
@@ -53,11 +65,16 @@ class Generation:
     steepness: float = 1.0
     dtype: str = "float64"
     seed: int = 0
+    selected: tuple[int, int, int] = (0, 0, 0)
+    keep: str = "all"
+    steps: tuple[tuple[str, int], ...] = ()
 
 
 def draw(choose: Callable[[Sequence[Any]], Any]) -> Generation:
     """A run; `choose` takes one of several values."""
     way, longest = choose(WAYS), choose((5, 9, 17, 40, 70, 130, 140))
+    if way == "steps":
+        return draw_steps(choose)
     rows = choose((1, 2, 3))
     return Generation(
         model=choose(tuple(MODELS)),
@@ -74,6 +91,25 @@ def draw(choose: Callable[[Sequence[Any]], Any]) -> Generation:
     )
 
 
+def draw_steps(choose: Callable[[Sequence[Any]], Any]) -> Generation:
+    """A run of steps. Sections are short, so that a few tokens complete them."""
+    longest = choose((30, 5, 18, 41, 1))
+    family = choose((("landmark", None), ("landmark", None), ("landmark", None), ("favor+", None), ("favor#", "wderf")))
+    is_padded = choose((False, True))
+    return Generation(
+        model=choose(("llama", "gpt2")),
+        family=family,
+        way="steps",
+        lengths=tuple(choose((longest, 1, longest // 2 + 1)) if is_padded else longest for _ in range(choose((1, 2)))),
+        num_features=choose((5, 2, 8)),
+        window=choose((4, 7, 8)),
+        seed=choose(range(1000)),
+        selected=choose(SELECTED) if family[0] == "landmark" else (0, 0, 0),
+        keep=choose(("all", "all", "all", "state")),
+        steps=tuple((choose(STEPS), choose((1, 1, 1, 2, 1, 3, 5, 12, 40))) for _ in range(choose((8, 12, 16)))),
+    )
+
+
 def check(call: Generation) -> bool:
     """Runs the model with and without a cache.
 
@@ -83,9 +119,8 @@ def check(call: Generation) -> bool:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", ".*parameters from this sequence")
         model, inputs = _model(call), _prompt(call)
-        {"pieces": _check_pieces, "conversation": _check_conversation}.get(call.way, _check_generate)(
-            call, model, inputs
-        )
+        checks = {"pieces": _check_pieces, "conversation": _check_conversation, "steps": _check_steps}
+        checks.get(call.way, _check_generate)(call, model, inputs)
     return True
 
 
@@ -98,6 +133,8 @@ def _model(call: Generation) -> PreTrainedModel:
     backend, features = call.family
     named = {} if features is None else {"features": features}
     sizes = {"num_features": call.num_features, "window": call.window, "exact_below": 0}
+    if call.selected[0] or (call.way == "steps" and backend == "landmark"):
+        sizes |= dict(zip(("selected_keys", "page_size", "query_block"), call.selected, strict=True))
     return favor.configure(model, backend, **named, **sizes)
 
 
@@ -118,6 +155,108 @@ def _check_pieces(call: Generation, model: PreTrainedModel, inputs: dict[str, Te
         now = {"attention_mask": mask[:, :stop], "position_ids": places[:, start:stop]}
         outs.append(model(ids[:, start:stop], **now, past_key_values=cache).logits)
     _close(call, torch.cat(outs, 1)[mask.bool()], expected[mask.bool()])
+
+
+@dataclass
+class _Tokens:
+    """The tokens that a cache holds, and how many of the last ones it can forget.
+
+    Attributes:
+        ids, mask: `[B, T]`.
+        section: tokens of a section, if the cache keeps all keys; else 0.
+        is_ragged: whether there was padding.
+        complete: tokens in complete sections.
+        keeps_last: whether the last of these can be taken out again.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    section: int
+    is_ragged: bool
+    complete: int = 0
+    keeps_last: bool = False
+
+    @property
+    def places(self) -> Tensor:
+        return (self.mask.cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def can_forget(self) -> int:
+        if not self.section:
+            return 0
+        if self.is_ragged:
+            return int((self.mask.sum(1) % self.section).min())
+        return self.ids.shape[1] - self.complete + self.keeps_last * self.section
+
+    def read(self, ids: Tensor) -> None:
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, torch.ones_like(ids)], 1)
+        self.count()
+
+    def count(self) -> None:
+        complete = self.ids.shape[1] // self.section * self.section if self.section else 0
+        self.complete, self.keeps_last = max(complete, self.complete), self.keeps_last or complete > self.complete
+
+    def forget(self, number: int) -> None:
+        left = self.ids.shape[1] - number
+        self.ids, self.mask = self.ids[:, :left], self.mask[:, :left]
+        if left < self.complete:
+            self.complete, self.keeps_last = self.complete - self.section, False
+
+    def rows(self, index: Tensor) -> None:
+        self.ids, self.mask = self.ids[index], self.mask[index]
+
+
+def _check_steps(call: Generation, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+    cache, generator = favor.FavorCache(model.config, keep=call.keep), torch.Generator().manual_seed(call.seed)
+    keeps = call.selected[0] > 0 and call.keep == "all"
+    without = model if keeps or call.family[0] != "landmark" else favor.configure(copy.deepcopy(model), selected_keys=0)
+    mask = inputs["attention_mask"]
+    tokens = _Tokens(inputs["input_ids"], mask, call.window * keeps, is_ragged=not bool(mask.all()))
+    tokens.count()
+    _check_read(call, (model, without), cache, tokens, mask.shape[1])
+    for step, number in call.steps:
+        rows = len(tokens.ids)
+        if step == "read":
+            tokens.read(torch.randint(3, 40, (rows, number), generator=generator))
+            _check_read(call, (model, without), cache, tokens, number)
+        elif step in ("forget", "leave"):
+            length, number = tokens.ids.shape[1], number % (tokens.can_forget + 2)  # one more than is possible, too
+            _check_crop(cache, tokens, -number if step == "forget" else length - number or length + 5)
+        elif step in ("reorder", "select"):
+            index = torch.randint(rows, (min(number, 3),), generator=generator)
+            index = torch.randperm(rows, generator=generator) if step == "reorder" else index
+            (cache.reorder_cache if step == "reorder" else cache.batch_select_indices)(index)
+            tokens.rows(index)
+        elif step == "repeat" and rows * number <= 6:
+            cache.batch_repeat_interleave(number)
+            tokens.rows(torch.arange(rows).repeat_interleave(number))
+        elif step in ("copy", "pickle"):
+            earlier, cache = cache, copy.deepcopy(cache) if step == "copy" else pickle.loads(pickle.dumps(cache))
+            model(torch.full((rows, 1), 7), past_key_values=earlier)  # what becomes of it does not matter
+        assert cache.get_seq_length() == tokens.ids.shape[1], f"a cache of {cache.get_seq_length()} tokens"
+
+
+def _check_read(
+    call: Generation, models: tuple[PreTrainedModel, ...], cache: favor.FavorCache, tokens: _Tokens, number: int
+) -> None:
+    given = {"attention_mask": tokens.mask, "position_ids": tokens.places}
+    expected = models[1](tokens.ids, **given, use_cache=False).logits[:, -number:]
+    given["position_ids"] = tokens.places[:, -number:]
+    with torch.inference_mode() if number % 2 else torch.no_grad():  # what the one makes is used by the other
+        found = models[0](tokens.ids[:, -number:], **given, past_key_values=cache).logits
+    real = tokens.mask[:, -number:].bool()
+    _close(call, found[real], expected[real])
+
+
+def _check_crop(cache: favor.FavorCache, tokens: _Tokens, number: int) -> None:
+    forgotten = max(tokens.ids.shape[1] - number, 0) if number > 0 else -number
+    try:
+        cache.crop(number)
+    except ValueError:
+        assert forgotten > tokens.can_forget, f"{forgotten} of {tokens.can_forget} tokens are not forgotten"
+        return
+    assert forgotten <= tokens.can_forget, f"{forgotten} tokens are forgotten, and {tokens.can_forget} can be"
+    tokens.forget(forgotten)
 
 
 def _check_generate(call: Generation, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:

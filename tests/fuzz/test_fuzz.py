@@ -1,8 +1,10 @@
 """A quick part of the fuzzer: calls that Hypothesis draws and simplifies, the same ones every time."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +35,12 @@ def test_attention(call):
 @example(Generation(model="qwen2", lengths=(140, 5), steepness=30.0, pieces=3))
 def test_generation(call):
     generation.check(call)
+
+
+@pytest.mark.parametrize("number", range(45))
+def test_steps_with_a_cache(number):
+    """Drawn without Hypothesis, which prefers simple runs: few of them choose among pages."""
+    generation.check(generation.draw_steps(random.Random(f"steps {number}").choice))
 
 
 def test_the_simplest_failure_is_found():

@@ -278,37 +278,6 @@ def test_encoder_decoder():
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("features", [None, "landmark"])
-def test_rows_of_a_cache_are_chosen(features):
-    model, ids = make(window=8), prompt(13, 13, 13)["input_ids"]
-    if features:
-        favor.configure(model, "favor#", features=features, num_features=6)
-    ids[1:] = ids[1:].flip(1)
-    rows, more = torch.tensor([2, 0, 0]), torch.tensor([[7], [8], [9]])
-    with torch.inference_mode():
-        expected = model(torch.cat([ids[rows], more], dim=1)).logits[:, -1]
-        cache, twice = favor.FavorCache(), favor.FavorCache()
-        model(ids, past_key_values=cache)
-        model(ids[2:], past_key_values=twice)
-    with torch.no_grad():  # what inference mode made is used outside of it
-        cache.layers[0].batch_select_indices(rows)
-        cache.layers[1].batch_select_indices(rows)
-        torch.testing.assert_close(model(more, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-        for layer in twice.layers:
-            layer.batch_repeat_interleave(3)
-        found = model(more, past_key_values=twice).logits[0, -1]
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_state_made_in_inference_mode_goes_on_outside_of_it():
-    model, cache, ids = make(), favor.FavorCache(), prompt(13)["input_ids"]
-    with torch.inference_mode():
-        model(ids[:, :9], past_key_values=cache)
-    with torch.no_grad():
-        found = model(ids[:, 9:], past_key_values=cache).logits
-        torch.testing.assert_close(found, model(ids).logits[:, 9:], rtol=1e-4, atol=1e-4)
-
-
 def test_exact_layers_are_refused():
     with pytest.raises(ValueError, match="set exact_below=0"):
         generate(make(exact_below=64), favor.FavorCache(), prompt(9))

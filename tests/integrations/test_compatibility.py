@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from favor.eval.compatibility import __main__ as program
 from favor.eval.compatibility.check import check
 from favor.eval.compatibility.classes import candidates
+from favor.eval.compatibility.report import lines_of
 from favor.integrations import backend, masks
 
 pytestmark = [
@@ -29,7 +30,7 @@ EQUAL = {
     "vit": "ViTModel",
     "clip": "CLIPModel",
     "lightglue": "LightGlueForKeypointMatching",  # the module says that it is causal, and it is not
-    "paligemma": "PaliGemmaModel",  # a decoder that sees its whole prompt
+    "gemma": "GemmaModel",
     "wav2vec2": "Wav2Vec2Model",
     "whisper": "WhisperModel",
     "moonshine": "MoonshineDecoder",  # the argument of the call says that it is not causal, the mask that it is
@@ -37,6 +38,8 @@ EQUAL = {
     "bigbird_pegasus": "BigBirdPegasusDecoder",
 }
 REFUSED = {
+    "paligemma": ("PaliGemmaModel", "transformers' own attentions disagree"),
+    "colpali": ("ColPaliForRetrieval", "transformers' own attentions disagree"),
     "t5": ("T5Model", "position bias"),
     "gpt_oss": ("GptOssModel", "attention sinks"),
     "gemma2": ("Gemma2Model", "soft-capped"),
@@ -72,6 +75,16 @@ def test_what_would_be_dropped_or_ignored_is_refused(family, name, reason):
     result = result_of(family, name)
     assert result["category"] == "refused"
     assert reason in result["reason"]
+
+
+def test_differences_between_attentions_of_transformers_are_reported():
+    results = [result_of("paligemma", "PaliGemmaModel"), result_of("bert", "BertModel")]
+    assert set(results[0]["sdpa_and_eager_differ"]) == {"whole", "ones"}
+    assert "sdpa_and_eager_differ" not in results[1]
+    assert results[1]["types"] == "taken"
+    assert max(results[1]["errors_to_sdpa"].values()) < 1e-5
+    (*_, line) = lines_of(results)
+    assert line.startswith("| PaliGemmaModel | whole ")
 
 
 def test_decoders_generate_with_a_state():

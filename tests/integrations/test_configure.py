@@ -197,6 +197,15 @@ def test_short_inputs_are_told_of(padding, exact_below, line, caplog):
     assert f"up to 24 keys: {line}" in record.message
 
 
+@pytest.mark.filterwarnings("default")  # torch.compile imports code of torch that warns
+def test_a_compiled_model_says_what_it_compares_with_exact_below():
+    model = BERT.build("favor+")
+    assert favor.describe(model).notes == ()
+    model.compile()
+    assert "padding included" in str(favor.describe(model))
+    assert favor.describe(favor.configure(model, exact_below=0)).notes == ()
+
+
 def test_missing_parameters_and_refused_layers_are_described():
     model = BERT.build("favor#", statistics="calibrated", exact_below=0)
     assert 'statistics="calibrated" needs stored parameters of wderf' in str(favor.describe(model))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, padding_mask, tokens
+from architectures import ARCHITECTURES, COMMON, padding_mask, tokens
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -72,6 +72,24 @@ def test_global_masks_of_other_patterns_are_refused():
     function = and_masks(causal_mask_function, lambda batch, head, q, k: k > 3)
     with pytest.raises(ValueError, match="prefix or blocks"):
         favor_mask(3, 24, 24, mask_function=function)
+
+
+@pytest.mark.parametrize("types", [None, 0, 1])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_prefix_language_model_is_refused(padded, types):
+    """Without types, the two attentions of transformers disagree; types make a prefix."""
+    text = hf.GemmaConfig(**COMMON, num_key_value_heads=2, head_dim=8)
+    vision = hf.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4,
+        vision_use_head=False,
+    )  # fmt: skip
+    config = hf.PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=39, projection_dim=32)
+    model = favor.configure(hf.PaliGemmaModel(config).eval(), "landmark", exact_below=0)
+    given = {} if types is None else {"token_type_ids": torch.full((3, 24), types)}
+    with pytest.raises(ValueError, match=r"attentions disagree|adds a prefix or blocks"):
+        model(**tokens(padded), **given)
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert model.vision_tower(pixels).last_hidden_state.isfinite().all()
 
 
 @pytest.mark.parametrize("claims", [False, True])

@@ -40,6 +40,19 @@ def test_a_written_model_by_hand(tmp_path):
     assert math.exp(model.finish(state)) == pytest.approx((0.5 + 2 * 0.5 * alone["</s>"]) / 2, abs=1e-5)
 
 
+def test_discounts_out_of_range_are_those_of_few_counts(tmp_path):
+    """Words said one, two, three times and, five of them, four times: 3 or more would give 3 - 4 / 3 * 5 = -3.7.
+
+    As a first word one said four times has 4 of 26, less 1.5. A word is preceded by a beginning alone, and the end by
+    eight words, in all 16, over 10 kinds with `<unk>`.
+    """
+    texts = [f"W{word}" for word, times in enumerate((1, 2, 3, 4, 4, 4, 4, 4)) for _ in range(times)]
+    model = NgramModel(write_arpa(texts, tmp_path / "lm.arpa", 2))
+    alone = (1 - 0.5 + (8 * 0.5 + 1.5) / 10) / 16
+    expected = (4 - 1.5 + (0.5 + 1 + 6 * 1.5) * alone) / 26
+    assert math.exp(model.score(model.start(), "W7")[1]) == pytest.approx(expected, abs=1e-5)
+
+
 def kneser_ney(texts, words, history, word):
     """P(word | history) straight from the texts, by equations 26 and 27 of Chen and Goodman (1999), order 3."""
     grams = [

@@ -149,6 +149,16 @@ def test_the_processor_is_given_or_in_the_folder(folder, processor, tmp_path):
     with pytest.raises(ValueError, match="processor must be given: this model was not loaded from a folder"):
         new.transcribe(waveform)
     assert bare.transcribe(waveform, processor=processor) == model.transcribe(waveform)
+    processor.save_pretrained(tmp_path / "bare")
+    config = tmp_path / "bare" / "processor_config.json"
+    text = config.read_text()
+    for damaged, message in (
+        (text.replace('"hop_length": 160', '"hop_length": 0'), "bare, .* loaded.*hop_length must be 1 to 32768, got 0"),
+        ("{", "bare, .* loaded.*processor_config.json' is not a valid JSON file"),
+    ):
+        config.write_text(damaged)
+        with pytest.raises(ValueError, match=message):
+            bare.transcribe(waveform)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from transformers.models.whisper.modeling_whisper import sinusoids
 import favor
 from favor.models.conformer import (
     ConformerProcessor,
+    Pronunciations,
     Transcript,
     WordLexicon,
     WordScorer,
     ctc_align,
+    ctc_emissions,
     ctc_greedy,
     join_words,
     lexicon_beam,
@@ -311,24 +313,27 @@ def test_a_stream_is_its_windows(saved):
     """However the audio is cut into pieces, each step has the logits of its window."""
     model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
     sound = waveform(2.37)
-    settings = {"step": 0.2, "look_ahead": 0.1, "context": 0.4}
+    settings = {"step": 0.2, "look_ahead": 0.3, "context": 0.4}
     streams = []
     for size in (1000, 16000, len(sound)):
         streams.append(model.stream(processor, **settings))
         for start in range(0, len(sound), size):
             streams[-1].feed(sound[start : start + size])
-        assert streams[-1].seconds == pytest.approx(2.2)
+        assert streams[-1].seconds == pytest.approx(2.0)
         streams[-1].finish()
         assert streams[-1].seconds == pytest.approx(2.38)
     expected = []
     for first in range(0, 119, 10):
-        start, last = max(0, first - 20), min(first + 15, 119)
+        start, last = max(0, first - 20), min(first + 25, 119)
         inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
         expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
-    (tokens,) = ctc_greedy(torch.cat(expected)[None], [119])
+    (found,) = ctc_emissions(torch.cat(expected)[None], [119])
+    tokens = [one.token for one in found]
     for stream in streams:
-        assert [one.token for one in stream.emissions] == list(tokens)
-        assert stream.text == processor.tokenizer.decode(list(tokens), group_tokens=False)
+        assert [one.token for one in stream.emissions] == tokens
+        sure = [one.confidence for one in stream.emissions]
+        assert sure == pytest.approx([one.confidence for one in found], abs=1e-4)
+        assert stream.text == processor.tokenizer.decode(tokens, group_tokens=False)
         assert [word.text for word in stream.words] == stream.text.split()
     streams[0].reset()
     assert (streams[0].text, streams[0].seconds) == ("", 0)
@@ -348,15 +353,24 @@ def kept(stream):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("search", ["greedy", *(pytest.param(one, marks=needs_search) for one in ("words", "known"))])
+SEARCHES = ["greedy", "phonemes", *(pytest.param(one, marks=needs_search) for one in ("words", "known"))]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
 def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
     """What it finds is that of one search over all logits, to the bit in any pieces, whenever the text is asked for.
 
     No frame is searched once it cannot change the text, and what is kept does not grow.
     """
-    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["A B AB"], "char"))
-    model, tokens = make(vocab_size=len(processor.tokenizer)), processor.tokenizer("AB A B AB B A " * 7).input_ids
-    logits = 2 * torch.randn(300, len(processor.tokenizer), generator=torch.Generator().manual_seed(0))
+    tokenizer, lexicon = train_tokenizer(["A B AB"], "char"), None
+    if search == "phonemes":  # whose text has no space at its end
+        (tmp_path / "lexicon.txt").write_text("AB\tA B\nA\tA\n")
+        lexicon = Pronunciations(tmp_path / "lexicon.txt")
+        tokenizer = lexicon.tokenizer()
+    processor, text = ConformerProcessor(WhisperCTCFeatureExtractor(), tokenizer), "AB A B AB B A " * 7
+    tokens = tokenizer(text.replace("AB", "A-B") if lexicon else text).input_ids
+    model = make(vocab_size=len(tokenizer))
+    logits = 2 * torch.randn(300, len(tokenizer), generator=torch.Generator().manual_seed(0))
     logits[range(0, 3 * len(tokens), 3), tokens] += 6.0
     logits[2::3, 0] += 6.0
     logits[:, 1:3] -= 99.0
@@ -373,15 +387,16 @@ def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "PIECE", 30)
         right = partial(lambda right, rows, *given: searched.append(len(rows)) or right(rows, *given), module._decode)
         monkeypatch.setattr(module, "_decode", right)
-    scorer = {"greedy": None, "words": WordScorer, "known": WordLexicon}[search]
+    scorer = {"words": WordScorer, "known": WordLexicon}.get(search)
     if scorer is not None:
-        scorer = scorer(processor.tokenizer, write_arpa(["A B AB", "AB B"], tmp_path / "lm.arpa", 2))
+        scorer = scorer(tokenizer, write_arpa(["A B AB", "AB B"], tmp_path / "lm.arpa", 2))
     found = []
     for cuts in ([], [16000, 17000, 60000, 60001], range(1600, 96000, 1600)):
-        stream = model.stream(processor, step=0.2, look_ahead=0.1, context=0.4, scorer=scorer)
+        stream = model.stream(processor, step=0.2, look_ahead=0.1, context=0.4, scorer=scorer, lexicon=lexicon)
         for place, piece in enumerate(np.split(waveform(6), cuts)):
             stream.feed(piece)
-            assert place % 3 or stream.text.split() == [word.text for word in stream.words]
+            said = None if place % 3 else Transcript.of(stream.emissions, processor, 0.02, lexicon, "word")
+            assert said in (None, Transcript(stream.text, stream.words))
             assert kept(stream) <= 4 * (16000 * 0.8 + 40 * logits.shape[1])
         stream.finish()
         places.clear()
@@ -391,7 +406,7 @@ def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
     (expected,), (text, words, emissions) = word_search.search_emissions(logits[None], [300], scorer), found[0]
     assert [(one.token, one.start, one.end) for one in emissions] == [(o.token, o.start, o.end) for o in expected]
     assert [one.confidence for one in emissions] == pytest.approx([one.confidence for one in expected], abs=1e-5)
-    assert Transcript.of(emissions, processor, 0.02, None, "word") == Transcript(text, words)
+    assert Transcript.of(emissions, processor, 0.02, lexicon, "word") == Transcript(text, words)
     assert len(words) > 30
 
 

@@ -183,10 +183,11 @@ def test_a_hotword_outside_of_the_model_has_the_probability_of_a_rare_word(tmp_p
     assert scorer.score(tokens) == pytest.approx(LN10 * -7 + end + 3)
 
 
-@pytest.mark.parametrize("kind", ["arpa", "gzip", "binary"])
+@pytest.mark.parametrize("kind", ["arpa", "upper", "gzip", "binary"])
 def test_files_of_language_models(arpa, tmp_path, kind):
     path = tmp_path / f"lm.{kind}"
     content = {"arpa": arpa.read_bytes(), "gzip": gzip.compress(arpa.read_bytes())}
+    content["upper"] = arpa.read_bytes().replace(b"<unk>", b"<UNK>")  # KenLM takes it too
     content["binary"] = zlib.decompress(base64.b85decode(BINARY.replace("\n", "")))
     path.write_bytes(content[kind])
     model = NgramModel(path)
@@ -224,7 +225,7 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     [
         (b"no model\n", "cannot be read as a language model: first non-empty line was"),
         (b"\xff\xfe\x00", "is neither an ARPA file in UTF-8 nor a binary file of KenLM"),
-        (gzip.compress(b"\\data\\\n" * 99)[:20], "is neither an ARPA file in UTF-8 nor"),
+        (gzip.compress(b"\\data\\\n" * 99, mtime=0)[:20], "is neither an ARPA file in UTF-8 nor"),
         (b"mmap lm http<unk>\0\xff\0", "is neither an ARPA file in UTF-8 nor"),
         (b"mmap lm http", "was built without its words: give the ARPA file"),
         (None, "language_model must be an ARPA file or a binary file of KenLM; .* is no file"),
@@ -351,17 +352,17 @@ def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_lexicon_searches_long_rows_in_pieces(arpa, tokenizer, monkeypatch):
-    """Cut in the middle of the longest pause; each piece is a text of its own."""
-    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4)
-    said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A AB")]
+def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch):
+    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank keeps equal letters apart."""
+    lexicon = WordLexicon(tokenizer, write_arpa(["A B AB BB"], tmp_path / "lm.arpa"), lm_weight=0.7, word_score=0.4)
+    said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A BB")]
     pause = torch.full((9, len(tokenizer)), -30.0)
     pause[:, 0] = 0.0
     logits = torch.cat([said[0], pause, said[1], pause, said[2]])[None]
     whole, cut = (ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=most)[0][0] for most in (1000, 28))
-    assert tokenizer.decode(whole.tokens, group_tokens=False) == "A B AB B A AB"
+    assert tokenizer.decode(whole.tokens, group_tokens=False) == "A B AB B A BB"
     assert cut.tokens == whole.tokens
-    texts = (["A", "B", "AB"], ["B", "A", "AB"])
+    texts = (["A", "B", "AB"], ["B", "A", "BB"])
     assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
     times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
     monkeypatch.setattr(lexicon_beam, "PIECE", 28)

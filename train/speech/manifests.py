@@ -94,6 +94,8 @@ def _find_manifest(path: Path, split: str | None) -> Path:
     if path.is_file():
         if split is not None:
             raise ValueError(f"split must be None for a manifest file, got {split!r} for {path}: give its folder.")
+        if path.suffix == ".gz":
+            raise ValueError(f"{path}: is compressed: decompress it.")
         return path
     if not path.is_dir():
         raise ValueError(f"path must be a manifest or a folder that holds one, got {path}, which does not exist.")

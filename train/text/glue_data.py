@@ -164,9 +164,8 @@ class SkippedRows:
 class GlueData:
     """The splits of one task. `evaluation` holds one split, for MNLI one or two. Label columns are named `label`.
 
-    `train` may be empty if it was not asked for.
-
-    `sources` says the origin of each split: the hub's name of the task, or a file of the task's folder.
+    `train` may be empty if it was not asked for. `sources` says the origin of each split: the hub's name of the task,
+    or a file of the task's folder.
     """
 
     task: Task

@@ -28,16 +28,23 @@ def tokenized(
         tokenizer: that of the model.
         arguments: greatest length and padding.
         rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
+
+    Raises:
+        ValueError: if the tokenizer does not know the texts.
     """
-    renumbers = rows is not None and not task.is_regression
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
         padding = "max_length" if arguments.pad_to_max_length else False
         encoded = tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
-        return encoded | {"label": [rows[label] for label in batch["label"]]} if renumbers else encoded
+        if rows is None or task.is_regression:
+            return encoded
+        return encoded | {"label": [rows[label] for label in batch["label"]]}
 
-    return dataset.map(encode, batched=True, remove_columns=[name for name in dataset.column_names if name != "label"])
+    words = [name for name in dataset.column_names if name != "label"]
+    encoded = dataset.map(encode, batched=True, remove_columns=words)
+    check_known(encoded[:CHECKED]["input_ids"], tokenizer, f"the samples of {task.folder}")
+    return encoded
 
 
 def cut_off(samples: Dataset, max_length: int) -> str:
@@ -78,7 +85,6 @@ def make_loaders(
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments, rows)
-    check_known(samples[:CHECKED]["input_ids"], tokenizer, f"the training set of {data.task.folder}")
     size = train.per_device_train_batch_size
     tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
     train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)

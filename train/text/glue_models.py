@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from favor.train.common.arguments import ModelArguments
-from favor.train.common.pretrained import check_model, load_switched
+from favor.train.common.pretrained import load_switched
 from favor.train.common.teacher import Teacher
 from favor.train.options.glue import TeacherArguments
 from favor.train.text.glue_data import Task
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of, rows_set, set_labels
+from favor_command import saved
 
 RENAME = "if they mean the same, write the names of the task into id2label of its config.json"
 NEW_HEAD = f"{RENAME}; --ignore_mismatched_sizes trains a new head"
@@ -82,9 +83,8 @@ def load_teacher(
         ValueError: if it was not fine-tuned on a task with the same labels, or has another vocabulary.
     """
     path = str(arguments.teacher)
-    check_model(path)
     remote = {"trust_remote_code": given.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **remote)
+    config = saved.read_config(path, **remote)
     if not is_classifier(config):
         raise ValueError(
             f"expected a teacher that was fine-tuned on {task.folder}; {path} holds a "
@@ -102,7 +102,7 @@ def load_teacher(
         )
     safe = None if given.allow_pickle_weights else True
     exact = {"attn_implementation": "sdpa", "dtype": torch.float32, "use_safetensors": safe}
-    model = AutoModelForSequenceClassification.from_pretrained(path, **exact, **remote)
+    model = saved.load_model(AutoModelForSequenceClassification, path, **exact, **remote)
     weights = {name: getattr(arguments, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
     options = {"temperature": arguments.temperature, "is_regression": task.is_regression, "columns": columns}
     return Teacher(model.eval(), **weights, **options)

@@ -118,8 +118,8 @@ def calibrate(
 
     Args:
         model: any transformers model that the backends accept.
-        dataloader: batches: dictionaries of the model's arguments (`labels` are left out) or tensors of input_ids. A
-            few thousand tokens of the kind the model will see are enough.
+        dataloader: batches: dictionaries of the model's arguments (`labels` are left out), or tensors of input_ids for
+            the part below the head. A few thousand tokens of the kind the model will see are enough.
         attn_implementation: backend to calibrate and to switch to, with statistics: "favor#" (default) or "favor++";
             "favor+" with feature_weights.
         max_batches: number of batches after which to stop; None (default) takes all.

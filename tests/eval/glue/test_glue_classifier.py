@@ -134,12 +134,12 @@ def test_one_half_of_mnli_is_told_of(classifier, evaluate, glue_folder, tmp_path
     shutil.copytree(glue_folder / "MNLI", tmp_path / "MNLI")
     for name in ("dev_mismatched.tsv", "train.tsv"):  # nor is the training set read
         (tmp_path / "MNLI" / name).unlink()
-    rows, _, report = evaluate(
-        classifier(["LABEL_0", "LABEL_1", "LABEL_2"]), "mnli", "--data_dir", str(tmp_path), "--max_eval_samples", "4"
-    )
+    few = ["--data_dir", str(tmp_path), "--max_eval_samples", "4", "--max_length", "6"]
+    rows, _, report = evaluate(classifier(["LABEL_0", "LABEL_1", "LABEL_2"]), "mnli", *few)
+    assert "4 reach max_length = 6" in report
     assert list(rows["sdpa"]["metrics"]) == ["accuracy"]
     assert "Not there, so not evaluated: validation_mismatched" in report
-    assert "samples: validation_matched 4" in report
+    assert "samples: validation_matched 4, the first ones" in report
     assert "LABEL_0, LABEL_1, LABEL_2: they are taken as those of MNLI, 0 entailment, 1 neutral" in report
 
 

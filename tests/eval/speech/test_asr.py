@@ -208,7 +208,7 @@ def test_unusable_utterances(ctc, tmp_path):
 
 
 def test_user_errors(ctc, corpus, tmp_path):
-    with pytest.raises(ValueError, match="model_name_or_path must be a saved speech model"):
+    with pytest.raises(ValueError, match="there is no such folder here"):
         call(tmp_path / "nothing", corpus, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "conformer"}')
     with pytest.raises(ValueError, match="must hold a ConformerForCTC or a ConformerForTransducer"):

@@ -167,7 +167,7 @@ def test_other_files_are_refused(folder, tmp_path, monkeypatch):
             whisper_convert.read_variables(tmp_path / "model.bin")
     with pytest.raises(ValueError, match=r"there is no config\.json"):
         whisper_convert.convert(tmp_path)
-    with pytest.raises(ValueError, match=r"expected the folder of a Whisper, got .*, which holds no model"):
+    with pytest.raises(ValueError, match="there is no such folder here"):
         whisper.load(tmp_path / "nothing")
     monkeypatch.setattr(whisper_convert, "PACKAGE", "no-such-package==0.1.0")
     with pytest.raises(

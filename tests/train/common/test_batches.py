@@ -1,8 +1,10 @@
 """The order of samples: every one once, repeatable, and alike in length inside a batch where that is asked for."""
 
+from itertools import product
+
 import torch
 
-from favor.train.common.batches import EpochSampler
+from favor.train.common.batches import EpochSampler, mix
 
 LENGTHS = torch.randint(5, 100, (103,), generator=torch.Generator().manual_seed(0)).tolist()
 BATCH = 8
@@ -40,3 +42,8 @@ def test_grouped_batches_are_in_no_order():
 
 def test_fewer_samples_than_a_batch():
     assert sorted(EpochSampler(5, 3, LENGTHS[:5], BATCH)) == list(range(5))
+
+
+def test_no_two_lists_of_numbers_give_one_seed():
+    lists = [numbers for length in range(5) for numbers in product(range(4), repeat=length)]
+    assert len({mix(*numbers) for numbers in lists}) == len(lists)

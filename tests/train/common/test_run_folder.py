@@ -144,6 +144,13 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
+def truncate_two(folder):
+    """Three are there if the run was killed before it removed the first."""
+    shutil.copytree(folder, folder.with_name("checkpoint-3"))
+    for name in ("checkpoint-3", folder.name):
+        truncate(folder.with_name(name) / "model.safetensors")
+
+
 def dangle(folder):
     shutil.rmtree(folder)
     folder.symlink_to(folder.parent / "nowhere")
@@ -158,6 +165,7 @@ DAMAGE = {
     "deep": lambda folder: (folder / "scheduler.json").write_text("[" * 100_000),
     "other": lambda folder: (folder / "progress.json").write_text('{"dict": [["step", 4]]}'),
     "model of another shape": lambda folder: state.write(folder, "model", {"weight": torch.ones(2)}),
+    "two": truncate_two,
     "link": dangle,
 }
 
@@ -326,7 +334,7 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
     tree = {
         "a.b": {"c": torch.zeros(2)},
         "a": {"b.c": torch.ones(2), 3: [(), [], {}, None, True, 1, 1.5, "text", float("inf"), 1e-310, 2**70]},
-        "views": (base, base.T, base[:, 1], base, base[:0], torch.tensor(3), torch.tensor(True)),
+        "views": (base, base.T, base[:, 1], base, base[:0], base[0], torch.tensor(3), torch.tensor(True)),
         "kinds": [torch.ones(2, dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.int64, torch.uint8)],
     }
     state.write(tmp_path, "tree", tree)

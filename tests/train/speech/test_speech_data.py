@@ -171,6 +171,9 @@ def test_manifest_in_a_folder(tmp_path):
         read_manifest(tmp_path, split="other")
     with pytest.raises(ValueError, match="split must be None for a manifest file"):
         load_speech(tmp_path / "train.jsonl", "train")
+    (tmp_path / "x.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz: is compressed"):
+        read_manifest(tmp_path / "x.jsonl.gz")
     with pytest.raises(ValueError, match="does not exist"):
         read_manifest(tmp_path / "nothing.jsonl")
 
@@ -328,6 +331,13 @@ def test_bad_audio_is_named(tmp_path, kind):
         read_audio(path)
     with pytest.raises(ValueError, match=f"bytes: .*({message})"):
         read_audio(content)
+
+
+def test_one_missing_sample_is_noticed(monkeypatch):
+    """Of a file that decodes without an error, as a cut MP3 does."""
+    monkeypatch.setattr(audio, "_decode", lambda stream: stream.read(RATE - 1, dtype="float32"))
+    with pytest.raises(ValueError, match="cut short: 15999 of 16000 samples can be decoded"):
+        read_audio(encoded(sound(1.0)))
 
 
 def test_missing_audio_is_named(tmp_path):

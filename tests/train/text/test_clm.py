@@ -23,7 +23,7 @@ CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below":
 def decoder_folder(text, tmp_path_factory):
     """A LLaMA with random weights, and a tokenizer that makes one token of every word of the text."""
     folder = tmp_path_factory.mktemp("decoder")
-    sizes = {"vocab_size": 320, "hidden_size": 32, "layers": 2, "positions": 64}
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     small_decoder.main(["--text", str(text), "--output_dir", str(folder), *words])
     return folder

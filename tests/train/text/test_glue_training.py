@@ -306,11 +306,20 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(train):
     assert train(flags=("resume",))["steps"] == 3
 
 
-def test_epochs_steps_and_accumulation(train):
+def test_epochs_steps_and_accumulation(train, monkeypatch):
     # 40 samples, batches of 4, 3 of them a step: 4 steps an epoch, the last one of a single batch.
+    seeds, original = [], glue.load_model
+
+    def noting_seeds(*args):
+        model = original(*args)
+        model.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()) if model.training else None)
+        return model
+
+    monkeypatch.setattr(glue, "load_model", noting_seeds)
     results = train(max_train_steps=None, num_train_epochs=1.5, gradient_accumulation_steps=3)
     assert results["steps"] == 6
     assert [entry["step"] for entry in results["per_seed"][0]["history"]] == [4, 6]
+    assert len(set(seeds)) == len(seeds) == 10 + 6  # each batch has dropout of its own
 
 
 def test_accumulated_steps_are_those_of_large_batches(train, tmp_path, monkeypatch):
