@@ -64,7 +64,7 @@ def test_output_layer_is_found_by_its_labels(bert_folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--head_optimizer", "sgd"), "head_optimizer must be adamw or softmax_bound, got 'sgd'"),
+        (("--head_optimizer", "sgd"), "head_optimizer must be one of adamw, softmax_bound, got 'sgd'"),
         (("--head_damping", "0.1"), "head_damping is an option of head_optimizer softmax_bound"),
         (("--head_optimizer", "softmax_bound", "--head_curvature", "hessian"), "head_curvature must be one of bohning"),
         (("--head_learning_rate", "0"), "head_learning_rate must be greater than 0"),
