@@ -236,7 +236,7 @@ def test_the_pipeline_gives_times(folder):
         ({"prediction_network": "gru"}, "prediction_network must be one of lstm, stateless"),
         ({"ctc_weight": 1.0}, "ctc_weight must be in"),
         ({"num_attention_heads": 100}, "num_attention_heads must be 1 to hidden_size, got 100"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1024, got 1000000"),
+        ({"num_hidden_layers": 1025}, "num_hidden_layers must be at most 1024, got 1025"),
         ({"conv_kernel_size": 10**6 + 1}, "conv_kernel_size must be at most 65536"),
         ({"vocab_size": 10**9}, "vocab_size must be at most 16777216"),
         ({"ctc_loss_reduction": "none"}, "mean or sum"),
@@ -251,7 +251,8 @@ def test_a_bad_configuration_is_refused(changes, message):
 def test_presets():
     paper = ConformerConfig.preset("paper")
     assert (paper.num_hidden_layers, paper.hidden_size, paper.num_attention_heads) == (20, 512, 8)
-    assert ConformerConfig.preset("tiny", vocab_size=99).vocab_size == 99
+    deepest = ConformerConfig.preset("tiny", vocab_size=99, num_hidden_layers=1024)
+    assert (deepest.vocab_size, deepest.num_hidden_layers) == (99, 1024)
     with pytest.raises(ValueError, match="tiny, small, paper, got 'huge'"):
         ConformerConfig.preset("huge")
 

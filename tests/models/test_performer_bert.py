@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertModel
 
 from favor.models import bert as zoo
 
@@ -59,13 +59,14 @@ def test_plain_bert_checkpoint_loads_unchanged(auto, bert_folder):
     assert model.config._attn_implementation == "favor#"
 
 
-def test_plain_bert_checkpoint_is_read_without_a_warning_about_its_type(bert_folder, caplog, monkeypatch):
+def test_plain_bert_checkpoint_is_read_without_a_warning_about_its_type(bert_folder, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     caplog.set_level(logging.WARNING, "transformers")
     zoo.PerformerBertConfig.from_pretrained(bert_folder)
     assert "model of type" not in caplog.text
-    transformers.RobertaConfig.from_pretrained(bert_folder)
-    assert "model of type" in caplog.text
+    transformers.RobertaConfig().save_pretrained(tmp_path)
+    zoo.PerformerBertConfig.from_pretrained(tmp_path)
+    assert "roberta" in caplog.text
 
 
 def test_exact_attention_in_performer_bert_is_bert(bert_folder):
@@ -102,12 +103,14 @@ def test_explicit_backend_wins_and_is_what_the_next_save_writes(tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "three").config._attn_implementation == "favor+"
 
 
-def test_config_alone_makes_the_round_trip(tmp_path):
+def test_config_and_words_alone_make_the_round_trip(tmp_path):
     tiny_config(favor={"num_features": 7}, attn_implementation="favor_plus").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is zoo.PerformerBertConfig
     assert (config._attn_implementation, config.favor["num_features"]) == ("favor_plus", 7)
     assert AutoModel.from_config(config).config._attn_implementation == "favor_plus"
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes"]))
+    assert AutoTokenizer.from_pretrained(tmp_path)("yes").input_ids == [2, 5, 3]
 
 
 @pytest.mark.parametrize("labels", [1, 3])

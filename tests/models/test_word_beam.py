@@ -353,7 +353,7 @@ def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
 
 
 def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch):
-    """Cut in the middle of the longest pause; each piece is a text. A sure blank keeps equal letters apart."""
+    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank parts equal letters."""
     lexicon = WordLexicon(tokenizer, write_arpa(["A B AB BB"], tmp_path / "lm.arpa"), lm_weight=0.7, word_score=0.4)
     said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A BB")]
     pause = torch.full((9, len(tokenizer)), -30.0)
