@@ -229,6 +229,6 @@ def draw(choose: Choose) -> Call:
         selected=choose(((0, 0, 0), (16, 0, 0), (8, 2, 3), (256, 0, 0), (1, 1, 1), (5, 4, 2)))
         if family.selects_keys
         else (0, 0, 0),
-        pieces=choose((0, 2, 3, 5)) if can_stream else choose((0,) * 30 + (2,)),
+        pieces=choose((0, 2, 3, 5, length)) if can_stream else choose((0,) * 30 + (2,)),
         seed=choose(range(1000)),
     )

@@ -26,6 +26,12 @@ def drawn(draw: Callable[..., Any]) -> st.SearchStrategy[Any]:
 @given(drawn(attention.draw))
 # More padding at the left than a chunk, and large keys.
 @example(Call(length=100, keys=100, padding=("left",), is_causal=True, query_norm=36.0, key_norm=100.0))
+# Token by token, with padding between them: hidden queries choose nothing for those after them in their block.
+@example(
+    Call(
+        "landmark", 80, 80, ("every second",), is_causal=True, window=16, dtype="float64", selected=(8, 2, 3), pieces=80
+    )
+)
 def test_attention(call):
     invariants.check(call)
 
