@@ -149,7 +149,7 @@ def favor_attention(
         **options,
     )
     if call.state is not None:
-        call.state.is_ragged = call.state.is_ragged or key_padding_mask is not None
+        call.state.note(call.key_mask, key.shape[2], will_forget=bool(call.selected_keys))
     if 0 in (*query.shape[:3], value.shape[3]):  # nothing to compute; still a part of the graph
         nothing = 0 * (query.sum() + key.sum() + value.sum())
         return nothing.to(query.dtype).expand(*query.shape[:3], value.shape[3])

@@ -166,7 +166,7 @@ class StreamLayer(CacheLayerMixin):
         raise ValueError(
             f"a FavorCache cannot forget its last {forgotten} tokens, as assisted generation asks. With selected keys "
             "it can forget those of the incomplete section and, without padding, of the section before it (256 tokens, "
-            "or the window). Use transformers' DynamicCache instead."
+            "or the window), but none of a piece that ends with padding. Use transformers' DynamicCache instead."
         )
 
     def offload(self) -> None:

@@ -254,9 +254,9 @@ def crop(state: StreamState, tokens: int) -> bool:
     Returns:
         Whether they could be forgotten.
     """
-    if not isinstance(state.memory, Kept):
+    if not isinstance(state.memory, Kept) or tokens > state.shown:
         return False
-    waiting = length_of(state.block)
+    waiting, forgotten = length_of(state.block), tokens
     if tokens > waiting:
         if tokens > waiting + state.memory.last_query.shape[3]:
             return False
@@ -269,6 +269,7 @@ def crop(state: StreamState, tokens: int) -> bool:
     state.block = (query[:, :, :, :left], *(tensor[:, :, :left] for tensor in others)) if left else ()
     nothing = state.memory.chosen[..., :0]
     state.memory = replace(state.memory, chosen=nothing, since=nothing)
+    state.shown -= forgotten
     return True
 
 

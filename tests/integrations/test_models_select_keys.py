@@ -91,6 +91,26 @@ def test_what_cannot_be_forgotten_is_named():
         cache.crop(-14)
 
 
+def test_nothing_is_forgotten_of_a_piece_that_is_padded_at_its_right():
+    """Where the last column of the batch is no token of a row, the last token of its state is an earlier one."""
+    model, ids = make(), prompt(13, 13)["input_ids"]
+    cache, mask = favor.FavorCache(model.config), torch.ones(2, 13, dtype=torch.long)
+    mask[1, 9:11] = 0
+    places = mask.cumsum(1) - 1
+    with torch.no_grad():
+        model(ids[:, :11], attention_mask=mask[:, :11], position_ids=places[:, :11], past_key_values=cache)
+        with pytest.raises(ValueError, match="cannot forget its last 1 tokens"):
+            cache.crop(-1)
+        model(ids[:, 11:], attention_mask=mask, position_ids=places[:, 11:], past_key_values=cache)
+        cache.crop(-1)
+        last = {"attention_mask": mask, "position_ids": places[:, 12:]}
+        found = model(ids[:, :1], **last, past_key_values=cache).logits[:, -1]
+    whole = torch.cat([ids[:, :12], ids[:, :1]], 1)
+    close(found, full(model, whole, attention_mask=mask, position_ids=places)[:, -1])
+    with pytest.raises(ValueError, match="cannot forget its last 3 tokens"):
+        cache.crop(-3)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("assistant", [True, False])
 def test_assisted_generation(name, assistant):

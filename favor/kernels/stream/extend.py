@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from favor.kernels.dispatch import is_tracing
 from favor.kernels.operands import Operands
 from favor.kernels.stream.decode import DecodeState, decode
 from favor.kernels.stream.ragged import Waiting
@@ -27,6 +28,8 @@ class StreamState:
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
         window: length of the exact blocks of positive features; 0 for none.
+        shown: for selected keys, how many of the last tokens no sequence of the batch hides. Only these can be forgotten:
+            behind a piece that is padded at its right, the tokens of the state are not those of the batch's columns.
 
     Example:
         >>> import torch, favor
@@ -41,6 +44,23 @@ class StreamState:
     block: tuple[Tensor, ...] = ()
     is_ragged: bool = False
     window: int = 0
+    shown: int = 0
+
+    def note(self, mask: Tensor | None, length: int, will_forget: bool) -> None:
+        """Notes which of the next tokens are padding.
+
+        Args:
+            mask: boolean `[B, length]`, False for padding; None without padding.
+            length: of the next piece.
+            will_forget: whether `shown` is needed, for which the mask of a piece is read.
+        """
+        self.is_ragged = self.is_ragged or mask is not None
+        self.shown += length
+        if not will_forget or mask is None or length == 1:
+            return
+        columns = [False] if is_tracing(mask) else mask.all(0).tolist()
+        if False in columns:
+            self.shown = columns[::-1].index(False)
 
     @property
     def nbytes(self) -> int:
