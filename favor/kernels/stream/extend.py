@@ -28,7 +28,7 @@ class StreamState:
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
         window: length of the exact blocks of positive features; 0 for none.
-        shown: for selected keys, how many of the last tokens no sequence of the batch hides. Only these can be forgotten:
+        shown: for selected keys, how many last tokens no sequence of the batch hides. Only these can be forgotten:
             behind a piece that is padded at its right, the tokens of the state are not those of the batch's columns.
 
     Example:
