@@ -12,6 +12,7 @@ import pytest
 import favor
 from favor.eval.common import launch
 from favor.train.common import checkpoint
+from favor.train.common.lock import releases_locks
 from favor.train.common.program import did_you_mean
 from favor_command import convert
 from favor_command.names import RENAMED, renamed
@@ -175,10 +176,11 @@ def test_a_missing_or_further_word_is_one_line(words, said, capsys):
 
 def test_settings_saved_under_old_names_are_the_same_run(tmp_path):
     (tmp_path / checkpoint.RESULTS).touch()
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, {"eval_file": "a", "seed": 1})
-    checkpoint.open_run(tmp_path, {"validation_file": "a", "seed": 1}, resume=True, overwrite=False)
+    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, {"eval_file": "a", "num_processes": 1})
+    open_run = releases_locks(checkpoint.open_run)
+    open_run(tmp_path, {"validation_file": "a", "num_processes": 1}, resume=True, overwrite=False)
     with pytest.raises(ValueError, match="other settings: validation_file was 'a' and is 'b'"):
-        checkpoint.open_run(tmp_path, {"validation_file": "b", "seed": 1}, resume=True, overwrite=False)
+        open_run(tmp_path, {"validation_file": "b", "num_processes": 1}, resume=True, overwrite=False)
 
 
 def test_a_training_finished_with_old_names_is_not_run_again(tmp_path):

@@ -182,8 +182,6 @@ def train_model(
     accelerator = loop.make_accelerator(train, folder)
     utterances, _, reports = data
     processor = make_processor(arguments, utterances, lexicon)
-    if lexicon is not None:
-        lexicon.check(processor.tokenizer)
     model = make_model(arguments, processor, seed)
     objective = Objective(accelerator, train, model, processor)
     utterances, evaluation = usable(arguments, data, model, processor)

@@ -104,7 +104,8 @@ def favor_mask(
             "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
             'Use the default cache_implementation, or attn_implementation="sdpa".'
         )
-    padding, counts = None, list[int]()
+    padding: Tensor | None = None
+    counts: list[int] = []
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] < kv_length:

@@ -92,8 +92,8 @@ def ids_of(classes):
 
 
 def report_of(folder, text, tmp_path):
-    words = ["--lengths", "24", "--seconds", "0.001", "--num_features", "8", "--windows", "0", "--selected_keys", "0"]
-    words += ["--backends", "landmark", "--text", str(text), "--html", str(tmp_path / "x.html")]
+    words = "--lengths 24 --seconds_per_cell 0.001 --num_features 8 --windows 0 --selected_keys 0 --backends landmark"
+    words = [*words.split(), "--text", str(text), "--html", str(tmp_path / "x.html")]
     assert report.main([folder, *words]) == 0
     return json.loads((tmp_path / "x.html").read_text().partition('type="application/json">')[2].partition("<")[0])
 
@@ -124,7 +124,7 @@ def test_models_that_do_not_read_are_refused_before_anything_is_measured(
 ):
     monkeypatch.setattr("favor.eval.approximation.heads.HeadErrors.__call__", None)
     folder = saved(config, kind)
-    for measure in (report_of, lambda *given: approximation.main([folder, "--text", str(text), "--length", "24"])):
+    for measure in (report_of, lambda *given: approximation.main([folder, "--text", str(text), "--lengths", "24"])):
         with pytest.raises(ValueError, match=message) as error:
             measure(folder, text, tmp_path)
         assert "\n" not in str(error.value)

@@ -62,6 +62,8 @@ def make_processor(
         return ConformerProcessor(features, _new_tokenizer(data, utterances, lexicon))
     if path is not None:
         processor = load_processor(path, ConformerProcessor)
+        if lexicon is not None:
+            lexicon.check(processor.tokenizer)
         tokens = (processor.tokenizer(utterance.text)["input_ids"] for utterance in utterances[:MEASURED])
         check_known(tokens, processor.tokenizer, "the transcripts")
         if isinstance(processor.feature_extractor, ConformerFeatureExtractor):
