@@ -44,7 +44,7 @@ def close(found, expected, rtol):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: type(estimator).__name__)
 def test_estimators(estimator, device):
     x, new = torch.tensor(X, device=device), torch.tensor(X[:5] + 0.1, device=device)
     arrays, model, single = (clone(estimator) for _ in range(3))
