@@ -41,7 +41,7 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
 
 @pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("scale", [1, 2, 4])
+@pytest.mark.parametrize("scale", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""

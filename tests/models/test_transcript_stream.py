@@ -104,8 +104,7 @@ def test_text_and_times_are_those_of_the_whole(kind, processor):
         assert (stream.partial, stream.state_bytes) == ("", 0)
 
 
-@pytest.mark.parametrize("reset_encoder", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "reset_encoder"), list(zip(KINDS, [False, True], strict=True)))
 def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, processor, monkeypatch):
     model, audio = build(kind, processor), sounds(6, 1)
     found = plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000))

@@ -142,7 +142,7 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     problem = None
     try:
         with writing(final, states.nbytes):
-            partial.mkdir(exist_ok=True)
+            partial.mkdir(parents=True, exist_ok=True)
             # First, so that a part of a checkpoint is known as ours.
             if accelerator.is_main_process and (folder / SETTINGS).exists():
                 shutil.copy(folder / SETTINGS, partial)

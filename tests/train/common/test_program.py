@@ -4,11 +4,9 @@ import argparse
 import gzip
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import transformers
-from launching import LAUNCH, TWO
 
 from favor.eval import small_decoder, variance
 from favor.train import asr, clm, distill, glue, mlm, nst
@@ -224,18 +222,3 @@ def test_options_may_be_written_with_hyphens_and_are_listed_once():
         assert line in text
     assert isinstance(parser, argparse.ArgumentParser)
     assert parser.formatter_class is Formatter
-
-
-@pytest.mark.slow
-def test_the_line_comes_first_under_accelerate_launch(bert_folder, tmp_path):
-    """With one process the program is told of the launch by the same variable: see above."""
-    import subprocess
-
-    words = ("-m", "favor.train.glue", "--model_name_or_path", bert_folder, "--task_name", "rtte", "--output_dir", "o")
-    done = subprocess.run(list(map(str, (*LAUNCH, *TWO, *words))), capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert lines[0].startswith("favor-glue: error: unknown GLUE task 'rtte': did you mean rte?")
-    assert lines[0].endswith("; the lines below are from accelerate launch")
-    # None of the lines below is a traceback through the program; the path of the environment may hold any name.
-    assert not [line for line in lines if str(Path(glue.__file__).parent) in line and "File" in line]

@@ -235,7 +235,7 @@ def uninterrupted():
     return {}
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5, 6, 9, 10, 13])
+@pytest.mark.parametrize("stop", [2, 5, 6, 13])
 def test_resume_repeats_the_uninterrupted_run(stop, train, uninterrupted, tmp_path, monkeypatch):
     # 40 samples in batches of 3, 3 batches a step: 5 steps an epoch, the last one of two batches.
     flags = ("group_by_length",) if stop % 2 else ()
