@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import transformers  # noqa: E402  after the settings that it reads
+from sphinx_gallery import utils as gallery  # noqa: E402
 from tables import made  # noqa: E402
 
 import favor  # noqa: E402
@@ -24,6 +25,9 @@ import favor  # noqa: E402
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 logging.getLogger("favor").setLevel(logging.WARNING)
+
+# The gallery warns of spaces in the whole path of an example. Its links hold the names alone, which have none.
+gallery.check_spaces_in_filenames = lambda files: None
 
 project = "favor"
 release = favor.__version__
