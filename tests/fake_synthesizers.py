@@ -7,7 +7,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 RATES = {"flite": 16000, "espeak-ng": 22050}
-PROGRAM = """#!{python}
+PROGRAM = """#!/bin/sh
+'''exec' "{python}" "$0" "$@" # the first line of a program cannot hold a path with spaces
+'''
 import sys
 import numpy as np
 import soundfile

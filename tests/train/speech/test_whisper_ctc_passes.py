@@ -68,9 +68,9 @@ def test_all_passes(place, causal):
     options = (
         "--lm_weights 0 1 --word_scores 1 --beam_size 6 --choose_beam_size 4 --rescored_texts 3 --max_eval_samples 2"
     )
-    options += f" --causal_model {causal} --causal_weights 0 1 --context_texts 2 --ngram_weights 0 1"
-    options += f" --whisper {place / 'whisper'} --whisper_weights 0 1"
-    content = call(place, "--language_model", str(place / "lm.arpa"), *options.split())
+    options += " --causal_weights 0 1 --context_texts 2 --ngram_weights 0 1 --whisper_weights 0 1"
+    places = ["--language_model", place / "lm.arpa", "--causal_model", causal, "--whisper", place / "whisper"]
+    content = call(place, *map(str, places), *options.split())
     names = ["greedy", "language model", "rescored by llama", "rescored by Whisper"]
     assert [row["search"] for row in content["rows"]] == names * 2
     weights = {"lm_weight", "word_score", "weight of the n-gram with llama"}
