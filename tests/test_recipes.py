@@ -19,6 +19,8 @@ def test_recipe(page, tmp_path, monkeypatch):
     imported = set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.MULTILINE))
     for package in (*OPTIONAL[:1], *imported & {*OPTIONAL}):
         pytest.importorskip(package)
+    if page.stem == "compile" and " " in f"{torch.__file__}{tmp_path}":
+        pytest.skip("torch.compile calls a C++ compiler, and does not quote paths with spaces")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     verbosity = transformers.logging.get_verbosity()
