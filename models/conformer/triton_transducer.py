@@ -38,7 +38,7 @@ def _ways_to(blank, label, ways, steps, batch, width, BLOCK: tl.constexpr):
         tl.store(ways + write, here, mask=seen)
         read += batch * width
         write += batch * (width + 1)
-        more = seen & (step + 1 < steps)
+        more = u < tl.where(step + 1 < steps, width, 0)
         next_stay = tl.load(blank + read, mask=more, other=float("-inf"))
         next_move = tl.load(label + read, mask=more, other=float("-inf"))
         # Nothing leads to u = 0 by a label: `move` is -inf there.
@@ -60,7 +60,7 @@ def _add_ways_from(blank, label, steps, last, batch, width, BLOCK: tl.constexpr)
     move = tl.load(label + place, mask=seen, other=float("-inf"))
     for step in range(steps):
         earlier = place - batch * width
-        more = seen & (step + 1 < steps)
+        more = u < tl.where(step + 1 < steps, width, 0)
         next_stay = tl.load(blank + earlier, mask=more, other=float("-inf"))
         next_move = tl.load(label + earlier, mask=more, other=float("-inf"))
         stay += there

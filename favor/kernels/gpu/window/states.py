@@ -167,7 +167,7 @@ def _outside(
     count = tl.cdiv(key_count, window)
     row = tl.arange(0, FEATURES)
     real = first_feature + row < M
-    known = real & (count > 1)  # the only block of a sequence is not summed up
+    known = first_feature + row < tl.where(count > 1, M, 0)  # the only block of a sequence is not summed up
     offset += (sequence * OWN * HK + source) * M + first_feature
     shift = tl.load(offset + row, mask=real, other=0.0)
     first = ((slot * batches + batch) * HK + source) * M + first_feature
