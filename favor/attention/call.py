@@ -13,7 +13,7 @@ from favor.attention.packing import Packing
 from favor.config import MOST_FEATURES, MOST_HEADS, MOST_TOKENS
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
-from favor.kernels.dispatch import check_not_scripted, has_shape_only
+from favor.kernels.dispatch import check_not_scripted, has_shape_only, is_exporting
 from favor.registry import Family
 
 
@@ -152,7 +152,7 @@ class AttentionCall:
             torch.float64 if key.dtype == torch.float64 else torch.float32,
             root,
         )
-        if torch.compiler.is_exporting():
+        if is_exporting():
             omega = exported_directions(*draw)
         elif isinstance(draw.source, str) and torch.compiler.is_compiling():
             omega = compiled_directions(*draw)

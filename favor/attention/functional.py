@@ -169,7 +169,7 @@ def favor_attention(
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
     kind = query.device.type
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext():
         out = attend(family, query, key, value, call)
     if compaction is not None:
         if is_causal:
@@ -177,6 +177,11 @@ def favor_attention(
             out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
         out = compaction.back(out, length)
     return out.to(given)
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 def _moved_apart(

@@ -38,6 +38,7 @@ from favor.integrations.loading import register_loading
 from favor.integrations.masks import Visibility, favor_mask, refuse, visibility
 from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
+from favor.kernels.dispatch import is_exporting
 from favor.registry import AnyFamily
 
 _logger = logging.getLogger("favor")
@@ -155,7 +156,7 @@ def favor_attention_forward(
             + (f"set exact_below=0 (it is {plan.exact_below})." if plan.exact_below else "keep no exact heads.")
         )
     keys = key_length if packing is None else packing.longest_key
-    if torch.compiler.is_exporting():
+    if is_exporting():
         check_exact_below(keys, plan.exact_below)
     if keys < plan.exact_below:
         _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
@@ -198,7 +199,7 @@ def _estimated(
     # A layer that was loaded as a part of another model may have another number.
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
-    if plan.selected_keys and torch.compiler.is_exporting() and not plan.asks_for_selected:
+    if plan.selected_keys and is_exporting() and not plan.asks_for_selected:
         _logger.warning(
             "favor: an exported program has no operator for selected keys, so its landmarks select none. Set "
             "selected_keys=0 to compute the same here."

@@ -159,6 +159,7 @@ class StreamLayer(CacheLayerMixin):
         Raises:
             ValueError: for more tokens or other states: a token cannot be taken out of a sum again.
         """
+        tokens = int(tokens)  # assisted generation of transformers 5.17 passes a tensor
         forgotten = -tokens if tokens <= 0 else max(self.length - tokens, 0)
         if forgotten == 0 or crop(self.state, forgotten):
             self.length -= forgotten
@@ -303,6 +304,13 @@ class FavorCache(DynamicCache):
         if isinstance(layer, StreamLayer):
             layer.place = (self, layer_idx)
         return keys, values
+
+    def reset(self) -> None:
+        """Forgets everything. Keys are dropped: transformers 5.17 makes them zeros, and new ones would follow those."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                layer.keys, layer.values, layer.is_initialized = None, None, False
+        super().reset()
 
     @property
     def nbytes(self) -> int:

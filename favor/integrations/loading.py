@@ -134,6 +134,11 @@ def check_name(name: Any) -> None:
     """Raises a ValueError for an unknown name that looks like a FAVOR backend; transformers checks the others."""
     if not isinstance(name, str) or "/" in name or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return  # names with a slash are kernels of the hub
+    if name.startswith("paged|") and (base := name.removeprefix("paged|")) in registry.BACKENDS:
+        raise ValueError(
+            f"{base} is not supported for continuous batching, which keeps keys in pages. "
+            'Use attn_implementation="sdpa".'
+        )
     near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
     if near or "favo" in name.lower():
         hint = f"did you mean {near[0]!r}? " if near else ""

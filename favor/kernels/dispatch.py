@@ -163,6 +163,11 @@ def is_tracing(*tensors: Tensor) -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def is_exporting() -> bool:
+    """Tells whether torch.export traces. The public function also says so of torch.compile, in torch 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
 def has_shape_only(tensor: Tensor) -> bool:
     """Tells whether a tensor has no contents: one on "meta", or a fake one."""
     return is_fake(tensor) or (type(tensor) in _PLAIN and tensor.device.type == "meta")

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import Unpack
 
 from favor.kernels import exported
-from favor.kernels.dispatch import TABLE, is_transformed, kernel_module, pick, plain
+from favor.kernels.dispatch import TABLE, is_exporting, is_transformed, kernel_module, pick, plain
 from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
 # The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
@@ -244,7 +244,7 @@ def linear_attention(
     """
     form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
-    if torch.compiler.is_exporting() and exported.takes(form):
+    if is_exporting() and exported.takes(form):
         return exported.attention(given, form)
     cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from favor.attention.call import AttentionCall
 from favor.kernels import exported
+from favor.kernels.dispatch import is_exporting
 from favor.landmark import causal as landmark_causal
 from favor.landmark import causal_selected, kept
 from favor.landmark.grouping import Landmarks, attend_counted, sums_of
@@ -70,7 +71,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         )
         return out.flatten(1, 2)
     rows = shared.flatten(2, 3)
-    if not torch.compiler.is_exporting():  # one graph for every length
+    if not is_exporting():  # one graph for every length
         num_landmarks = min(num_landmarks, keys)  # further ones would have no key
     cells = family.cells(
         rows if call.use_statistics else None,
@@ -108,7 +109,7 @@ def _windowed(
     """
     length, lead = query.shape[3], query.shape[:2]
     flat = [tensor.flatten(0, 1) for tensor in (query, asking, key, value, cells)]
-    if torch.compiler.is_exporting():
+    if is_exporting():
         out = _blocks(*flat, number=number, scale=scale, window=window, blocks=exported.blocks_of(length, window))
         return exported.first_rows(out, length).unflatten(0, lead)
     window = min(window, length)

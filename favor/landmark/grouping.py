@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.features.moments import attention_received, check_num_queries
-from favor.kernels.dispatch import on_cpu
+from favor.kernels.dispatch import is_exporting, on_cpu
 from favor.landmark.equal import first_equal
 from favor.registry import Family, register
 
@@ -160,14 +160,14 @@ def _choose(number: int, received: Tensor | None, is_copy: Tensor, mask: Tensor 
 
 def _nearest(key: Tensor, directions: Tensor, half_square: Tensor) -> Tensor:
     """Finds the index of the largest key . direction - half_square, `[..., S]`, some keys at a time."""
+    if is_exporting():  # one graph for every length has no loop
+        return _largest(key.to(directions.dtype) @ directions.mT - half_square.unsqueeze(-2))
     columns = directions.reshape(-1, *directions.shape[-2:]).transpose(1, 2)
     bias = half_square.reshape(columns.shape[0], 1, -1)
     rows = key.reshape(columns.shape[0], -1, key.shape[-1])
-    parts = [rows]
-    if not torch.compiler.is_exporting():  # one graph for every length has no loop
-        # As much as stays in cache on a CPU; few launches on a GPU.
-        numbers = 2**18 if key.device.type == "cpu" else 2**26
-        parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
+    # As much as stays in cache on a CPU; few launches on a GPU.
+    numbers = 2**18 if key.device.type == "cpu" else 2**26
+    parts = rows.split(max(64, numbers // max(directions.shape[:-1].numel(), 1)), dim=1)
     indices = [_largest(torch.bmm(part.to(columns.dtype), columns).sub_(bias)) for part in parts]
     return torch.cat(indices, 1).view(key.shape[:-1])
 

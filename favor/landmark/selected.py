@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.attention.call import AttentionCall
-from favor.kernels.dispatch import is_transformed
+from favor.kernels.dispatch import is_exporting, is_transformed
 from favor.kernels.operands import SelectedOperands
 from favor.kernels.selected import selected_attention
 from favor.landmark import causal as landmark_causal
@@ -65,7 +65,7 @@ class Selection:
         """
         if not call.selected_keys:
             return None
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise ValueError("selected keys cannot be exported: set selected_keys=0.")
         if is_transformed():
             raise ValueError("selected keys do not go through torch.func: set selected_keys=0.")
