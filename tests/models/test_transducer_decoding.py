@@ -150,14 +150,6 @@ def test_greedy_is_the_plain_loop(seed, max_symbols):
     assert found[1] == []
 
 
-def test_greedy_stops_at_max_symbols():
-    class Talkative(Bigram):
-        def join(self, hidden, prediction):
-            return torch.tensor([0.0, 1.0]).expand(len(prediction), 2)
-
-    assert transducer_greedy(Talkative(2), torch.zeros(2, 3, 2), [3, 1], max_symbols=4) == [[1] * 12, [1] * 4]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_ragged_batch_is_that_of_its_rows(name):
     make, size = MODELS[name]
@@ -170,20 +162,6 @@ def test_ragged_batch_is_that_of_its_rows(name):
         assert [tokens] == transducer_greedy(model, alone, [length])
         assert as_dict(hypotheses) == pytest.approx(as_dict(transducer_beam(model, alone, [length])[0]), rel=1e-9)
     assert [(h.tokens, h.log_prob) for h in beams[1]] == [([], 0.0)]
-
-
-def test_beam_of_one_follows_the_best_label():
-    model, hidden = Recurrent(5), frames(1, 20, 6)
-    (hypothesis,) = transducer_beam(model, hidden, [20], beam_size=1)[0]
-    assert hypothesis.tokens == transducer_greedy(model, hidden, [20], max_symbols=1)[0]
-
-
-def test_the_same_tokens_by_two_alignments_are_one_hypothesis():
-    model = Bigram(2)
-    model.table = torch.zeros(2, 2, dtype=torch.float64)
-    hidden = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]], dtype=torch.float64).log()
-    found = as_dict(transducer_beam(model, hidden, [2], beam_size=2)[0])
-    assert found == pytest.approx({(1,): 0.48, (): 0.36})
 
 
 def test_ties_give_a_valid_beam():
