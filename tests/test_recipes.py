@@ -21,6 +21,7 @@ def test_recipe(page, tmp_path, monkeypatch):
         pytest.importorskip(package)
     if page.stem == "compile" and " " in f"{torch.__file__}{tmp_path}":
         pytest.skip("torch.compile calls a C++ compiler, and does not quote paths with spaces")
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # more would each import torch first
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     verbosity = transformers.logging.get_verbosity()

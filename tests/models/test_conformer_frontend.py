@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import tiny_speech
 import torch
+from tiny_speech import RATE
 from transformers import AutoFeatureExtractor, LasrFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
 
@@ -12,16 +14,11 @@ from favor.models.conformer.processing_conformer import ConformerProcessor
 from favor.models.conformer.tokenization_conformer import train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
 
-RATE = 16000
 TEXTS = ["A CAT SAT", "THE DOG RAN FAR", "CATS AND DOGS"]
 
 
 def sound(samples, seed=0):
-    """A mixture of sines whose loudness changes, and noise."""
-    source = np.random.default_rng(seed)
-    time = np.arange(samples) / RATE
-    waves = sum(source.random() * np.sin(2 * np.pi * source.uniform(80, 7000) * time) for _ in range(5))
-    return (0.1 * waves * np.sin(3 * time) + 0.01 * source.normal(size=samples)).astype(np.float32)
+    return tiny_speech.sound(samples / RATE, seed)
 
 
 def bank():

@@ -211,14 +211,6 @@ def test_the_report_says_how_models_were_adapted(tmp_path):
         adaptation.read([str(tmp_path)])
 
 
-def test_task_options_win_over_common_ones():
-    options = glue.parse_task_options(["cola:num_train_epochs=5", "cola:learning_rate=1e-4", "rte:max_length=64"])
-    assert options == {
-        "cola": ["--num_train_epochs", "5", "--learning_rate", "1e-4"],
-        "rte": ["--max_length", "64"],
-    }
-
-
 @pytest.mark.slow
 def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launch, "subprocess", Forked)

@@ -55,7 +55,8 @@ def absent(monkeypatch):
 
 @pytest.mark.slow
 def test_a_whole_run(tmp_path):
-    code, content, text = run(tmp_path, "--families", "pos", "sderf", "--num_key_value_heads", "1")
+    own = ("--methods", "favor", "sdpa", "eager", "--families", "pos", "sderf", "--num_key_value_heads", "1")
+    code, content, text = run(tmp_path, *own)
     assert code == 0
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert all(math.isfinite(number) for number in numbers(content))
@@ -377,10 +378,3 @@ def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
 def test_unknown_features_are_refused():
     with pytest.raises(ValueError, match=r"expected features among .*, got 'none'"):
         speed_methods.select(["favor"], ["none"], "cpu")
-
-
-def test_the_output_folder_is_not_in_the_command():
-    assert speed.shown_command(["--seed", "1", "--output_dir", "/a b", "--model_types", "bert"]).endswith(
-        "--seed 1 --model_types bert"
-    )
-    assert speed.shown_command(["--output_dir=/a"]) == "python -m favor.eval.speed"

@@ -118,14 +118,6 @@ def test_students_and_teachers_know_their_options(start, tmp_path):
     assert_one_line(said, code, "favor-nst", f"expected a model, got '{tmp_path / 'nowhere'}'")
 
 
-def test_a_folder_in_use_is_one_line(start, bert_folder, glue_folder, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "all_results.json").write_text("{}")
-    words = ("--model_name_or_path", bert_folder, "--task_name", "sst2", "--data_dir", glue_folder)
-    code, said = start(glue, *words, "--output_dir", tmp_path / "run")
-    assert_one_line(said, code, "favor-glue", "holds a run already: continue it with --resume")
-
-
 def test_evaluations_speak_the_same_way(start, wrong_files, monkeypatch):
     monkeypatch.chdir(wrong_files)
     code, said = start(small_decoder, "--text", "nothing.txt", "--output_dir", "run")

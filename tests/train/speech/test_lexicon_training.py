@@ -37,7 +37,7 @@ def place(tmp_path_factory):
     first = ["--model_name_or_path", str(place / "whisper"), "--architecture", "ctc", "--max_train_steps", "2"]
     first += ["--lexicon", str(place / "lexicon.txt"), "--encoder_learning_rate", "0"]
     asr.main([*words, *first, "--output_dir", str(place / "head")])
-    second = ["--model_name_or_path", str(place / "head"), "--max_train_steps", "20", "--encoder_learning_rate", "4e-4"]
+    second = ["--model_name_or_path", str(place / "head"), "--max_train_steps", "10", "--encoder_learning_rate", "4e-4"]
     results = asr.main([*words, *second, "--output_dir", str(place / "model")])
     return place, results
 

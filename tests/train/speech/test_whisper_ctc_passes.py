@@ -33,7 +33,7 @@ def place(tmp_path_factory):
     save(place / "whisper", make_processor())
     write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2)
     words = ["--data_dir", str(place), "--model_name_or_path", str(place / "whisper"), "--architecture", "ctc"]
-    words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "30"]
+    words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "12"]
     asr.main(
         [*words, "--per_device_train_batch_seconds", "24", "--ema_decay", "0", "--output_dir", str(place / "model")]
     )
