@@ -183,14 +183,9 @@ def test_an_adapted_model_is_a_row(tmp_path):
 
 
 def test_the_report_says_how_models_were_adapted(tmp_path):
+    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 8, "window": 0, "exact_heads": 3}
     results = {
-        "arguments": {
-            "attn_implementation": "favor#",
-            "features": "sderf",
-            "num_features": 8,
-            "window": 0,
-            "exact_heads": 3,
-        },
+        "arguments": arguments,
         "command": "python -m favor.train.distill --num_features 8",
         "seconds": 120.0,
         "errors": {"closed form": 0.3, "attention": 0.2, "exact heads": 0.1},

@@ -15,8 +15,6 @@ from favor.eval.optim import majorization_methods as methods
 from favor.eval.optim import majorization_report as reports
 from favor.eval.optim import majorization_steps as steps
 
-BASELINES = [name for name in methods.METHODS if name in reports.BASELINES]
-
 
 def small(name: str = "breast_cancer", rows: int = 120) -> data.Problem:
     return data.make_problem(name, 0, None, None, rows)
