@@ -115,19 +115,11 @@ def test_constants_instead_of_the_utterance():
     torch.testing.assert_close(by_call, bare)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        list,
-        torch.from_numpy,
-        np.float64,
-        lambda x: [x],
-        lambda x: [x.tolist()],
-        lambda x: x[None],
-        lambda x: torch.from_numpy(x)[None],
-        tuple,
-    ],
-)
+FORMS = [list, tuple, np.float64, torch.from_numpy, lambda x: torch.from_numpy(x)[None]]
+FORMS += [lambda x: [x], lambda x: [x.tolist()], lambda x: x[None]]
+
+
+@pytest.mark.parametrize("change", FORMS)
 def test_forms_of_a_waveform(extractor, change):
     waveform = sound(4000)
     expected = extractor(waveform, sampling_rate=RATE).input_features

@@ -173,13 +173,8 @@ def test_refusals(folder, audio, options, message):
 
 def test_words_of_pieces_and_segments_of_words():
     """By hand."""
-    pieces = [
-        Span(" ", 0, 1, 0.1),
-        Span("GO", 1, 2, 0.9),
-        Span("OD", 4, 5, 0.7),
-        Span(" ", 5, 6, 0.2),
-        Span(" ", 6, 7, 0.2),
-    ]
+    pieces = [Span(" ", 0, 1, 0.1), Span("GO", 1, 2, 0.9), Span("OD", 4, 5, 0.7)]
+    pieces += [Span(" ", 5, 6, 0.2), Span(" ", 6, 7, 0.2)]
     pieces += [Span("DAY", 8, 9, 0.8), Span(" YES", 20, 22, 0.5)]
     words = join_words(pieces)
     assert words == [Span("GOOD", 1, 5, 0.7), Span("DAY", 8, 9, 0.8), Span("YES", 20, 22, 0.5)]

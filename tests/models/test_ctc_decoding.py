@@ -84,10 +84,6 @@ def test_ties_give_the_same_valid_beam_each_time():
     hypotheses = ctc_prefix_beam(logits, [4], beam_size=3)[0]
     assert hypotheses == ctc_prefix_beam(logits, [4], beam_size=3)[0]
     assert len({tuple(h.tokens) for h in hypotheses}) == 3
-    everything = ctc_prefix_beam(logits, [4], beam_size=1000)[0]
-    mirrored = {tuple(h.tokens): h.log_prob for h in everything}
-    for tokens, value in mirrored.items():
-        assert mirrored[tuple(3 - token for token in tokens)] == pytest.approx(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -171,9 +171,6 @@ def test_ties_give_a_valid_beam():
     # Each sequence of u tokens has C(3, u) alignments, each of probability 1/27; those of one or two tokens have most.
     assert all(value <= 3 / 27 + 1e-12 for value in found.values())
     assert len(found) == 3
-    everything = as_dict(transducer_beam(model, torch.zeros(1, 3, 3).double(), [3], beam_size=100)[0])
-    assert everything == pytest.approx({t: math.comb(3, len(t)) / 27 for t in everything})
-    assert len(everything) == 1 + 2 + 4 + 8
 
 
 def test_labels_that_cannot_be_said_are_not():

@@ -22,8 +22,8 @@ PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """Ten utterances of one word each."""
-    return write_corpus(tmp_path_factory.mktemp("short"), {"train": 10, "dev": 1}, words=(1, 2))
+    """Five utterances of one word each."""
+    return write_corpus(tmp_path_factory.mktemp("short"), {"train": 5, "dev": 1}, words=(1, 2))
 
 
 def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
@@ -40,11 +40,11 @@ def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_utterances_are_learned_by_heart(train, short, tmp_path):
+def test_five_utterances_are_learned_by_heart(train, short, tmp_path):
     options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 100, "eval_splits": "train", "data_dir": short}
-    results = train(max_train_steps=100, **options)
+    results = train(max_train_steps=80, **options)
     assert results["metrics"]["train_wer"] < 5
-    assert results["utterances"] == {"train": 10}
+    assert results["utterances"] == {"train": 5}
     # What was saved says the same to a user of transformers.
     model, processor = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCTC, AutoProcessor))
     chapter = short / "LibriSpeech" / "train" / "1" / "7"
@@ -209,7 +209,6 @@ def test_the_average_follows_the_weights():
         ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
         ({"per_device_train_batch_seconds": 0.5}, "per_device_train_batch_seconds|max_seconds"),
-        ({"noise_dir": "nowhere"}, "noise_dir must be a folder with .*nowhere is no folder"),
         ({"noise_snr": "0 10"}, "noise_snr has no effect without noise_dir"),
     ],
 )

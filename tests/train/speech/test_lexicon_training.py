@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launching import options
+from launching import isolated_here, options
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import make_processor, save
@@ -113,7 +113,7 @@ def test_words_are_found_by_their_pronunciation(place, tmp_path):
 
 
 @needs_search
-def test_streams_and_long_recordings_have_words(place, tmp_path):
+def test_streams_and_long_recordings_have_words(place, tmp_path, monkeypatch):
     """A window that holds all of a recording finds the words of `transcribe`, with their times; so does the program."""
     folder, _ = place
     model = WhisperForCTC.from_pretrained(folder / "model").eval()
@@ -132,6 +132,7 @@ def test_streams_and_long_recordings_have_words(place, tmp_path):
         assert [(one.start, one.end) for one in stream.words] == [(one.start, one.end) for one in expected.spans]
     words = [str(folder / "model"), "--data_dir", str(folder), "--split", "dev", "--minutes", "0.04", "--context", "1"]
     words += ["--language_model", str(folder / "lm.arpa"), "--num_features", "8", "--window", "8"]
+    monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     assert whisper_ctc_long.main([*words, "--output_dir", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "whisper_ctc_long.json").read_text())
     texts = {cell["way"]: cell["text"] for cell in content["cells"]}

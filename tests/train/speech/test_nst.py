@@ -315,7 +315,7 @@ def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):
 def test_from_nothing(corpus, preset, tmp_path):
     """Generation 0 is trained too, with linear attention, which the teacher then labels with."""
     backend = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0}
-    values = {"generations": 1, "keep": 0.8, "beam_size": 3, "max_train_steps": 80, "time_masks": 0, **NEW, **backend}
+    values = {"generations": 1, "keep": 0.8, "beam_size": 3, "max_train_steps": 120, "time_masks": 0, **NEW, **backend}
     audio = corpus / "more"
     results = nst.main(words(corpus, tmp_path, unlabelled_dir=audio, **values, speeds="0.95 1.0 1.05"))
     assert [one["utterances"]["train"] for one in results["generations"]] == [24, 32]

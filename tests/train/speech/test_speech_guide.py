@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 from fake_synthesizers import install, install_piper
+from launching import isolated_here
 from speech import WORDS, write_corpus
 from speech_corpus import write_shard
 from tiny_causal import save_causal
@@ -64,7 +65,7 @@ def smaller(program, words):
         words = [names.get(word, word) for word in words]
         return [*words, "--lm_weights", "0.5", "--word_scores", "1", "--beam_size", "5", "--choose_beam_size", "5"]
     if program == "favor.eval.whisper_ctc_long":
-        return [*words, "--minutes", "0.02"]
+        return [*words, "--minutes", "0.02", "--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     if program == "favor.train.distill":
         steps = ["--attention_steps", "1", "--model_steps", "1", "--calibration_samples", "1"]
         return [*words, *steps, "--held_out_samples", "1", "--join_seconds", "1"]
@@ -98,6 +99,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "novel.txt").write_text(NOVEL)
     install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
     install_piper(monkeypatch)
+    monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     save(tmp_path / "whisper", make_processor())
     save_causal(tmp_path / "causal")
     return tmp_path

@@ -84,7 +84,7 @@ def test_joined_utterances(corpus):
 def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
     """The decoder stays exact. The saved folder gives the evaluation's words without being told the attention."""
     short = train("short", max_train_steps=1, ema_decay=0)
-    results = train(max_train_steps=15, eval_epochs=10, ema_decay=0.5)
+    results = train(max_train_steps=30, eval_epochs=10, ema_decay=0.5)
     assert results["train_loss"] < short["train_loss"] - 0.2
     assert {"dev_wer", "dev_cer"} <= set(results["metrics"])
     assert results["favor"]["encoder"]["num_features"] == 16

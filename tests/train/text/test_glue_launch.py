@@ -24,18 +24,9 @@ def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[st
 
 
 def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path):
-    run_settings = {
-        "task_name": "sst2",
-        "head_optimizer": "softmax_bound",
-        "attn_implementation": "favor+",
-        "num_features": 8,
-        "exact_below": 0,
-        "redraw_interval": 7,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 3,
-        "max_train_steps": 60,
-        "checkpointing_steps": 5,
-    }
+    backend = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0, "redraw_interval": 7}
+    steps = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "checkpointing_steps": 5}
+    run_settings = {"task_name": "sst2", "head_optimizer": "softmax_bound", "max_train_steps": 60, **backend, **steps}
     program = "favor.train.glue"
     fork(program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
 
