@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from pages import run_page
+from torch._inductor.config import patch
 
 PAGES = sorted((Path(__file__).parent.parent / "docs/recipes").glob("*.md"))
 OPTIONAL = ("accelerate", "onnxruntime", "onnxscript", "peft", "sentence_transformers", "torchao")
@@ -21,12 +22,12 @@ def test_recipe(page, tmp_path, monkeypatch):
         pytest.importorskip(package)
     if page.stem == "compile" and " " in f"{torch.__file__}{tmp_path}":
         pytest.skip("torch.compile calls a C++ compiler, and does not quote paths with spaces")
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # more would each import torch first
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     verbosity = transformers.logging.get_verbosity()
     try:
-        assert run_page(page) > 0
+        with patch(compile_threads=1):  # more would be processes that import torch first
+            assert run_page(page) > 0
     finally:
         transformers.logging.set_verbosity(verbosity)
         logging.getLogger("sentence_transformers").setLevel(logging.NOTSET)

@@ -148,6 +148,7 @@ FORMULAS += [(name, "landmark@0") for name in ("pos", "gerf", "saderf", "aderf",
     ("causal", "name", "wrong"),
     [*((causal, *names) for causal in (False, True) for names in FORMULAS), (False, "landmark+64", "landmark+80")],
 )
+@pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 def test_the_formula_is_what_is_computed_and_nothing_else(causal, name, wrong):
     cell = Cell(200, causal, True, heads=4, key_heads=2, head_dim=8, num_features=24)
     inputs = cell.inputs()[:3]
