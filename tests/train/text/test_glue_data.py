@@ -91,14 +91,6 @@ def test_table_is_that_of_the_hub():
     assert get_task("MNLI") is TASKS["mnli"]
 
 
-def test_mnli_takes_both_development_sets(glue_folder):
-    data = load_glue("mnli", glue_folder)
-    assert {split: len(part) for split, part in data.evaluation.items()} == {
-        "validation_matched": 5,
-        "validation_mismatched": 5,
-    }
-
-
 def test_task_folder_itself_and_plain_before_gzip_before_sample(tmp_path):
     sample = write(tmp_path, {"train.sub3.tsv.gz": rte("0\tsample\tb\tentailment"), "dev.tsv": GOOD})
     assert load_glue("rte", sample).train[0]["sentence1"] == "sample"
