@@ -77,12 +77,12 @@ def test_tokens_and_logits(name, lengths):
     check_equal(make(name), prompt(*lengths))
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), (8, 8), (19, 19), (19, 5, 9, 16)])
+@pytest.mark.parametrize("lengths", [(8, 8), (19, 5, 9, 16)])
 def test_with_a_window(lengths):
     check_equal(make(window=8), prompt(*lengths))
 
 
-@pytest.mark.parametrize("lengths", [(5, 5), (8, 8), (19, 19), (19, 5, 9, 16)])
+@pytest.mark.parametrize("lengths", [(8, 8), (19, 5, 9, 16)])
 def test_through_landmarks(lengths):
     """As without a cache; a DynamicCache, which keeps all keys, is closer to exact attention."""
     model = favor.configure(make(window=8, num_features=6), "favor#", features="landmark", selected_keys=0)
