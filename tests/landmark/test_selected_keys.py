@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import pairs
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
@@ -36,34 +37,29 @@ def exact(query, key, value, is_causal=False):
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
 
 
-SIZES = [(1, 1), (1, 7), (3, 16), (4, 7)]
-KEYS = [1, 16, 40]
+SIZES = [(1, 1), (1, 7), (3, 16), (4, 7)]  # of pages, and of blocks of queries
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("selected_keys", KEYS)
-def test_bidirectional_attention_is_the_definition(window, page_size, query_block, selected_keys):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, window=[0, 8, 10], selected_keys=[1, 16, 40]))
+def test_bidirectional_attention_is_the_definition(sizes, window, selected_keys):
+    page_size, query_block = sizes
     options = {"window": window, "page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
     tensors = inputs(batch=1)
     torch.testing.assert_close(attend(*tensors, **options), naive_landmark_attention(*tensors, 6, **options))
 
 
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("selected_keys", [1, 16])
-@pytest.mark.parametrize(("length", "keys"), [(1, 50), (33, 50), (20, 2)])
-def test_cross_attention_is_the_definition(length, keys, page_size, query_block, selected_keys):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, lengths=[(1, 50), (33, 50), (20, 2)], selected_keys=[1, 16]))
+def test_cross_attention_is_the_definition(sizes, lengths, selected_keys):
+    page_size, query_block = sizes
     options = {"page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
-    tensors = inputs(length, keys, batch=1)
+    tensors = inputs(*lengths, batch=1)
     torch.testing.assert_close(attend(*tensors, **options), naive_landmark_attention(*tensors, 6, **options))
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize("keys", [70, 83])
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("pages", [0, 6])
-def test_causal_attention_is_the_definition(window, keys, page_size, query_block, pages):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, window=[0, 8, 10], keys=[70, 83], pages=[0, 6]))
+def test_causal_attention_is_the_definition(sizes, window, keys, pages):
     """With as few pages as may be, and more."""
+    page_size, query_block = sizes
     selected_keys = page_size * (query_block + pages) - (page_size > 1)
     options = {"window": window, "page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
     tensors = inputs(70, keys, batch=1, heads=2, key_heads=1)
@@ -108,9 +104,7 @@ WAYS = {
 ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 
-@ways
-@pytest.mark.parametrize("length", [1, 17, 63, 100])
-@pytest.mark.parametrize("more", [0, 100])
+@pytest.mark.parametrize(*pairs(options=WAYS.values(), length=[1, 17, 63, 100], more=[0, 100]))
 def test_as_many_selected_keys_as_keys_are_softmax_attention(options, length, more):
     tensors = inputs(length)
     out = attend(*tensors, num_features=1, page_size=4, query_block=8, selected_keys=max(length, 32) + more, **options)
@@ -171,7 +165,7 @@ def test_gradients_by_finite_differences(options):
     assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
 
 
-@ways
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("subset", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_gradients_for_any_subset_of_inputs(options, subset):
     tensors = inputs(40)
@@ -238,11 +232,10 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(options):
         torch.testing.assert_close(out[own, :, real], alone[:, :, real], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [0, 10])
-@pytest.mark.parametrize(("page_size", "query_block"), [(1, 1), (3, 4), (4, 7), (4, 20)])
-@pytest.mark.parametrize("past", [0, 21])
-def test_nothing_later_shows_in_causal_attention(window, page_size, query_block, past):
+@pytest.mark.parametrize(*pairs(shape=[(1, 1), (3, 4), (4, 7), (4, 20)], window=[0, 10], past=[0, 21]))
+def test_nothing_later_shows_in_causal_attention(shape, window, past):
     """Bit for bit, wherever a block is cut."""
+    page_size, query_block = shape
     sizes = {"selected_keys": 24 * page_size, "page_size": page_size, "query_block": query_block, "window": window}
     query, key, value = inputs(70, 70 + past)
     out = attend(query, key, value, is_causal=True, **sizes)
@@ -258,10 +251,9 @@ def test_nothing_later_shows_in_causal_attention(window, page_size, query_block,
 PIECES = [[90], [1] * 90, [40] + [1] * 50, [17, 1, 1, 30, 1, 40], [16] * 5 + [10], [5, 85], [33, 57]]
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-@pytest.mark.parametrize(("page_size", "query_block"), [(1, 1), (4, 7)])
-def test_pieces_are_the_whole(window, pieces, page_size, query_block):
+@pytest.mark.parametrize(*pairs(pieces=PIECES, window=[0, 8, 10], shape=[(1, 1), (4, 7)]))
+def test_pieces_are_the_whole(pieces, window, shape):
+    page_size, query_block = shape
     sizes = {"selected_keys": 9 * page_size, "page_size": page_size, "query_block": query_block, "window": window}
     tensors, state = inputs(90), favor.kernels.StreamState()
     whole = attend(*tensors, is_causal=True, **sizes)
