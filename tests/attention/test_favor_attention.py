@@ -19,7 +19,7 @@ def _small_blocks(monkeypatch):
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "+" not in name])
+@pytest.mark.parametrize("name", [*POSITIVE, "trig", "relu", "elu"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("length", "key_length"), [(1, 1), (37, 37), (63, 63), (20, 37), (1, 37), (100, 100)])
 @pytest.mark.parametrize("padded", [False, True])
@@ -32,7 +32,7 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
         mask[1, key_length - key_length // 4 :] = False
     out = attend(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
     expected = reference_attention(*tensors, name=name, mask=mask, is_causal=is_causal, scale=0.3)
-    if padded and ("@" in name or name == "landmark"):
+    if padded and "@" in name:
         # Blocks are those of real tokens; rows of padding belong to none in particular.
         real = mask[:, None, key_length - length :, None]
         out, expected = out * real, expected * real
@@ -175,18 +175,6 @@ def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name):
     with pytest.warns(UserWarning, match=r"computes FAVOR\+"):
         out = attend(*tensors, name=name, use_statistics=False)
     torch.testing.assert_close(out, attend(*tensors, name="pos"), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", POSITIVE)
-def test_causal_equals_step_by_step(name):
-    """One query at a time over the keys so far gives what the chunked scan gives."""
-    query, key, value = inputs(75)
-    out = attend(query, key, value, name=name, is_causal=True)
-    steps = [
-        attend(query[:, :, t : t + 1], key[:, :, : t + 1], value[:, :, : t + 1], name=name, is_causal=True)
-        for t in range(75)
-    ]
-    torch.testing.assert_close(out, torch.cat(steps, dim=2), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("rf", ["pos", "trig", "relu", "elu"])

@@ -200,16 +200,6 @@ def test_half_precision_that_is_not_raised(dtype, options, monkeypatch):
     assert (out.double() - exact).norm() / exact.norm() < 0.03
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
-def test_nothing_has_gradients_too(shape):
-    batch, length, keys = shape
-    tensors = [torch.zeros(batch, 2, n, 8, requires_grad=True) for n in (length, keys, keys)]
-    out = landmark(*tensors)
-    assert out.shape == (batch, 2, length, 8)
-    assert not out.any()
-    out.sum().backward()
-
-
 def test_errors_say_what_was_expected():
     tensors = clustered(12, 3, 0.1)
     with pytest.raises(ValueError, match="num_queries must be from 1 to 16384, got 0"):

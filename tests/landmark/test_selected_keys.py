@@ -69,13 +69,14 @@ def test_causal_attention_is_the_definition(sizes, window, keys, pages):
 
 def test_default_sizes_are_the_definition():
     tensors = inputs(90, heads=2, batch=1)
-    for options in (
-        {"selected_keys": 30},
-        {"selected_keys": 30, "window": 16},
-        {"selected_keys": 70, "is_causal": True},
+    for options, chosen in (
+        ({"selected_keys": 30}, {}),
+        ({"selected_keys": 30, "window": 16}, {}),
+        ({"selected_keys": 70, "is_causal": True}, {}),
+        ({"selected_keys": 12, "is_causal": True}, {"query_block": 3}),  # few of them are shared out
     ):
         found = favor.favor_attention(*tensors, features="landmark", num_features=6, **options)
-        torch.testing.assert_close(found, naive_landmark_attention(*tensors, 6, **options))
+        torch.testing.assert_close(found, naive_landmark_attention(*tensors, 6, **options, **chosen))
 
 
 def test_queries_that_must_not_see_each_other_choose_one_by_one():
@@ -137,17 +138,6 @@ def test_the_backward_pass_can_be_repeated_and_then_frees_its_memory(options):
 
 
 @ways
-@pytest.mark.parametrize("norm", [30, 1000])
-def test_large_norms_stay_finite(options, norm):
-    tensors = [t.float().requires_grad_() for t in inputs(65, norm=norm / 8**0.5)]
-    out = attend(*tensors, **options)
-    out.sum().backward()
-    assert out.isfinite().all()
-    assert out.abs().max() <= tensors[2].abs().max() * (1 + 1e-5)
-    assert all(t.grad.isfinite().all() for t in tensors)
-
-
-@ways
 def test_equal_keys_give_the_mean_of_the_values(options):
     query, key, value = inputs(65)
     key = key[:, :, :1].expand_as(key)
@@ -181,16 +171,6 @@ def test_gradients_for_any_subset_of_inputs(options, subset):
 
 
 @ways
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_costs_no_more_than_its_rounding(options, dtype):
-    half = [t.to(dtype) for t in inputs(80)]
-    truth = attend(*(t.double() for t in half), **options)
-    out = attend(*half, **options)
-    assert out.dtype == dtype
-    assert (out.double() - truth).norm() <= 2 * (truth.to(dtype).double() - truth).norm()
-
-
-@ways
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
 def test_padding_changes_nothing(options, side):
     """Values and gradients, whatever the padding holds."""
@@ -218,18 +198,6 @@ def test_padding_changes_nothing(options, side):
             torch.testing.assert_close(tensor.grad[1:, :, places], own.grad, rtol=1e-8, atol=1e-10)
         found.append(out[1:, :, places])
     assert all(torch.equal(out, found[0]) for out in found)
-
-
-@ways
-def test_rows_of_a_batch_do_not_depend_on_each_other(options):
-    tensors, mask = inputs(50, batch=3), torch.ones(3, 50, dtype=torch.bool)
-    mask[0, :20] = mask[2, 40:] = False
-    out = attend(*tensors, key_padding_mask=mask, **options)
-    for row in range(3):
-        own = slice(row, row + 1)
-        alone = attend(*(t[own] for t in tensors), key_padding_mask=mask[own], **options)
-        real = mask[row]
-        torch.testing.assert_close(out[own, :, real], alone[:, :, real], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(*pairs(shape=[(1, 1), (3, 4), (4, 7), (4, 20)], window=[0, 10], past=[0, 21]))
@@ -260,14 +228,6 @@ def test_pieces_are_the_whole(pieces, window, shape):
     parts = zip(*(t.split(pieces, 2) for t in tensors), strict=True)
     found = torch.cat([attend(*part, is_causal=True, state=state, **sizes) for part in parts], 2)
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("selected_keys", [7, 40])
-def test_fewer_keys_than_a_page(selected_keys):
-    tensors = inputs(3, 3)
-    torch.testing.assert_close(
-        attend(*tensors, num_features=1, page_size=7, selected_keys=selected_keys), exact(*tensors)
-    )
 
 
 def test_padded_queries_choose_nothing():
@@ -307,13 +267,6 @@ def test_as_many_selected_keys_as_keys_over_a_past_are_softmax_attention(past):
     mask = torch.ones(50, 50 + past, dtype=torch.bool).tril(past)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_few_selected_keys_share_out_by_default():
-    tensors = inputs(60)
-    options = {"features": "landmark", "num_features": 6, "is_causal": True, "selected_keys": 12}
-    expected = naive_landmark_attention(*tensors, 6, is_causal=True, selected_keys=12, query_block=3)
-    torch.testing.assert_close(favor.favor_attention(*tensors, **options), expected)
 
 
 @pytest.mark.parametrize("length", [10, 60])

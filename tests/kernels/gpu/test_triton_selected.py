@@ -84,22 +84,6 @@ def test_half_precision(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_all_keys_chosen_are_softmax_attention() -> None:
-    given = drawn(dtype=torch.float32, heads=1, sections=1, near=0, pages=6, width=16, value_width=16)
-    given = given._replace(since=torch.zeros_like(given.since))
-    cell, pages = given.cell[0, 0, 0], given.pages[0, 0, 0]
-    tokens = (pages[:, None] * given.page_size + torch.arange(given.page_size, device="cpu")).flatten()[cell >= 0]
-    assert len(tokens) == int(given.counts.sum())
-    truth = torch.nn.functional.scaled_dot_product_attention(
-        given.query[0, 0].double(),
-        given.key[0, tokens].double().expand(4, -1, -1),
-        given.value[0, tokens].double().expand(4, -1, -1),
-        scale=given.scale,
-    )
-    assert error(attend(given)[0, 0], truth) <= 1e-5
-
-
-@pytest.mark.usefixtures("poisoned")
 def test_what_is_hidden_is_not_read() -> None:
     given = drawn(dtype=torch.float32, first=0, pages=6, sections=1)
     given = given._replace(cell=given.cell.masked_fill(given.pages.repeat_interleave(4, -1) < 2, -1))
