@@ -1,7 +1,10 @@
 """`favor_attention` against the definition, and the invariants every family has to keep."""
 
+from itertools import product
+
 import pytest
 import torch
+from pairwise import pairs
 from reference import FAMILIES, NUM_FEATURES, POSITIVE, SOFTMAX, attend, inputs, reference_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,11 +22,17 @@ def _small_blocks(monkeypatch):
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
 
-@pytest.mark.parametrize("name", [*POSITIVE, "trig", "relu", "elu"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize(("length", "key_length"), [(1, 1), (37, 37), (63, 63), (20, 37), (1, 37), (100, 100)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_equals_the_definition(name, is_causal, length, key_length, padded):
+LENGTHS = [(1, 1), (37, 37), (63, 63), (20, 37), (1, 37), (100, 100)]
+# Every family with every length, causal or not and padded or not; lengths take turns.
+DEFINED = [
+    (*case, *LENGTHS[(number + turn) % len(LENGTHS)])
+    for number, case in enumerate(product([*POSITIVE, "trig", "relu", "elu"], [False, True], [False, True]))
+    for turn in (0, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "is_causal", "padded", "length", "key_length"), DEFINED)
+def test_equals_the_definition(name, is_causal, padded, length, key_length):
     tensors = inputs(length, key_length)
     mask = None
     if padded:
@@ -39,10 +48,10 @@ def test_equals_the_definition(name, is_causal, length, key_length, padded):
     torch.testing.assert_close(out, expected, rtol=1e-9 if name == "trig" else 1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("scale", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    *pairs(name=SOFTMAX, is_causal=[False, True], scale=[1, 4], dtype=[torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
     if "+" in name and is_causal and dtype == torch.float32:
@@ -127,11 +136,10 @@ def test_padding_changes_nothing(name, is_causal, side):
         assert not tensor.grad.transpose(1, 2)[outside].any()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("length", "is_causal"), [(37, False), (37, True), (20, True)])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_padded_queries_may_hold_anything(name, length, is_causal, bad):
+@pytest.mark.parametrize(*pairs(name=FAMILIES, form=[(37, False), (37, True), (20, True)], bad=[torch.nan, torch.inf]))
+def test_padded_queries_may_hold_anything(name, form, bad):
     """Their outputs are nobody's; but 0 x NaN would be in the gradient of every key."""
+    length, is_causal = form
     tensors, mask = inputs(length, 37), torch.ones(2, 37, dtype=torch.bool)
     mask[0, 30:] = mask[1, 20:25] = False
     real = mask[:, 37 - length :]
@@ -346,12 +354,12 @@ def test_autocast_does_not_reach_the_features(name, is_causal):
     assert torch.equal(single.bfloat16(), expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "length", "keys", "value_dim"), [(0, 5, 5, 8), (2, 0, 5, 8), (2, 0, 0, 8), (2, 3, 0, 8), (2, 5, 5, 0)]
-)
-def test_nothing_in_nothing_out(name, is_causal, batch, length, keys, value_dim):
+NOTHING = [(0, 5, 5, 8), (2, 0, 5, 8), (2, 0, 0, 8), (2, 3, 0, 8), (2, 5, 5, 0)]
+
+
+@pytest.mark.parametrize(*pairs(name=FAMILIES, sizes=NOTHING, is_causal=[False, True]))
+def test_nothing_in_nothing_out(name, sizes, is_causal):
+    batch, length, keys, value_dim = sizes
     is_causal = is_causal and keys >= length
     shapes = ((4, length, 8), (2, keys, 8), (2, keys, value_dim))
     tensors = [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]

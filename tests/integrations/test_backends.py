@@ -295,9 +295,8 @@ def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
     assert redraw_epoch(module, 1) == 2
 
 
-# Each backend, each kind of feature with and without a window, and both modes for each kind of kernel.
+# With a window and without, and landmarks in both modes; weights of features: adapt/test_feature_weights.py.
 COMPILED = [
-    ("favor++", 0, "inference"),
     ("favor#", 7, "training"),
     ("favor_elu", 0, "training"),
     ("landmark", 0, "training"),

@@ -260,15 +260,6 @@ def test_padded_keys_of_cross_attention_change_nothing(length):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("past", [1, 2, 13])
-def test_as_many_selected_keys_as_keys_over_a_past_are_softmax_attention(past):
-    query, key, value = inputs(50, 50 + past)
-    out = attend(query, key, value, num_features=1, page_size=4, selected_keys=50 + past, is_causal=True)
-    mask = torch.ones(50, 50 + past, dtype=torch.bool).tril(past)
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("length", [10, 60])
 def test_too_few_keys_for_a_causal_block_are_refused(length):
     """Of short sequences, which are exact, too: the next one may be longer."""
