@@ -62,6 +62,20 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def decoder_folder(bert_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saves a LLaMA with random weights and two query heads for each key head, and the tokenizer of `bert_folder`."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=24, initializer_range=0.4)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes a compressed text of 4000 words that the tokenizer of `bert_folder` knows."""
     path = tmp_path_factory.mktemp("text") / "words.txt.gz"

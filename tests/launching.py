@@ -9,6 +9,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import socket
@@ -21,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 
+from accelerate.state import AcceleratorState, PartialState
+
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
 LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
 # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
@@ -32,6 +35,12 @@ PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train
 PRELOADED.append("favor.eval.speech.long_form_cell")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
+
+
+def forget_accelerator() -> None:
+    """Resets accelerate's settings, which last as long as the process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
 
 
 def options(given: Mapping[str, object]) -> list[str]:
@@ -125,6 +134,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def isolated_here(limit: float | None, threads: int, task: Callable, *arguments: object) -> object:
+    """A replacement of `isolated` that calls the task in this process, with copies of all that would go to another."""
+    task, arguments = pickle.loads(pickle.dumps((task, arguments)))
+    return pickle.loads(pickle.dumps(task(*arguments)))
 
 
 class Forked:

@@ -26,13 +26,18 @@ def stopped_after(step: int, folder: str | None = None) -> Iterator[None]:
         yield
 
 
+def same_weights(one: Path, other: Path) -> bool:
+    """Says whether the models in two folders are equal to the bit."""
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
 def whole_and_resumed(train: Callable, folder: Path, step: int, flags: tuple = (), **settings: object) -> tuple:
     """Results of a training and of one that was stopped after a step and resumed, whose weights must be equal."""
     whole = train(output="whole", flags=flags, **settings)
     with stopped_after(step):
         train(output="stopped", flags=flags, **settings)
     resumed = train(output="stopped", flags=(*flags, "resume"), **settings)
-    one, other = (load_file(folder / name / "model.safetensors") for name in ("whole", "stopped"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_weights(folder / "whole", folder / "stopped")
     return whole, resumed

@@ -86,30 +86,20 @@ SOUND = torch.randn(2, 160, 80, generator=torch.Generator().manual_seed(2))
 HEAR = torch.arange(160) < torch.tensor([[160], [120]])
 
 
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
 def bert(backend, **options):
-    config = PerformerBertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=40
-    )
-    return make(PerformerBertForMaskedLM, config, backend, **options)
+    return make(PerformerBertForMaskedLM, PerformerBertConfig(**SIZES, vocab_size=40), backend, **options)
 
 
 def conformer(backend, **options):
-    config = ConformerConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=12
-    )
-    return make(ConformerForCTC, config, backend, **options)
+    return make(ConformerForCTC, ConformerConfig(**SIZES, vocab_size=12), backend, **options)
 
 
 def llama(backend, **options):
-    config = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=16,
-        vocab_size=40,
-    )
-    return make(LlamaForCausalLM, config, backend, **options)
+    sizes = SIZES | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return make(LlamaForCausalLM, LlamaConfig(**sizes, vocab_size=40), backend, **options)
 
 
 def make(kind, config, backend, **options):
@@ -165,12 +155,8 @@ def test_generation_with_a_state(backend, options):
 
     @torch.no_grad()
     def logits(device):
-        cache, ids, mask, found = (
-            favor.FavorCache(model.config),
-            TEXT.to(device),
-            READ["attention_mask"].flip(1).to(device),
-            [],
-        )
+        cache, ids, found = favor.FavorCache(model.config), TEXT.to(device), []
+        mask = READ["attention_mask"].flip(1).to(device)
         for _ in range(8):  # past the end of a block
             found.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1])
             ids = found[-1].argmax(-1, keepdim=True)

@@ -21,15 +21,6 @@ from favor_command.saved import read_config
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 SAVED = {"config.json", "model.safetensors", "generation_config.json"}
 KINDS = {"linear", "exact", "local", "refused"}
-LIGHT = """
-import sys
-from favor_command import command
-try:
-    command.run(sys.argv[1:])
-except SystemExit as ended:
-    print({"torch", "transformers", "numpy", "favor"} & set(sys.modules), file=sys.stderr)
-    sys.exit(ended.code)
-"""
 
 
 @pytest.fixture
@@ -67,14 +58,6 @@ def folders(tmp_path_factory):
     T5Config(d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16, vocab_size=20).save_pretrained(root / "t5")
     DebertaV2Config(**TINY, vocab_size=20).save_pretrained(root / "deberta")
     return root
-
-
-@pytest.mark.parametrize("words", ["--help", "train -h", "eval --help", "check --help", "convert --help"])
-def test_help_imports_nothing_heavy(words):
-    done = subprocess.run([sys.executable, "-c", LIGHT, *words.split()], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: favor")
-    assert done.stderr == "set()\n"
 
 
 def test_a_program_without_a_module_of_options_finds_the_whole_package():
@@ -150,15 +133,6 @@ def test_a_missing_package_is_one_line_and_debug_shows_where(start, monkeypatch)
     for words in ([DEBUG, "train", "glue"], ["train", "glue", DEBUG]):
         with pytest.raises(ImportError):
             command.run(words)
-
-
-def test_debug_shows_the_error_of_a_program(start, folders):
-    words = ["check", str(folders), "--lengths", "5"]
-    code, _, said = start(*words)
-    assert code == 2
-    assert f"got {folders}, which holds no config.json" in said
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
-        command.run([DEBUG, *words])
 
 
 def test_ctrl_c_says_how_to_go_on(start, replaced, monkeypatch):

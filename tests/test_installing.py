@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
+from favor.models.conformer import ConformerConfig, ConformerForCTC
+
 ROOT = Path(__file__).parent.parent
 EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "evaluate", "accelerate", "sentencepiece", "soundfile", "jiwer"]
 EXTRA_PACKAGES += ["tensorboard", "scipy", "flashlight"]
@@ -39,6 +42,24 @@ for missing, module in json.loads(sys.argv[2]):
     del sys.modules[missing]
     sys.modules.update(kept)
 print(json.dumps(found))
+"""
+# Without packages of extras the core loads models of the zoo by Auto classes, before they are imported, and runs; the
+# other programs are imported with all packages but those of speech.
+ALONE = """
+import importlib, json, sys
+saved, blocked, speech, programs = map(json.loads, sys.argv[2:])
+sys.modules.update(dict.fromkeys(blocked))
+import favor, torch, transformers
+for auto in saved:
+    model = getattr(transformers, auto).from_pretrained(f"{sys.argv[1]}/{auto}")
+    print(type(model).__name__, model.config._attn_implementation)
+import favor.models
+x = torch.ones(1, 1, 3, 4)
+print(favor.favor_attention(x, x, x, features="pos").shape)
+for name in set(blocked) - set(speech):
+    del sys.modules[name]
+for name in programs:
+    importlib.import_module(name)
 """
 # A package, what to import without it, and the extra that brings it. Without a module: training of word pieces.
 NEEDED = [
@@ -76,18 +97,20 @@ def test_the_core_imports_no_package_of_an_extra(without):
     assert set(without["imported"]) <= {"sentencepiece", "soundfile"}
 
 
-def test_the_core_does_without_packages_of_extras():
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRA_PACKAGES})); "
-    text = "import favor, torch, favor.models; x = torch.ones(1, 1, 3, 4); print(favor.favor_attention(x, x, x).shape)"
-    text = text.replace("favor_attention(x, x, x)", "favor_attention(x, x, x, features='pos')")
-    assert run("-c", blocked + text) == "torch.Size([1, 1, 3, 4])\n"
-
-
-def test_programs_for_text_do_without_the_packages_of_speech():
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['jiwer', 'soundfile', 'flashlight'])); "
+def test_the_core_loads_its_models_and_programs_for_text_do_without_packages_of_speech(tmp_path):
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    saved = {
+        "AutoModelForMaskedLM": PerformerBertForMaskedLM(PerformerBertConfig(**tiny)),
+        "AutoModelForCTC": ConformerForCTC(ConformerConfig(**tiny)),
+    }
+    for auto, model in saved.items():
+        model.save_pretrained(tmp_path / auto)
+    speech = ["jiwer", "soundfile", "flashlight"]
     names = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
     names += ["favor.eval." + name for name in ("glue.__main__", "mlm_steps", "approximation.__main__")]
-    run("-c", f"{blocked}import {', '.join(names)}")
+    printed = run("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES, speech, names)))
+    loaded = [f"{type(model).__name__} favor#" for model in saved.values()]
+    assert printed.splitlines() == [*loaded, "torch.Size([1, 1, 3, 4])"]
 
 
 @pytest.mark.parametrize(("missing", "module", "extra"), NEEDED)

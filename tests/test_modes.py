@@ -7,28 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_speech import build, make_processor
 from transformers import BertConfig, BertModel
 
 import favor
 from favor.eval import asr
 from favor.eval.optim.head_tasks import HeadTask
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerProcessor,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerForCTC, ConformerForTransducer, ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train import distill
 from favor.train.speech import pseudo_labels
 
 IDS = torch.arange(12).view(2, 6)
-TOKENIZER = train_tokenizer(["GO DAD"], "char")
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
-CONFORMER = {"conv_kernel_size": 3, "subsampling_conv_channels": 4, "num_mel_bins": 10}
-CONFORMER |= {"prediction_hidden_size": 4, "joint_hidden_size": 4}
 WHISPER = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8, "vocab_size": 16}
 
 
@@ -37,10 +28,10 @@ def bert():
 
 
 def speech(kind):
+    processor = make_processor("GO DAD")
     if kind is WhisperForCTC:
-        return kind(WhisperCTCConfig(**WHISPER)), ConformerProcessor(WhisperCTCFeatureExtractor(), TOKENIZER)
-    extractor = ConformerFeatureExtractor(feature_size=10)
-    return kind(ConformerConfig(**SIZES | CONFORMER)), ConformerProcessor(extractor, TOKENIZER)
+        return kind(WhisperCTCConfig(**WHISPER)), ConformerProcessor(WhisperCTCFeatureExtractor(), processor.tokenizer)
+    return build(kind, num_hidden_layers=1, vocab_size=len(processor.tokenizer)), processor
 
 
 def transcribing(kind):

@@ -92,14 +92,16 @@ def commands(folder: Folder = COMMANDS, words: tuple[str, ...] = ()) -> dict[str
 @pytest.fixture(scope="module")
 def explained():
     """Exit code and text of `favor ... --help` by words, all in one process, and the heavy modules that it imported."""
-    done = subprocess.run([sys.executable, "-c", AT_ONCE, *commands()], capture_output=True, text=True)
+    words = ["", "train", "eval", *commands()]
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 def test_help_of_no_command_imports_anything_heavy(explained):
     found, heavy = explained
-    assert set(found) == set(commands())
+    assert set(found) == {"", "train", "eval", *commands()}
+    assert all(code == 0 and printed.startswith("usage: favor") for code, printed in found.values())
     assert heavy == []
 
 

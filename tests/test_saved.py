@@ -13,7 +13,6 @@ from transformers import (
     BertTokenizer,
     GPT2Config,
     LlamaConfig,
-    LlamaForCausalLM,
     MllamaConfig,
     PreTrainedTokenizerFast,
     T5Config,
@@ -227,14 +226,6 @@ def test_damaged_weights_are_named(file, damaged, bert_folder, tmp_path):
     with pytest.raises(ValueError, match=f"{file} is damaged") as error:
         load_model(BertModel, str(tmp_path))
     assert str(tmp_path / file) in one_line(error.value)
-
-
-@pytest.fixture(scope="module")
-def decoder_folder(bert_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("decoder")
-    load_processor(str(bert_folder)).save_pretrained(folder)
-    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=24)).save_pretrained(folder)
-    return folder
 
 
 TEXT, GLUE, OUT = "{text}", "{glue}", "{out}"

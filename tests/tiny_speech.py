@@ -16,6 +16,11 @@ from favor.models.conformer import (
 )
 
 RATE = 16000
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
+SIZES |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
+# Features of a stream, which cannot know the mean of the whole.
+FIXED = {"normalize": "none", "mean": [-3.0] * 10, "std": [2.0] * 10}
 TEXTS = ("GO FIN", "HER EAR", "DO", "A BAT GO", "COT", "FIN DO A", "EAR")
 SPLITS = {"train": (0.8, 1.1, 0.9, 1.3), "dev": (0.9, 1.4, 0.7), "test": (1.2, 0.6)}
 
@@ -40,18 +45,49 @@ def write_corpus(folder):
     return folder
 
 
+def build(kind, backend="sdpa", options=None, seed=0, **changes):
+    """A Conformer with random weights; `options` are those of its attention, `changes` those of its sizes."""
+    torch.manual_seed(seed)
+    favor = {"num_features": 16, "exact_below": 0, **(options or {})}
+    return kind(ConformerConfig(**{"favor": favor, **SIZES, **changes}, attn_implementation=backend)).eval()
+
+
+def make_processor(*texts, **settings):
+    """Features of ten bins, and the characters of texts as tokens."""
+    return ConformerProcessor(
+        ConformerFeatureExtractor(**{"feature_size": 10, **settings}), train_tokenizer(texts, "char")
+    )
+
+
+def features(length, batch=2):
+    """Features `[batch, length, 10]`."""
+    return torch.randn(batch, length, 10, generator=torch.Generator().manual_seed(1))
+
+
+def in_pieces(stream, inputs, sizes=(1, 3, 60, 7, 100, 29)):
+    """All outputs of a stream that is fed its features in pieces."""
+    parts = [stream.feed_features(piece) for piece in inputs.split([*sizes], dim=1)]
+    return torch.cat([*parts, stream.finish()], dim=1)
+
+
+def says_each_frame(vocab_size):
+    """A CTC model that says one token per frame, and of the special ones the blank alone."""
+    model = build(ConformerForCTC, num_hidden_layers=1, vocab_size=vocab_size)
+    with torch.no_grad():
+        model.ctc_head.weight.mul_(3)
+        model.ctc_head.bias[1:3] -= 99
+    return model
+
+
 def make_model(kind, processor, **changes):
-    """A model with exact attention."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes |= {"conv_kernel_size": 5, "subsampling_conv_channels": 8, "num_mel_bins": 20, "prediction_hidden_size": 8}
-    sizes |= {"joint_hidden_size": 8, "vocab_size": len(processor.tokenizer), "attn_implementation": "sdpa"}
-    torch.manual_seed(1)
-    return kind(ConformerConfig(**sizes, **changes))
+    """A smaller model, in training mode, for features of twenty bins."""
+    sizes = {"num_hidden_layers": 1, "subsampling_conv_channels": 8, "num_mel_bins": 20}
+    return build(kind, seed=1, vocab_size=len(processor.tokenizer), **sizes, **changes).train()
 
 
 def save_model(folder, architecture="ctc", **changes):
     """A model whose outputs vary over time, and its processor."""
-    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=20), train_tokenizer(TEXTS, "char", None))
+    processor = make_processor(*TEXTS, feature_size=20)
     model = make_model(ConformerForCTC if architecture == "ctc" else ConformerForTransducer, processor, **changes)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -25,7 +25,7 @@ from favor.train.common.arguments import DataArguments, ModelArguments
 from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
 from favor.train.text.glue_data import get_task, load_glue, with_distractors
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of
-from favor.train.text.glue_loaders import tokenized
+from favor.train.text.glue_loaders import check_samples, tokenized
 from favor.train.text.glue_report import named
 from favor.train.text.metrics import load_glue_metric
 from favor_command.saved import read_config
@@ -59,6 +59,7 @@ def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
     texts = {split: with_distractors(part, task, arguments.distractors) for split, part in data.evaluation.items()}
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=path))
     encoded = {split: tokenized(part, task, tokenizer, options) for split, part in texts.items()}
+    check_samples(encoded.values(), task, tokenizer)
     return Samples(data, encoded, tokenizer, rows, arguments.per_device_eval_batch_size), remark
 
 

@@ -38,6 +38,8 @@ def options(parser: Parser, name: str) -> None:
         default="auto",
         help="cache of backends that name none, see favor.eval.language.variants",
     )
+    length_help = "tokens of a prompt or a sample; several are compared"
+    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help=length_help)
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--device", help="device to run on; default: cuda if there is a GPU, else cpu")
     add(
@@ -52,10 +54,11 @@ def options(parser: Parser, name: str) -> None:
 
 
 def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses a command line; makes `Variant`s of `variants` and opens the records of the file `NAME.jsonl`."""
+    """Parses a command line; sorts `lengths`, makes `variants` of `backends`, opens the records of `NAME.jsonl`."""
     arguments = parser.parse_args(words)
     from favor.eval.language.variants import variants
 
+    arguments.lengths = sorted(set(arguments.lengths))
     arguments.device = device_or_default(arguments.device)
     try:
         arguments.variants = variants(arguments.backends, arguments.cache)

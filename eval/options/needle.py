@@ -33,14 +33,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--text", required=True, help="text in which facts are hidden: UTF-8, plain, .gz or .xz")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to run")
     add("--together", action="store_true", help="hide the facts of all tasks but common in one document")
-    add(
-        "--lengths",
-        nargs="+",
-        type=int,
-        default=[2048, 4096],
-        metavar="L",
-        help="tokens of a prompt; several are compared",
-    )
     add("--cases", default="10", metavar="N or FIRST:END", help="documents of each task and length")
     add("--depths", type=int, default=10, help="number of evenly spaced places that the documents take in turns")
     arguments = shared.prepare(parser, words)
@@ -50,6 +42,5 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     if min(*arguments.lengths, arguments.depths) < 1:
         parser.error("--lengths and --depths must be at least 1")
     arguments.cases = range(int(first or 0), int(end))
-    arguments.lengths = sorted(set(arguments.lengths))
     arguments.tasks = [task for task in TASKS if task in arguments.tasks]
     return arguments

@@ -25,17 +25,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     shared.options(parser, "perplexity")
     add = parser.add_argument
     add("--texts", nargs="+", required=True, metavar="TEXT", help="texts: UTF-8, plain, .gz or .xz")
-    add(
-        "--lengths",
-        nargs="+",
-        type=int,
-        default=[2048, 4096],
-        metavar="L",
-        help="tokens of a sample; several are compared",
-    )
     add("--samples", type=int, default=8, help="samples of each text and length")
     arguments = shared.prepare(parser, words)
     if min(arguments.lengths) < 4 or arguments.samples < 1:
         parser.error("--lengths must be at least 4 and --samples at least 1")
-    arguments.lengths = sorted(set(arguments.lengths))
     return arguments

@@ -7,11 +7,9 @@ import torch
 import favor
 from favor import features
 from favor.attention.directions import Draw, directions
-from favor.landmark import causal as landmark_causal
-from favor.landmark import naive
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks. "+" and a number: with so many
-# selected keys, whose definition is in tests/landmark.
+# selected keys. The definition of landmarks is in tests/landmark.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "opposite", "pos@8", "wderf@16"]
 SOFTMAX = [*POSITIVE, "landmark", "landmark@8", "landmark+6", "landmark@8+6"]
 FAMILIES = [*SOFTMAX, "trig", "relu", "elu"]
@@ -46,54 +44,8 @@ def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
     )
 
 
-def grouped(x, y, counts):
-    """Keys y `[S, d]` by landmark, as lists of indices, for all the queries x `[n, d]` that count."""
-    few = x[((torch.arange(32) + 0.5) / 32 * len(x)).long()]
-    received = (few @ y.T + counts.log()).softmax(-1).mean(0)
-    chosen = received.argsort(descending=True)[: NUM_FEATURES // 2].tolist()
-    rest, spaced = [j for j in range(len(y)) if j not in chosen], NUM_FEATURES - NUM_FEATURES // 2
-    chosen = sorted({*chosen, *(rest[(2 * i + 1) * len(rest) // (2 * spaced)] for i in range(spaced) if rest)})
-    distances = (x @ (y[:, None] - y[chosen]).transpose(1, 2)).square().mean(1)
-    groups = {m: [m] for m in chosen}
-    for j in set(range(len(y))) - set(chosen):
-        groups[chosen[int(distances[j].argmin())]].append(j)
-    return list(groups.values())
-
-
-def cells_of(groups, number):
-    """The group of each of so many keys; those in none form the last group."""
-    cells = torch.full((number,), len(groups))
-    for index, group in enumerate(groups):
-        cells[group] = index
-    return cells
-
-
-def landmark_logits(x, y, own, real, window):
-    """Logits `[L, S]` of queries x `[G, L, d]`: of keys in the query's block as they are, of others by their group."""
-    every = x[:, real] if x.shape[1] == len(y) else x
-    columns = real.nonzero().flatten()
-    groups = [columns[group] for group in grouped(every.flatten(0, 1), y[real], torch.ones(len(columns)))]
-    blocks = [(real.cumsum(0) - 1) // window] * 2 if window else []
-    return naive.bidirectional_logits(x[own], y, cells_of(groups, len(y)), *blocks)
-
-
-def causal_landmark_logits(x, y, own, real, window):
-    """Logits `[L, S]` of causal attention: groups are those of the keys before the block."""
-    past = len(y) - x.shape[1]
-
-    def regroup(rows, means, counts):
-        return cells_of(grouped(x[:, rows].flatten(0, 1), means, counts.to(y.dtype)), len(means))
-
-    rows, block = torch.arange(past, len(y)), window or landmark_causal.BLOCK
-    return naive.causal_logits(x[own], y, rows, NUM_FEATURES, block, regroup, first=past, real=real)
-
-
 def weights(rf, x, y, omega, real, is_causal, own, window):
     """Unnormalised weights `[L, S]` of head `own` among those that share the keys, x `[G, L, d]`."""
-    if isinstance(rf, features.Landmarks):
-        logits = (causal_landmark_logits if is_causal else landmark_logits)(x, y, own, real, window)
-        visible = real.expand(logits.shape).tril(len(y) - x.shape[1] if is_causal else len(y))
-        return (logits - logits.masked_fill(~visible, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)).exp()
     if isinstance(rf, features.SignedFeatures):
         return rf.phi(x[own], omega) @ rf.phi(y, omega).T * rf.log_scale(y).exp()
     if is_causal:
@@ -119,10 +71,7 @@ def reference_attention(query, key, value, *, name, mask=None, is_causal=False, 
     groups = heads // key_heads
     name, window = family_and_window(name, query, key, is_causal)
     rf = features.get(name)
-    omega = [None] * key_heads
-    if not isinstance(rf, features.Landmarks):
-        draw = Draw(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64)
-        omega = directions(draw)
+    omega = directions(Draw(rf, NUM_FEATURES, dim, key_heads, True, seed, 0, 0, torch.device("cpu"), torch.float64))
     root = (dim**-0.5 if scale is None else scale) ** 0.5
     out = torch.zeros(batch, heads, length, value.shape[-1], dtype=torch.float64)
     for b in range(batch):

@@ -1,7 +1,6 @@
 """Matrices of counts, and two references for their KL-NMF: its definition and scikit-learn's MU."""
 
 import numpy as np
-from sklearn.datasets import load_digits
 from sklearn.decomposition import NMF
 
 from favor.decomposition import KLNMF
@@ -16,11 +15,6 @@ def divergence(V: np.ndarray, W: np.ndarray, H: np.ndarray) -> float:
 def planted() -> np.ndarray:
     source = np.random.default_rng(0)
     return source.poisson(source.gamma(1, 1, (300, 10)) @ source.gamma(1, 1, (10, 200))).astype(float)
-
-
-def digits() -> np.ndarray:
-    data = load_digits().data
-    return data[:, data.sum(0) > 0]
 
 
 def small(n: int = 30, m: int = 20, seed: int = 0, mean: float = 1.0) -> np.ndarray:

@@ -136,20 +136,6 @@ def test_results_do_not_depend_on_the_scale_of_the_kernel():
         np.testing.assert_array_equal(scaled.signs[:5], found.signs[:5])
 
 
-def test_tensors_give_tensors_of_their_type():
-    x = data()
-    arrays = l1_kernel_pca(x @ x.T)
-    tensors = l1_kernel_pca(torch.tensor(x @ x.T))
-    single = l1_kernel_pca(torch.tensor(x @ x.T).float())
-    for name in ("scores", "signs", "alphas"):
-        assert isinstance(getattr(arrays, name), np.ndarray)
-        assert getattr(tensors, name).dtype == torch.float64
-        assert getattr(single, name).dtype == torch.float32
-        np.testing.assert_array_equal(getattr(tensors, name), getattr(arrays, name))
-    np.testing.assert_allclose(single.scores, arrays.scores, atol=1e-3)
-    assert l1_kernel_pca(np.eye(3, dtype=int)).scores.dtype == np.float64
-
-
 def test_a_kernel_of_zeros_has_no_components():
     found = l1_kernel_pca(np.zeros((3, 3)))
     assert found.scores.shape == (3, 0)

@@ -124,16 +124,6 @@ def test_local_rates_equal_theory(shift):
     assert (errors[-1] / errors[-6]) ** 0.2 == pytest.approx(expected, abs=1e-4)
 
 
-def test_shift_of_one_is_em_to_first_order_only():
-    """The same rate, but another path: (1 + g)^2 / 4 is g + (g - 1)^2 / 4."""
-    L, v = random_case()
-    start = mixture_proportions(L, v, tol=1e-4).proportions
-    g = gradient(L, v, start)
-    new = start * (1 + g) ** 2
-    np.testing.assert_allclose(path(L, v, 1, 1, start=start, guard=False)[0], new / new.sum(), rtol=1e-13)
-    assert np.abs(new / new.sum() - start * g).max() < 1e-6 < np.abs(g - 1).max()
-
-
 def test_t6_the_guard_makes_the_counterexample_monotone():
     L, v, start = FALLING
     before = objective(L, v, start)

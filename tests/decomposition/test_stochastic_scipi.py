@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from spectra import Lazy, rows_with, tensor
+from spectra import rows_with, tensor
 
 from favor.decomposition import StochasticSCIPI, VRPower
 from favor.decomposition.epochs import Quadratic, anchor_weight, reduced_gradient
@@ -240,19 +240,6 @@ def test_scale_of_the_data_does_not_matter(objective):
         np.testing.assert_allclose(other.components_, one.components_, atol=1e-8)
         # Where nothing is left but rounding, values of the mixture shifted by log(scale) round differently.
         assert abs(other.n_iter_ - one.n_iter_) <= 1
-
-
-@pytest.mark.parametrize("objective", ["lp", "mixture"])
-def test_a_file_is_read_by_rows_and_gives_the_same(objective, tmp_path):
-    X = mixture(3000, apart=2.5, K=5) if objective == "mixture" else peaks()
-    np.save(tmp_path / "rows.npy", X)
-    file = np.load(tmp_path / "rows.npy", mmap_mode="r")
-    whole = StochasticSCIPI(objective, random_state=0).fit(X)
-    for rows in (file, Lazy(X)):
-        found = StochasticSCIPI(objective, random_state=0).fit(rows)
-        np.testing.assert_array_equal(found.components_, whole.components_)
-        np.testing.assert_array_equal(found.transform(rows), whole.transform(X))
-        assert found.passes_ == whole.passes_
 
 
 def test_an_epoch_that_falls_is_undone_and_halves_the_step():

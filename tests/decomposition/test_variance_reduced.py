@@ -12,7 +12,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 from spectra import GAP5, Lazy, deviations, epoch_of, error, printed_epoch, rows_with, tensor, unit
 
-from favor.decomposition import VRHeavyBallPower, VRPower
+from favor.decomposition import StochasticSCIPI, VRHeavyBallPower, VRPower
 from favor.decomposition.epochs import Quadratic, reduced_gradient
 from favor.decomposition.power_rules import heavy_ball_beta
 from favor.decomposition.rows import batch_rows
@@ -145,22 +145,23 @@ def test_given_eigenvalues_and_variance_are_in_units_of_the_data():
     assert exact.passes_ == given.passes_ + 2
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("center", [False, True])
-def test_a_file_is_read_by_rows_and_gives_the_same(kind, center, tmp_path):
-    X = rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)[0] + 0.3
-    path = tmp_path / "rows.npy"
-    np.save(path, X)
-    estimator = kind(center=center, random_state=0)
-    whole = clone(estimator).fit(X)
-    file = np.load(path, mmap_mode="r")
-    mapped, lazy = clone(estimator).fit(file), Lazy(X)
-    other = clone(estimator).fit(lazy)
-    for found in (mapped, other):
+READERS = [
+    *(kind(center=center) for kind in BOTH for center in (False, True)),
+    *map(StochasticSCIPI, ["lp", "mixture"]),
+]
+
+
+@pytest.mark.parametrize("estimator", READERS, ids=str)
+def test_a_file_is_read_by_rows_and_gives_the_same(estimator, tmp_path):
+    X = np.abs(rows_with(np.r_[1.0, np.linspace(0.6, 0.1, 9)], 3000)[0] + 0.3)
+    np.save(tmp_path / "rows.npy", X)
+    file = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    whole, mapped, lazy = (clone(estimator).set_params(random_state=0).fit(rows) for rows in (X, file, Lazy(X)))
+    for found in (mapped, lazy):
         np.testing.assert_array_equal(found.components_, whole.components_)
-        np.testing.assert_array_equal(found.transform(file), whole.transform(X))
+        for rows in (file, Lazy(X)):
+            np.testing.assert_array_equal(found.transform(rows), whole.transform(X))
         assert found.passes_ == whole.passes_
-    assert isinstance(other.transform(lazy), np.ndarray)
 
 
 def test_blocks_bound_what_is_read_at_once(monkeypatch):

@@ -3,9 +3,8 @@
 import json
 import math
 
-import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import favor
 from favor.eval import feature_weights
@@ -16,18 +15,9 @@ SMALL = ["--max_length", "32", "--calibration_samples", "2", "--held_out_samples
 SMALL += ["--baselines", "8", "16", "--windows", "0", "8", "--seeds", "0"]
 
 
-@pytest.fixture(scope="module")
-def decoder(bert_folder):
-    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
-    torch.manual_seed(0)
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), initializer_range=0.4)
-    return LlamaForCausalLM(config).eval()
-
-
-def test_divergence_of_grouped_causal_heads(decoder):
+def test_divergence_of_grouped_causal_heads(decoder_folder):
     """A window over everything is softmax; without one, row by row from the output of `favor_attention`."""
-    ids = torch.arange(20)[None] % 11
+    decoder, ids = LlamaForCausalLM.from_pretrained(decoder_folder).eval(), torch.arange(20)[None] % 11
     exact, plain = Variant("favor+", 8, 32, PLAIN, 0), Variant("favor+", 8, 0, PLAIN, 0)
     found, seen = Divergences({exact: None, plain: None}), []
     with torch.no_grad():
@@ -36,7 +26,7 @@ def test_divergence_of_grouped_causal_heads(decoder):
                 decoder(ids)
     assert max(map(abs, found.divergence[exact])) < 1e-5
     assert max(found.error[exact]) < 1e-5
-    (o,) = seen
+    o = seen[0]  # the first layer
     for head in range(4):
         options = {"features": "pos", "num_features": 8, "scale": o.scale, "layer": o.layer, "is_causal": True}
         eye = torch.eye(20).expand(1, 2, -1, -1)

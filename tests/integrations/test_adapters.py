@@ -1,4 +1,4 @@
-"""Models that other libraries save and load: peft, sentence-transformers and the Trainer keep the backend."""
+"""Adapters of peft keep the backend; docs/recipes shows that the Trainer and sentence-transformers do."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES, tokens
 
 import favor
 
-BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
+LLAMA = next(a for a in ARCHITECTURES if a.name == "llama")
 SMALL = {"num_features": 4, "exact_below": 0}
 pytestmark = [  # of the libraries
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -61,40 +61,6 @@ def test_a_damaged_note_beside_an_adapter_is_refused(base, tmp_path):
     note.write_text(note.read_text().replace('"landmark"', '"flash"', 1))
     with pytest.raises(ValueError, match="names the backend 'flash'"):
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-
-
-def test_a_sentence_transformer_takes_up_its_backend(tmp_path):
-    package = pytest.importorskip("sentence_transformers")
-    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    from favor.eval.common.pretrained import minilm_path
-
-    path = minilm_path()
-    module = modules.Transformer(str(path), model_kwargs={"attn_implementation": "landmark"})
-    favor.configure(module.auto_model, **SMALL)
-    model = package.SentenceTransformer(modules=[module, modules.Pooling(384)], device="cpu")
-    texts = ["one two three four five six seven eight nine ten"]
-    expected = model.encode(texts)
-    model.save(str(tmp_path / "saved"))
-    again = package.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    assert favor.describe(again[0].auto_model) == favor.describe(module.auto_model)
-    assert abs(again.encode(texts) - expected).max() < 1e-5
-
-
-def test_a_run_of_the_trainer_keeps_the_backend(tmp_path):
-    pytest.importorskip("accelerate")
-    model = hf.BertForSequenceClassification(BERT.config())
-    favor.configure(model, "landmark", **SMALL)
-    ids = tokens(False)["input_ids"]
-    data = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(ids)]
-    settings = hf.TrainingArguments(
-        tmp_path / "run", max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    trainer = hf.Trainer(model, settings, train_dataset=data)
-    trainer.train()
-    trainer.save_model(tmp_path / "saved")
-    again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    assert favor.describe(again) == favor.describe(model)
-    assert {layer.runs for layer in favor.describe(again).layers} == {"landmark"}
 
 
 def test_adapters_of_other_modules_and_other_folders_are_left_alone(base, tmp_path):

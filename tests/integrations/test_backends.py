@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def test_options_are_merged_validated_and_stored():
     options = model_options(model.config)
     assert (options.num_features, options.features, options.exact_below) == (32, "saderf", 0)
     assert json.loads(json.dumps(model.config.favor)) == options.to_dict()
+    assert set(model.config.favor) == {field.name for field in fields(options)}
     before = dict(model.config.favor)
     with pytest.raises(
         ValueError, match=r"unknown option num_feature; the options are num_features.*Did you mean 'num_features'"
@@ -295,9 +297,8 @@ def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
     assert redraw_epoch(module, 1) == 2
 
 
-# Each backend, each kind of feature with and without a window, and both modes for each kind of kernel.
+# With a window and without, and landmarks in both modes; weights of features: adapt/test_feature_weights.py.
 COMPILED = [
-    ("favor++", 0, "inference"),
     ("favor#", 7, "training"),
     ("favor_elu", 0, "training"),
     ("landmark", 0, "training"),

@@ -36,12 +36,6 @@ def outputs(model):
         return model(IDS).last_hidden_state
 
 
-def start_process(rank, address):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    return init_device_mesh("cpu", (2,))
-
-
 def tensor_parallel(model, mesh):
     plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     for layer in model.layers:
@@ -49,8 +43,7 @@ def tensor_parallel(model, mesh):
     return model
 
 
-def compare_with_one_process(rank, address):
-    mesh = start_process(rank, address)
+def compare_with_one_process(mesh):
     wrong = {}
     for name, options in {
         "favor+": {},
@@ -72,15 +65,9 @@ def compare_with_one_process(rank, address):
     model.config.num_key_value_heads = 6
     with pytest.raises(ValueError, match="has 2 of 6 key heads in one of 2 processes"):
         outputs(model)
-    dist.destroy_process_group()
 
 
-def test_tensor_parallelism_equals_one_process(tmp_path):
-    run_two(compare_with_one_process, f"file://{tmp_path / 'rendezvous'}")
-
-
-def refused_in_context_parallel(rank, address):
-    mesh = start_process(rank, address)
+def refused_in_context_parallel(mesh):
     torch.manual_seed(0)
     for backend in ("favor+", "landmark"):
         model = favor.configure(BertModel(BertConfig(**SIZES)).eval(), backend, exact_below=0)
@@ -93,11 +80,19 @@ def refused_in_context_parallel(rank, address):
     whole = DTensor.from_local(query, mesh, [Replicate()])
     with pytest.raises(ValueError, match="got a DTensor"):
         favor.favor_attention(whole, whole, whole, features="pos")
+
+
+def in_parallel(rank, address):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    compare_with_one_process(mesh)
+    refused_in_context_parallel(mesh)
     dist.destroy_process_group()
 
 
-def test_context_parallelism_is_refused(tmp_path):
-    run_two(refused_in_context_parallel, f"file://{tmp_path / 'rendezvous'}")
+def test_tensor_parallelism_equals_one_process_and_context_parallelism_is_refused(tmp_path):
+    run_two(in_parallel, f"file://{tmp_path / 'rendezvous'}")
 
 
 def test_what_a_share_of_the_heads_has():

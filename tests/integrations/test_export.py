@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import BertConfig, BertModel
 
 import favor
 from favor.attention.padding import Compaction
-from favor.eval.common.pretrained import minilm_path
 from favor.features.linalg import inverse
 from favor.features.moments import places_of
 from favor.integrations import exact
@@ -16,14 +15,15 @@ from favor.kernels.operands import Geometry, Operands
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIZES |= {"vocab_size": 99, "initializer_range": 0.5}  # large weights, so that attention matters
-# Window or not, drawn or not, with parameters from the sequence or not.
+# Drawn or not, with parameters from the sequence or not.
 METHODS = {
+    "favor+": ("favor+", {"num_features": 16}),
     "landmark": ("landmark", {"num_features": 8, "selected_keys": 0}),
-    "landmark-window": ("landmark", {"num_features": 8, "selected_keys": 0, "window": 8}),
     "favor#": ("favor#", {"num_features": 16}),
     "sderf": ("favor#", {"num_features": 16, "features": "sderf", "factorization": "newton_schulz"}),
-    "favor_relu": ("favor_relu", {"num_features": 16}),
+    "relu": ("favor_relu", {"num_features": 16}),
 }
+of_exporters = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def model_of(backend, **options):
@@ -62,57 +62,45 @@ def largest_difference(model, run, lengths, padding="right"):
     return max(found)
 
 
-# favor+ is exported by the next test, windows by those of onnxruntime.
-@pytest.mark.parametrize("name", ["landmark", "favor#", "sderf", "favor_relu"])
-def test_exported_program_takes_every_length(name):
+# Windows are exported by the tests of onnxruntime.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "strict"), [("favor+", True), ("landmark", False), ("favor#", False), ("sderf", False), ("relu", False)]
+)
+def test_exported_program_takes_every_length(name, strict):
     backend, options = METHODS[name]
     model = model_of(backend, **options)
-    program = program_of(model)
+    program = program_of(model, strict=strict)
     run = program.module()
     assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, (40, 64, 7, 100)) < 1e-5
     graphs = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     assert not [node for graph in graphs for node in graph.graph.nodes if "favor" in str(node.target)]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_strict_export():
-    model = model_of("favor+", num_features=16)
-    run = program_of(model, strict=True).module()
-    assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, (40, 17)) < 1e-5
-
-
-# favor+, without a window: docs/recipes/onnx.md, and the next test.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@of_exporters
 def test_onnx_runtime_gives_what_the_model_gives_at_every_length(tmp_path):
-    backend, options = METHODS["landmark-window"]
-    model = model_of(backend, **options)
+    """Without a window: docs/recipes/onnx.md, and the next test."""
+    model = model_of("landmark", num_features=8, selected_keys=0, window=8)
     run = onnx_session(model, tmp_path)
     assert largest_difference(model, run, (40, 64, 7)) < 1e-4
     assert largest_difference(model, run, (33,), padding="left") < 1e-4
-    other = model_of(backend, **{**options, "num_features": 2})
+    other = model_of("landmark", num_features=2, selected_keys=0, window=8)
     assert largest_difference(other, run, (64,)) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_pretrained_model_runs_in_onnx_runtime(tmp_path):
-    model = AutoModel.from_pretrained(minilm_path(), dtype=torch.float32, num_hidden_layers=2).eval()
-    favor.configure(model, "favor+", num_features=64, exact_below=0)
-    assert largest_difference(model, onnx_session(model, tmp_path), (128, 77)) < 1e-4
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@of_exporters
 def test_onnx_runtime_with_calibrated_parameters(tmp_path):
+    """Which favor+ does not have; it runs the same operations without them."""
     model = model_of("favor#", num_features=16)
     favor.calibrate(model, [batch_of(64)])
     favor.configure(model, statistics="calibrated")
     assert largest_difference(model, onnx_session(model, tmp_path), (40, 23)) < 1e-4
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_what_onnx_does_not_have_is_named(tmp_path):
-    with pytest.raises(Exception, match=r"Cholesky factors or determinants, which ONNX does not have"):
-        onnx_session(model_of("favor#", num_features=16), tmp_path)
+def test_what_onnx_does_not_have_is_named(monkeypatch):
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(ValueError, match=r"Cholesky factors or determinants, which ONNX does not have"):
+        model_of("favor#", num_features=16)(**batch_of(40))
 
 
 def onnx_session(model, folder):
@@ -132,11 +120,9 @@ def onnx_session(model, folder):
     return run
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exact_below_is_no_choice_of_a_program(strict):
-    model = model_of("favor+", exact_below=50)
+def test_exact_below_is_no_choice_of_a_program():
     with pytest.raises(Exception, match="exact_below=50 chooses exact or linear attention by the number of keys"):
-        program_of(model, strict=strict)
+        program_of(model_of("favor+", exact_below=50))
 
 
 @pytest.mark.parametrize("limits", [{"max": 49}, {"min": 50}])

@@ -33,7 +33,7 @@ def error_of(tensors, mask=None, **options):
     return ((out - exact).norm() / exact.norm()).item()
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=range(2))
 def ties(request, monkeypatch):
     """Attention received as another processor rounds it: equal keys get shares that differ in the last digits."""
     generator = torch.Generator().manual_seed(request.param)

@@ -16,7 +16,7 @@ def test_favor_attention_is_the_definition(is_causal, keys, window, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 50, 8, dtype=torch.float64, generator=generator)
     key, value = torch.randn(2, 2, 2, keys, 8, dtype=torch.float64, generator=generator)
-    options = {"is_causal": is_causal, "window": window}
+    options = {"is_causal": is_causal, "window": window, "scale": 0.3}
     found = favor.favor_attention(query, key, value, features="landmark", num_features=12, **options)
     torch.testing.assert_close(found, naive_landmark_attention(query, key, value, 12, **options))
 

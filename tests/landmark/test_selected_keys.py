@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import pairs
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
@@ -36,34 +37,29 @@ def exact(query, key, value, is_causal=False):
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
 
 
-SIZES = [(1, 1), (1, 7), (3, 16), (4, 7)]
-KEYS = [1, 16, 40]
+SIZES = [(1, 1), (1, 7), (3, 16), (4, 7)]  # of pages, and of blocks of queries
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("selected_keys", KEYS)
-def test_bidirectional_attention_is_the_definition(window, page_size, query_block, selected_keys):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, window=[0, 8, 10], selected_keys=[1, 16, 40]))
+def test_bidirectional_attention_is_the_definition(sizes, window, selected_keys):
+    page_size, query_block = sizes
     options = {"window": window, "page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
     tensors = inputs(batch=1)
     torch.testing.assert_close(attend(*tensors, **options), naive_landmark_attention(*tensors, 6, **options))
 
 
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("selected_keys", [1, 16])
-@pytest.mark.parametrize(("length", "keys"), [(1, 50), (33, 50), (20, 2)])
-def test_cross_attention_is_the_definition(length, keys, page_size, query_block, selected_keys):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, lengths=[(1, 50), (33, 50), (20, 2)], selected_keys=[1, 16]))
+def test_cross_attention_is_the_definition(sizes, lengths, selected_keys):
+    page_size, query_block = sizes
     options = {"page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
-    tensors = inputs(length, keys, batch=1)
+    tensors = inputs(*lengths, batch=1)
     torch.testing.assert_close(attend(*tensors, **options), naive_landmark_attention(*tensors, 6, **options))
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize("keys", [70, 83])
-@pytest.mark.parametrize(("page_size", "query_block"), SIZES)
-@pytest.mark.parametrize("pages", [0, 6])
-def test_causal_attention_is_the_definition(window, keys, page_size, query_block, pages):
+@pytest.mark.parametrize(*pairs(sizes=SIZES, window=[0, 8, 10], keys=[70, 83], pages=[0, 6]))
+def test_causal_attention_is_the_definition(sizes, window, keys, pages):
     """With as few pages as may be, and more."""
+    page_size, query_block = sizes
     selected_keys = page_size * (query_block + pages) - (page_size > 1)
     options = {"window": window, "page_size": page_size, "query_block": query_block, "selected_keys": selected_keys}
     tensors = inputs(70, keys, batch=1, heads=2, key_heads=1)
@@ -73,13 +69,14 @@ def test_causal_attention_is_the_definition(window, keys, page_size, query_block
 
 def test_default_sizes_are_the_definition():
     tensors = inputs(90, heads=2, batch=1)
-    for options in (
-        {"selected_keys": 30},
-        {"selected_keys": 30, "window": 16},
-        {"selected_keys": 70, "is_causal": True},
+    for options, chosen in (
+        ({"selected_keys": 30}, {}),
+        ({"selected_keys": 30, "window": 16}, {}),
+        ({"selected_keys": 70, "is_causal": True}, {}),
+        ({"selected_keys": 12, "is_causal": True}, {"query_block": 3}),  # few of them are shared out
     ):
         found = favor.favor_attention(*tensors, features="landmark", num_features=6, **options)
-        torch.testing.assert_close(found, naive_landmark_attention(*tensors, 6, **options))
+        torch.testing.assert_close(found, naive_landmark_attention(*tensors, 6, **options, **chosen))
 
 
 def test_queries_that_must_not_see_each_other_choose_one_by_one():
@@ -108,9 +105,7 @@ WAYS = {
 ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 
 
-@ways
-@pytest.mark.parametrize("length", [1, 17, 63, 100])
-@pytest.mark.parametrize("more", [0, 100])
+@pytest.mark.parametrize(*pairs(options=WAYS.values(), length=[1, 17, 63, 100], more=[0, 100]))
 def test_as_many_selected_keys_as_keys_are_softmax_attention(options, length, more):
     tensors = inputs(length)
     out = attend(*tensors, num_features=1, page_size=4, query_block=8, selected_keys=max(length, 32) + more, **options)
@@ -143,17 +138,6 @@ def test_the_backward_pass_can_be_repeated_and_then_frees_its_memory(options):
 
 
 @ways
-@pytest.mark.parametrize("norm", [30, 1000])
-def test_large_norms_stay_finite(options, norm):
-    tensors = [t.float().requires_grad_() for t in inputs(65, norm=norm / 8**0.5)]
-    out = attend(*tensors, **options)
-    out.sum().backward()
-    assert out.isfinite().all()
-    assert out.abs().max() <= tensors[2].abs().max() * (1 + 1e-5)
-    assert all(t.grad.isfinite().all() for t in tensors)
-
-
-@ways
 def test_equal_keys_give_the_mean_of_the_values(options):
     query, key, value = inputs(65)
     key = key[:, :, :1].expand_as(key)
@@ -171,7 +155,7 @@ def test_gradients_by_finite_differences(options):
     assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
 
 
-@ways
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("subset", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_gradients_for_any_subset_of_inputs(options, subset):
     tensors = inputs(40)
@@ -184,16 +168,6 @@ def test_gradients_for_any_subset_of_inputs(options, subset):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
         else:
             assert ours.grad is None
-
-
-@ways
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_costs_no_more_than_its_rounding(options, dtype):
-    half = [t.to(dtype) for t in inputs(80)]
-    truth = attend(*(t.double() for t in half), **options)
-    out = attend(*half, **options)
-    assert out.dtype == dtype
-    assert (out.double() - truth).norm() <= 2 * (truth.to(dtype).double() - truth).norm()
 
 
 @ways
@@ -226,23 +200,10 @@ def test_padding_changes_nothing(options, side):
     assert all(torch.equal(out, found[0]) for out in found)
 
 
-@ways
-def test_rows_of_a_batch_do_not_depend_on_each_other(options):
-    tensors, mask = inputs(50, batch=3), torch.ones(3, 50, dtype=torch.bool)
-    mask[0, :20] = mask[2, 40:] = False
-    out = attend(*tensors, key_padding_mask=mask, **options)
-    for row in range(3):
-        own = slice(row, row + 1)
-        alone = attend(*(t[own] for t in tensors), key_padding_mask=mask[own], **options)
-        real = mask[row]
-        torch.testing.assert_close(out[own, :, real], alone[:, :, real], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [0, 10])
-@pytest.mark.parametrize(("page_size", "query_block"), [(1, 1), (3, 4), (4, 7), (4, 20)])
-@pytest.mark.parametrize("past", [0, 21])
-def test_nothing_later_shows_in_causal_attention(window, page_size, query_block, past):
+@pytest.mark.parametrize(*pairs(shape=[(1, 1), (3, 4), (4, 7), (4, 20)], window=[0, 10], past=[0, 21]))
+def test_nothing_later_shows_in_causal_attention(shape, window, past):
     """Bit for bit, wherever a block is cut."""
+    page_size, query_block = shape
     sizes = {"selected_keys": 24 * page_size, "page_size": page_size, "query_block": query_block, "window": window}
     query, key, value = inputs(70, 70 + past)
     out = attend(query, key, value, is_causal=True, **sizes)
@@ -258,24 +219,15 @@ def test_nothing_later_shows_in_causal_attention(window, page_size, query_block,
 PIECES = [[90], [1] * 90, [40] + [1] * 50, [17, 1, 1, 30, 1, 40], [16] * 5 + [10], [5, 85], [33, 57]]
 
 
-@pytest.mark.parametrize("window", [0, 8, 10])
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-@pytest.mark.parametrize(("page_size", "query_block"), [(1, 1), (4, 7)])
-def test_pieces_are_the_whole(window, pieces, page_size, query_block):
+@pytest.mark.parametrize(*pairs(pieces=PIECES, window=[0, 8, 10], shape=[(1, 1), (4, 7)]))
+def test_pieces_are_the_whole(pieces, window, shape):
+    page_size, query_block = shape
     sizes = {"selected_keys": 9 * page_size, "page_size": page_size, "query_block": query_block, "window": window}
     tensors, state = inputs(90), favor.kernels.StreamState()
     whole = attend(*tensors, is_causal=True, **sizes)
     parts = zip(*(t.split(pieces, 2) for t in tensors), strict=True)
     found = torch.cat([attend(*part, is_causal=True, state=state, **sizes) for part in parts], 2)
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("selected_keys", [7, 40])
-def test_fewer_keys_than_a_page(selected_keys):
-    tensors = inputs(3, 3)
-    torch.testing.assert_close(
-        attend(*tensors, num_features=1, page_size=7, selected_keys=selected_keys), exact(*tensors)
-    )
 
 
 def test_padded_queries_choose_nothing():
@@ -306,22 +258,6 @@ def test_padded_keys_of_cross_attention_change_nothing(length):
     everyone = torch.ones(1, length, dtype=torch.bool)
     found = attend(query, *rows, key_padding_mask=mask, query_padding_mask=everyone)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("past", [1, 2, 13])
-def test_as_many_selected_keys_as_keys_over_a_past_are_softmax_attention(past):
-    query, key, value = inputs(50, 50 + past)
-    out = attend(query, key, value, num_features=1, page_size=4, selected_keys=50 + past, is_causal=True)
-    mask = torch.ones(50, 50 + past, dtype=torch.bool).tril(past)
-    wanted = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_few_selected_keys_share_out_by_default():
-    tensors = inputs(60)
-    options = {"features": "landmark", "num_features": 6, "is_causal": True, "selected_keys": 12}
-    expected = naive_landmark_attention(*tensors, 6, is_causal=True, selected_keys=12, query_block=3)
-    torch.testing.assert_close(favor.favor_attention(*tensors, **options), expected)
 
 
 @pytest.mark.parametrize("length", [10, 60])

@@ -4,39 +4,29 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tiny_speech
 import torch
 import transformers
+from tiny_speech import SIZES, make_processor
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
 
 from favor.models.conformer import (
     ConformerConfig,
-    ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
     ConformerModel,
-    ConformerProcessor,
-    train_tokenizer,
     transducer_greedy,
     transducer_loss,
 )
 from favor.models.conformer.encoder_layers import PaddedBatchNorm
 
 BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "favor_relu")
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-TINY |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
-TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
-
-
-def config(backend: str = "favor#", **changes) -> ConformerConfig:
-    name, _, window = backend.partition(" ")
-    options = {"num_features": 16, "exact_below": 0, "window": 8 if window else 0}
-    return ConformerConfig(**{**TINY, "attn_implementation": name, "favor": options, **changes})
 
 
 def build(kind, backend: str = "favor#", **changes):
-    torch.manual_seed(0)
-    return kind(config(backend, **changes)).eval()
+    name, _, window = backend.partition(" ")
+    return tiny_speech.build(kind, name, {"window": 8 if window else 0}, **changes)
 
 
 def batch(lengths=(90, 61, 13), padding: float = 50.0) -> dict[str, torch.Tensor]:
@@ -180,9 +170,8 @@ def test_the_prediction_network_goes_token_by_token(network):
 def folder(tmp_path_factory):
     """A saved CTC model with its processor."""
     path = tmp_path_factory.mktemp("conformer")
-    tokenizer = train_tokenizer(["THE CAT SAT ON A MAT", "A DOG"], "char")
-    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
-    build(ConformerForCTC, vocab_size=len(tokenizer)).save_pretrained(path)
+    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
+    build(ConformerForCTC, vocab_size=len(processor.tokenizer)).save_pretrained(path)
     processor.save_pretrained(path)
     return path
 
@@ -245,7 +234,7 @@ def test_the_pipeline_gives_times(folder):
 )
 def test_a_bad_configuration_is_refused(changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        config(**changes)
+        ConformerConfig(**{**SIZES, **changes})
 
 
 def test_presets():
@@ -273,14 +262,14 @@ def test_bad_inputs_are_refused():
 def transducer_folder(request, tmp_path_factory):
     """A saved Transducer that emits many tokens, equal neighbours among them, with its processor."""
     path = tmp_path_factory.mktemp("transducer")
-    tokenizer = train_tokenizer(["THE CAT SAT ON A MAT", "A DOG"], "char")
-    model = build(ConformerForTransducer, vocab_size=len(tokenizer), ctc_weight=request.param)
+    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
+    model = build(ConformerForTransducer, vocab_size=len(processor.tokenizer), ctc_weight=request.param)
     with torch.no_grad():
         for parameter in model.joint.parameters():
             parameter.mul_(5)
         model.joint.head.bias[4] += 2
     model.save_pretrained(path)
-    ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer).save_pretrained(path)
+    processor.save_pretrained(path)
     return path
 
 

@@ -2,47 +2,29 @@
 
 import numpy as np
 import pytest
+import tiny_speech
 import torch
+from tiny_speech import FIXED, features, in_pieces, make_processor
 
 import favor
 from favor.models.conformer import (
     Chunks,
-    ConformerConfig,
-    ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
     ConformerModel,
-    ConformerProcessor,
     EndpointRules,
     feed_streams,
-    train_tokenizer,
 )
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-TINY |= {"conv_kernel_size": 7, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
-TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
-FIXED = {"feature_size": 10, "normalize": "none", "mean": [-3.0] * 10, "std": [2.0] * 10}
-PIECES = [1, 3, 60, 7, 100, 29]
 NEVER = EndpointRules(None, None, None)
 
 
-def build(kind, backend="sdpa", favor_options=None, **fields):
-    torch.manual_seed(0)
-    options = {"num_features": 16, "exact_below": 0, **(favor_options or {})}
-    model = kind(ConformerConfig(**TINY, **fields, attn_implementation=backend, favor=options)).eval()
+def build(kind, backend="sdpa", options=None, **changes):
+    model = tiny_speech.build(kind, backend, options, conv_kernel_size=7, **changes)
     for name, buffer in model.named_buffers():
         if "running" in name:
             buffer.uniform_(0.5, 1.5)
     return model
-
-
-def features(length: int, batch: int = 2) -> torch.Tensor:
-    return torch.randn(batch, length, 10, generator=torch.Generator().manual_seed(1))
-
-
-def in_pieces(stream, inputs, sizes):
-    parts = [stream.feed_features(piece) for piece in inputs.split(sizes, dim=1)]
-    return torch.cat([*parts, stream.finish()], dim=1)
 
 
 def audio(length, seed=0):
@@ -58,7 +40,7 @@ def test_a_stream_equals_one_pass_in_its_chunks(backend, chunks):
         chunks = Chunks(chunks.size)
     with torch.no_grad():
         whole = model(inputs, chunks=chunks).last_hidden_state
-    found = in_pieces(model.stream(batch_size=2, chunks=chunks), inputs, PIECES)
+    found = in_pieces(model.stream(batch_size=2, chunks=chunks), inputs)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -118,7 +100,7 @@ def test_gradients_are_those_of_each_recording_alone(backend):
 @pytest.mark.parametrize("backend", ["sdpa", "favor+"])
 def test_text_streams_together_or_alone_give_the_text_of_one_pass(kind, backend):
     model, chunks = build(kind, backend), Chunks(8)
-    processor = ConformerProcessor(ConformerFeatureExtractor(**FIXED), train_tokenizer(["ABCDEFG HI"], "char"))
+    processor = make_processor("ABCDEFG HI", **FIXED)
     sounds = [audio(40000), audio(31234, seed=1)]
     streams = [model.transcribe_stream(processor, NEVER, chunks=chunks) for _ in sounds]
     for first in range(0, 40000, 7000):
@@ -143,7 +125,7 @@ def test_text_streams_together_or_alone_give_the_text_of_one_pass(kind, backend)
 
 def test_a_stream_that_forgets_at_end_points_begins_new_chunks():
     model, chunks = build(ConformerForCTC), Chunks(8)
-    processor = ConformerProcessor(ConformerFeatureExtractor(**FIXED), train_tokenizer(["ABCDEFG HI"], "char"))
+    processor = make_processor("ABCDEFG HI", **FIXED)
     rules = EndpointRules(None, None, 1.0)
     texts = []
     for size in (16000, 5000):
@@ -174,7 +156,7 @@ def test_calibrated_parameters_work_in_chunks():
     favor.calibrate(model, [{"input_features": features(120)}], attn_implementation="favor#")
     with torch.no_grad():
         whole = model(inputs, chunks=chunks).last_hidden_state
-    found = in_pieces(model.stream(batch_size=2, chunks=chunks), inputs, PIECES)
+    found = in_pieces(model.stream(batch_size=2, chunks=chunks), inputs)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -211,7 +193,7 @@ def test_numbers_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"whole number of frames of 0\.04 s, got 0\.5 s"):
         Chunks.lasting(0.5, 0.04)
     models = [build(ConformerForCTC) for _ in range(2)]
-    processor = ConformerProcessor(ConformerFeatureExtractor(**FIXED), train_tokenizer(["AB"], "char"))
+    processor = make_processor("AB", **FIXED)
     streams = [models[0].transcribe_stream(processor, chunks=Chunks(size)) for size in (4, 8)]
     with pytest.raises(ValueError, match="same chunks"):
         feed_streams(streams, [audio(100)] * 2)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import tiny_speech
 import torch
+from tiny_speech import FIXED, features, in_pieces
 
 import favor
 from favor.models.conformer import (
-    ConformerConfig,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
@@ -15,27 +16,9 @@ from favor.models.conformer import (
     transducer_greedy,
 )
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-TINY |= {"conv_kernel_size": 6, "subsampling_conv_channels": 16, "vocab_size": 12, "num_mel_bins": 10}
-TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8, "causal": True}
-FIXED = {"normalize": "none", "mean": [-3.0] * 10, "std": [2.0] * 10}
-
 
 def build(kind, backend, **options):
-    torch.manual_seed(0)
-    favor_options = {"num_features": 16, "exact_below": 0, **options}
-    return kind(ConformerConfig(**TINY, attn_implementation=backend, favor=favor_options)).eval()
-
-
-def features(length: int, batch: int = 2) -> torch.Tensor:
-    return torch.randn(batch, length, 10, generator=torch.Generator().manual_seed(1))
-
-
-def in_pieces(stream, inputs, sizes):
-    return torch.cat([stream.feed_features(piece) for piece in inputs.split(sizes, dim=1)], dim=1)
-
-
-PIECES = [1, 3, 60, 7, 100, 29]
+    return tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +36,7 @@ def test_pieces_equal_the_whole(backend, options):
     model, inputs = build(ConformerModel, backend, **options), features(200)
     with torch.no_grad():
         whole = model(inputs).last_hidden_state
-    found = in_pieces(model.stream(batch_size=2), inputs, PIECES)
+    found = in_pieces(model.stream(batch_size=2), inputs)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
@@ -68,7 +51,7 @@ def test_calibrated_parameters_stream_too(backend, options):
     with torch.no_grad():
         whole = model(inputs).last_hidden_state
     assert not torch.allclose(whole, plain, atol=1e-3)
-    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, PIECES), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_audio_in_pieces_gives_logits_and_tokens_of_the_whole():
@@ -98,7 +81,7 @@ def test_a_transducer_finds_the_tokens_of_the_whole():
         model.joint.head.bias[0] += logits.std() / 4
         expected = transducer_greedy(model, hidden, lengths)
     stream = model.stream(batch_size=2)
-    torch.testing.assert_close(in_pieces(stream, inputs, PIECES), hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(in_pieces(stream, inputs), hidden, rtol=1e-4, atol=1e-5)
     assert stream.tokens == expected
     assert 3 < len(expected[0]) < 400
 
@@ -119,8 +102,7 @@ def test_half_precision_streams(kind):
 
 @pytest.mark.parametrize("backend", ["sdpa", "favor+"])
 def test_grouped_heads_stream(backend):
-    torch.manual_seed(0)
-    config = ConformerConfig(**TINY, attn_implementation=backend, favor={"num_features": 16, "exact_below": 0})
+    config = build(ConformerModel, backend).config
     config.num_key_value_heads = 1
     model, inputs = ConformerModel(config).eval(), features(100)
     with torch.no_grad():
@@ -133,7 +115,7 @@ def test_a_model_of_which_one_layer_was_switched_streams():
     favor.configure(model, "favor+", only="layers.0", num_features=16, exact_below=0)
     with torch.no_grad():
         whole = model(inputs).last_hidden_state
-    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, PIECES), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_the_state_does_not_grow_with_linear_attention():
@@ -164,4 +146,4 @@ def test_what_cannot_stream_is_refused():
     with pytest.raises(ValueError, match="set exact_below=0"):
         favor.configure(model, exact_below=32).stream().feed_features(features(40, batch=1))
     with pytest.raises(ValueError, match="causal=True"):
-        ConformerModel(ConformerConfig(**{**TINY, "causal": False, "conv_kernel_size": 5})).eval().stream()
+        tiny_speech.build(ConformerModel).stream()

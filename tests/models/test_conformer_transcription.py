@@ -6,25 +6,18 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from tiny_speech import RATE, build, make_processor
 
 from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
-    ConformerProcessor,
     Span,
     ctc_greedy,
     join_segments,
     join_words,
-    train_tokenizer,
     transducer_greedy,
 )
 
-RATE = 16000
-TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-TINY |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "num_mel_bins": 10}
-TINY |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
 LENGTHS = (0.9, 2.0, 0.4, 1.3, 0.7)
 
 
@@ -34,16 +27,14 @@ def sound(seconds, seed=0, rate=RATE):
 
 @pytest.fixture(scope="module")
 def processor():
-    tokenizer = train_tokenizer(["THE CAT SAT ON A MAT", "A DOG"], "char")
-    return ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    return make_processor("THE CAT SAT ON A MAT", "A DOG")
 
 
 @pytest.fixture(scope="module", params=[ConformerForCTC, ConformerForTransducer], ids=["ctc", "transducer"])
 def folder(request, processor, tmp_path_factory):
     """A saved model that says many tokens, spaces among them, with its processor."""
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    model = request.param(ConformerConfig(**TINY, vocab_size=len(processor.tokenizer))).eval()
+    model = build(request.param, num_hidden_layers=1, vocab_size=len(processor.tokenizer))
     head = model.ctc_head if request.param is ConformerForCTC else model.joint.head
     inputs = processor(sound(2.0, 1), sampling_rate=RATE)
     with torch.no_grad():
@@ -141,7 +132,7 @@ def test_files_of_any_kind_and_rate_need_no_ffmpeg(folder, processor, tmp_path, 
 def test_the_processor_is_given_or_in_the_folder(folder, processor, tmp_path):
     model, waveform = load(folder), sound(1.0)
     model.save_pretrained(tmp_path / "bare")
-    bare, new = load(tmp_path / "bare"), type(model)(ConformerConfig(**TINY))
+    bare, new = load(tmp_path / "bare"), build(type(model))
     with pytest.raises(
         ValueError, match=r"processor must be given: .*bare, where the model was loaded from, holds none"
     ):
@@ -182,13 +173,8 @@ def test_refusals(folder, audio, options, message):
 
 def test_words_of_pieces_and_segments_of_words():
     """By hand."""
-    pieces = [
-        Span(" ", 0, 1, 0.1),
-        Span("GO", 1, 2, 0.9),
-        Span("OD", 4, 5, 0.7),
-        Span(" ", 5, 6, 0.2),
-        Span(" ", 6, 7, 0.2),
-    ]
+    pieces = [Span(" ", 0, 1, 0.1), Span("GO", 1, 2, 0.9), Span("OD", 4, 5, 0.7)]
+    pieces += [Span(" ", 5, 6, 0.2), Span(" ", 6, 7, 0.2)]
     pieces += [Span("DAY", 8, 9, 0.8), Span(" YES", 20, 22, 0.5)]
     words = join_words(pieces)
     assert words == [Span("GOOD", 1, 5, 0.7), Span("DAY", 8, 9, 0.8), Span("YES", 20, 22, 0.5)]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tiny_speech import build
 
 from favor.models.conformer import (
     Chunks,
-    ConformerConfig,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
@@ -15,9 +15,6 @@ from favor.models.conformer import (
 )
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-SIZES |= {"conv_kernel_size": 5, "subsampling_conv_channels": 16, "num_mel_bins": 10}
-SIZES |= {"prediction_hidden_size": 8, "joint_hidden_size": 8, "attn_implementation": "favor+"}
 OF_WHISPER = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
 KINDS = ((ConformerForCTC, True), (ConformerForCTC, False), (ConformerForTransducer, True))
 TOKENIZER = train_tokenizer(["GO DAD"], "char")
@@ -25,8 +22,7 @@ EXTRACTOR = ConformerFeatureExtractor(feature_size=10, normalize="none")
 
 
 def conformer(kind, causal):
-    config = ConformerConfig(**SIZES, favor={"exact_below": 0}, causal=causal, vocab_size=len(TOKENIZER))
-    return kind(config).eval()
+    return build(kind, "favor+", causal=causal, num_hidden_layers=1, vocab_size=len(TOKENIZER))
 
 
 def logits_stream(kind, causal):

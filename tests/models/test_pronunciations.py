@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from marks import HAS_SEARCH, needs_search
-from tiny_ctc import says_each_frame
+from tiny_speech import says_each_frame
 
 from favor.models.conformer import (
     ConformerFeatureExtractor,

@@ -4,24 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_speech
 import torch
+from tiny_speech import FIXED, make_processor
 
 import favor
 from favor.models.conformer import (
-    ConformerConfig,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
     ConformerProcessor,
     EndpointRules,
     feed_streams,
-    train_tokenizer,
     transcript_stream,
 )
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-SIZES |= {"conv_kernel_size": 6, "subsampling_conv_channels": 16, "num_mel_bins": 10, "causal": True}
-SIZES |= {"prediction_hidden_size": 8, "joint_hidden_size": 8}
 KINDS = (ConformerForCTC, ConformerForTransducer)
 BLANK = {ConformerForCTC: 1.0, ConformerForTransducer: 0.5}  # so that all is there: tokens, words and silence
 NEVER = EndpointRules(None, None, None)
@@ -30,8 +27,7 @@ OFTEN = EndpointRules(0.28, 0.12, 0.8)
 
 @pytest.fixture(scope="module")
 def processor():
-    extractor = ConformerFeatureExtractor(feature_size=10, normalize="none", mean=[-3.0] * 10, std=[2.0] * 10)
-    return ConformerProcessor(extractor, train_tokenizer(["GO DAD", "A BAD DOG"], "char"))
+    return make_processor("GO DAD", "A BAD DOG", **FIXED)
 
 
 def sounds(seconds, seed):
@@ -46,10 +42,9 @@ def sounds(seconds, seed):
 @torch.no_grad()
 def build(kind, processor, backend="favor+", **options):
     """A model that finds blanks and several tokens."""
-    torch.manual_seed(0)
-    vocab, favor_options = len(processor.tokenizer), {"num_features": 16, "exact_below": 0, **options}
-    config = ConformerConfig(**SIZES, vocab_size=vocab, attn_implementation=backend, favor=favor_options)
-    model, inputs = kind(config).eval(), processor(audio=sounds(4, 9), sampling_rate=16000)
+    vocab = len(processor.tokenizer)
+    model = tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6, vocab_size=vocab)
+    inputs = processor(audio=sounds(4, 9), sampling_rate=16000)
     if kind is ConformerForCTC:
         head, logits = model.ctc_head, model(**inputs).logits
     else:

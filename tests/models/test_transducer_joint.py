@@ -303,11 +303,6 @@ def check_ddp(world, folder):
         close(torch.load(folder / f"{rank}.pt"), [parameter.grad for parameter in model.parameters()])
 
 
-def test_ddp(tmp_path):
-    ddp_worker(0, 1, tmp_path)
-    check_ddp(1, tmp_path)
-
-
 @pytest.mark.slow
 def test_ddp_over_two_processes(tmp_path):
     run_two(ddp_worker, 2, tmp_path)

@@ -138,17 +138,6 @@ def test_padding_is_not_read(rubbish):
     assert slope[inside].ne(0).all()
 
 
-def test_without_labels_only_blanks_count():
-    logits, _, frames, _ = batch([4, 2], [0, 0], 5)
-    log_p = logits.log_softmax(-1)[:, :, 0, 3]
-    expected = torch.stack([-log_p[0].sum(), -log_p[1, :2].sum()])
-    empty = torch.zeros(2, 0, dtype=torch.long)
-    found = transducer_loss(logits, empty, frames, torch.tensor([0, 0]), blank=3, reduction="none")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    total = transducer_loss(logits, empty, frames, torch.tensor([0, 0]), blank=3, reduction="mean_volume")
-    torch.testing.assert_close(total, expected.sum(), rtol=0, atol=1e-12)
-
-
 def test_reductions():
     logits, *rest = batch()
     logits.requires_grad_()

@@ -9,13 +9,10 @@ import zlib
 
 import pytest
 import torch
-from tiny_ctc import SIZES, says_each_frame
+from tiny_speech import build, make_processor, says_each_frame
 
 from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
     ConformerForTransducer,
-    ConformerProcessor,
     NgramModel,
     WordLexicon,
     WordScorer,
@@ -277,9 +274,8 @@ def test_refusals_of_the_search(tokenizer):
 @pytest.fixture(scope="module")
 def models(tokenizer):
     """A CTC model that says one letter per frame, a Transducer, and their processor."""
-    ctc, networks = says_each_frame(len(tokenizer)), {"prediction_hidden_size": 8, "joint_hidden_size": 8}
-    transducer = ConformerForTransducer(ConformerConfig(**SIZES, vocab_size=len(tokenizer), **networks))
-    return ctc, transducer, ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    transducer = build(ConformerForTransducer, vocab_size=len(tokenizer))
+    return says_each_frame(len(tokenizer)), transducer, make_processor("A B", "AB BA")
 
 
 def test_transcribe_searches_with_times(models, arpa):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from naive import ORDERS, algorithm, as_array, clamped, curvature, hessian, layer_curvature, order_argument, randn
+from naive import ORDERS, algorithm, as_array, clamped, curvature, hessian, order_argument, randn
 from pairwise import pairs
 
 from favor.optim.bound import (
@@ -109,16 +109,6 @@ def test_partition_bound(weighted, scale):
             assert exact - sum(terms) <= 1e-12 * (1 + abs(exact) + sum(map(abs, terms)))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_value_and_gradient_where_it_touches(weighted):
-    theta, features, h = randn(4).requires_grad_(), 2 * randn(9, 4, seed=1), randn(9, seed=2).exp()
-    logits = features @ theta + (h.log() if weighted else 0)
-    logits.logsumexp(-1).backward()
-    bound = partition_bound(theta.detach(), features, h if weighted else None)
-    torch.testing.assert_close(bound.log_z, logits.logsumexp(-1).detach(), rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(bound.mean, theta.grad, rtol=1e-13, atol=1e-14)
-
-
 def test_weights_of_zero_hide_labels():
     theta, features, h = randn(4), randn(9, 4, seed=1), randn(9, seed=2).exp()
     h[[0, 5]] = 0
@@ -129,14 +119,6 @@ def test_weights_of_zero_hide_labels():
     step = 3 * randn(100, 4, seed=3)
     exact = (kept @ (theta + step).mT + h[h > 0].log()[:, None]).logsumexp(0)
     assert (exact <= bound.log_z + step @ bound.mean + ((step @ bound.curvature) * step).sum(-1) / 2).all()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_curvature_of_a_layer_is_a_kronecker_product(order):
-    logits, x = 2 * randn(6), randn(3, seed=1)
-    order = order_argument(order, 6)
-    b = bound_dense(bound_coefficients(logits, order)).numpy()
-    np.testing.assert_allclose(np.kron(b, np.outer(x, x)), layer_curvature(logits, x, order), atol=1e-14)
 
 
 def make_logits(kind, n, dtype):

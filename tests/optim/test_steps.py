@@ -41,21 +41,23 @@ def stepped(factory, x, y, weight=None):
     return before, joined(head)
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "none"])
-def test_bbm_step_by_dense_matrices(order):
-    x, y = data()
-    before, after = stepped(lambda h: BBM(h, lr=0.7, weight_decay=DECAY, order=order), x, y)
-    move = solved(dense_sigma(before, x, order), DECAY, gradient(before, x, y) + DECAY * before)
-    torch.testing.assert_close(after, before - 0.7 * move, rtol=1e-10, atol=1e-10)
+def mean_square(x):
+    return x.square().sum(-1).mean()
 
 
-@pytest.mark.parametrize("literal", [False, True])
-@pytest.mark.parametrize("batch", [1, 7])
-def test_spfb_step_by_dense_matrices(batch, literal):
-    x, y = (part[:batch] for part in data())
-    before, after = stepped(lambda h: SPFB(h, lr=0.7, weight_decay=DECAY, damping=0.3, literal=literal), x, y)
-    damping = DECAY + (0 if literal else 0.3 * x.square().sum(-1).mean())
-    move = solved(dense_sigma(before, x), damping, gradient(before, x, y) + DECAY * before)
+# Optimizer and its options, rows of a batch, order of the labels, what is added to the curvature.
+STEPS = [
+    *((BBM, {"order": order}, 60, order, lambda x: DECAY) for order in ("ascending", "descending", "none")),
+    *((SPFB, {"damping": 0.3}, rows, "ascending", lambda x: DECAY + 0.3 * mean_square(x)) for rows in (1, 7)),
+    *((SPFB, {"damping": 0.3, "literal": True}, rows, "ascending", lambda x: DECAY) for rows in (1, 7)),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options", "rows", "order", "damping"), STEPS)
+def test_step_by_dense_matrices(optimizer, options, rows, order, damping):
+    x, y = (part[:rows] for part in data())
+    before, after = stepped(lambda h: optimizer(h, lr=0.7, weight_decay=DECAY, **options), x, y)
+    move = solved(dense_sigma(before, x, order), damping(x), gradient(before, x, y) + DECAY * before)
     torch.testing.assert_close(after, before - 0.7 * move, rtol=1e-10, atol=1e-10)
 
 

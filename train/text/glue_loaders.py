@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset
@@ -14,7 +15,7 @@ from favor.train.common.batches import EpochSampler
 from favor.train.text.glue_data import GlueData, Task
 from favor_command.saved import check_known
 
-CHECKED = 1000  # samples whose tokens must be known
+CHECKED = 1000  # samples of a split, about, whose tokens must be known
 
 
 def tokenized(
@@ -28,9 +29,6 @@ def tokenized(
         tokenizer: that of the model.
         arguments: greatest length and padding.
         rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
-
-    Raises:
-        ValueError: if the tokenizer does not know the texts.
     """
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
@@ -42,9 +40,19 @@ def tokenized(
         return encoded | {"label": [rows[label] for label in batch["label"]]}
 
     words = [name for name in dataset.column_names if name != "label"]
-    encoded = dataset.map(encode, batched=True, remove_columns=words)
-    check_known(encoded[:CHECKED]["input_ids"], tokenizer, f"the samples of {task.folder}")
-    return encoded
+    return dataset.map(encode, batched=True, remove_columns=words)
+
+
+def check_samples(splits: Iterable[Dataset], task: Task, tokenizer: Any) -> None:
+    """Raises ValueError if more than a third of the tokens of all splits are unknown; rows are taken evenly spaced.
+
+    Args:
+        splits: token numbers.
+        task: names the data set in the message.
+        tokenizer: that made them.
+    """
+    rows = (split[:: len(split) // CHECKED or 1]["input_ids"] for split in splits)
+    check_known(chain.from_iterable(rows), tokenizer, f"the samples of {task.folder}")
 
 
 def cut_off(samples: Dataset, max_length: int) -> str:
@@ -82,9 +90,13 @@ def make_loaders(
         seed: of the order.
         multiple: batches are padded to their longest sample, rounded up to a multiple of this. None: not rounded.
         rows: the output of the model for each label. Labels to train are outputs, those of development sets stay.
+
+    Raises:
+        ValueError: if the tokenizer does not know the samples to train.
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments, rows)
+    check_samples([samples], data.task, tokenizer)
     size = train.per_device_train_batch_size
     tokens = [len(ids) for ids in samples["input_ids"]] if train.group_by_length else None
     train_loader = DataLoader(samples, size, sampler=EpochSampler(len(samples), seed, tokens, size), collate_fn=collate)

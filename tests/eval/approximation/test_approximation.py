@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertModel,
     LlamaConfig,
@@ -119,12 +118,8 @@ def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
     assert (tmp_path / "approximation.png").stat().st_size > 10_000
 
 
-def test_perplexity_of_a_decoder(bert_folder, text, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=24)).eval()
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(tmp_path / "model")
+def test_perplexity_of_a_decoder(decoder_folder):
+    model = LlamaForCausalLM.from_pretrained(decoder_folder).eval()
     ids = torch.randint(0, 24, (3, 16))
     assert approximation_model.measure_of(model) == "perplexity"
     losses = approximation_model.outputs(model, ids, None, 0)

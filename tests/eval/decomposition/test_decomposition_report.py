@@ -291,15 +291,7 @@ def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys):
     words = [
         "--keel_dir",
         str(tmp_path),
-        "--draws",
-        "2",
-        "--nmf_sets",
-        "digits",
-        "--sweeps",
-        "1",
-        "50",
-        "--starts",
-        "1",
+        *["--draws", "2", "--nmf_sets", "digits", "--sweeps", "1", "50", "--starts", "1"],
     ]
     words += ["--iterations", "20", "--rows", "200", "--gaps", "0.05", "--max_passes", "3", "--num_seeds", "1"]
     assert decomposition.main([*words, "--output_dir", str(tmp_path / "out")]) == 0

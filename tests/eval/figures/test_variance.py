@@ -36,16 +36,6 @@ def test_trigonometric_features(sigma):
     torch.testing.assert_close(pair, (2 * (torch.cosh(r) - 1)).log(), rtol=0, atol=1e-6)
 
 
-def test_sincos_is_counted_at_an_equal_number_of_features():
-    """Sampled: M times the relative variance of M = 2 features."""
-    x, y = (rows[:1] for rows in sets(0.05))
-    rf = variance.features.TrigRF()
-    omega = rf.draw(2, 64, orthogonal=False, generator=torch.Generator().manual_seed(0), batch_shape=(40000,))
-    ratio = rf.kernel(x, y, omega).squeeze() / (x @ y.T).exp().squeeze()
-    expected = variance.log_relative_variance("trig (sin/cos)", x, y).exp().item()
-    assert 2 * ratio.var().item() == pytest.approx(expected, rel=0.05)
-
-
 @pytest.mark.parametrize("name", variance.FAMILIES)
 @pytest.mark.parametrize("sigma", [0.02, 0.4])
 def test_the_fast_form_is_the_formula_of_the_library(name, sigma):

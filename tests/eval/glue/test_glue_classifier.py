@@ -211,3 +211,10 @@ def test_models_without_a_head_are_refused(bert_folder, glue_folder, capsys):
     with pytest.raises(SystemExit):
         glue.main(["--model_name_or_path", str(bert_folder), "--task_name", "sst2", "--learning_rate", "1"])
     assert "unknown option --learning_rate" in capsys.readouterr().err
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_refused(classifier, tmp_path):
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nzz\t0\ngood\t1\n")
+    words = ["--model_name_or_path", str(classifier(["negative", "positive"])), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=r"50% of the tokens of the samples of SST-2"):
+        glue.main([*words, "--task_name", "sst2", "--data_dir", str(tmp_path)])

@@ -183,14 +183,9 @@ def test_an_adapted_model_is_a_row(tmp_path):
 
 
 def test_the_report_says_how_models_were_adapted(tmp_path):
+    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 8, "window": 0, "exact_heads": 3}
     results = {
-        "arguments": {
-            "attn_implementation": "favor#",
-            "features": "sderf",
-            "num_features": 8,
-            "window": 0,
-            "exact_heads": 3,
-        },
+        "arguments": arguments,
         "command": "python -m favor.train.distill --num_features 8",
         "seconds": 120.0,
         "errors": {"closed form": 0.3, "attention": 0.2, "exact heads": 0.1},
@@ -209,14 +204,6 @@ def test_the_report_says_how_models_were_adapted(tmp_path):
     (tmp_path / "all_results.json").write_text(json.dumps(results))
     with pytest.raises(ValueError, match=r"has no errors: run favor\.train\.distill again"):
         adaptation.read([str(tmp_path)])
-
-
-def test_task_options_win_over_common_ones():
-    options = glue.parse_task_options(["cola:num_train_epochs=5", "cola:learning_rate=1e-4", "rte:max_length=64"])
-    assert options == {
-        "cola": ["--num_train_epochs", "5", "--learning_rate", "1e-4"],
-        "rte": ["--max_length", "64"],
-    }
 
 
 @pytest.mark.slow

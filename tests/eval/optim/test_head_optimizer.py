@@ -134,20 +134,6 @@ def test_equal_learning_rates_are_one_optimizer(task):
     assert len(found["seconds"]) == 2
 
 
-def test_a_seed_determines_a_run(sentences):
-    config = config_of("bound", 1e-3)
-    one, two, other = (train(sentences, config, seed, [1]) for seed in (0, 0, 1))
-    assert one["steps"] == two["steps"]
-    assert one["train"] == two["train"]
-    assert one["steps"] != other["steps"]
-
-
-def test_a_longer_run_starts_as_a_shorter_one(sentences):
-    short, long = train(sentences, ADAMW, 0, [1]), train(sentences, ADAMW, 0, [1, 2])
-    assert long["train"]["1"] == short["train"]["1"]
-    assert long["steps"][: len(short["steps"])] == short["steps"]
-
-
 def test_a_run_that_diverges_is_infinite(task):
     found = train(task, config_of("sgd", 1e-3, lr=1e38), 0, [1, 2])
     assert found["train"] == {"1": math.inf, "2": math.inf}

@@ -103,16 +103,8 @@ def test_numbers_that_are_none_become_null(page):
 
 
 def setting(error, seconds, **more):
-    return {
-        "backend": "landmark",
-        "M": 64,
-        "K": 0,
-        "window": 0,
-        "score": 0.9876,
-        **more,
-        "error": error,
-        "seconds": seconds,
-    }
+    common = {"backend": "landmark", "M": 64, "K": 0, "window": 0, "score": 0.9876}
+    return common | {"error": error, "seconds": seconds} | more
 
 
 @pytest.mark.parametrize(

@@ -183,15 +183,6 @@ def test_seconds_include_what_comes_before_the_model(ctc, corpus, tmp_path, monk
     assert content["splits"]["dev"]["searches"]["greedy"]["seconds"] > 0.3
 
 
-def test_error_rates():
-    found = asr.error_rates(["A BAT GO", "DO"], ["A CAT", "DO DO"])
-    assert found["wer"] == pytest.approx(75.0)
-    assert found["words"] == {"hits": 2, "substitutions": 1, "deletions": 1, "insertions": 1, "reference": 4}
-    # B for C, " GO" missing; " DO" too much.
-    assert found["characters"] == {"hits": 6, "substitutions": 1, "deletions": 3, "insertions": 3, "reference": 10}
-    assert found["cer"] == pytest.approx(70.0)
-
-
 def test_unusable_utterances(ctc, tmp_path):
     corpus = write_corpus(tmp_path)
     (corpus / "dev0.wav").write_bytes(b"no audio")

@@ -25,7 +25,7 @@ from favor.integrations.adapt import landmark_choice
 from favor.models.conformer import ConformerForCTC
 
 LENGTHS = {"7": (0.4, 0.5, 0.3, 0.6), "8": (0.2, 0.9)}
-OPTIONS = ["--num_features", "4", "--windows", "0", "--query_samples", "1000"]
+OPTIONS = ["--split", "dev", "--name", "out", "--num_features", "4", "--windows", "0", "--query_samples", "1000"]
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +62,7 @@ def read(corpus, split, speaker, numbers, seconds):
 
 
 def run(folder, corpus, tmp_path, *words):
-    given = [
-        "--audio_dir",
-        str(corpus),
-        "--split",
-        "dev",
-        "--output_dir",
-        str(tmp_path),
-        "--name",
-        "out",
-        *OPTIONS,
-        *words,
-    ]
+    given = ["--audio_dir", str(corpus), "--output_dir", str(tmp_path), *OPTIONS, *words]
     assert approximation.main([str(folder), *given]) == 0
     return json.loads((tmp_path / "out.json").read_text()), (tmp_path / "out.md").read_text()
 
@@ -188,18 +177,9 @@ def test_models_and_lengths_that_are_refused(corpus, whisper_folder, bert_folder
         ("1.1", "--seconds must be at most 1,"),
         ("0.4 0.8", "makes 50 frames of recordings of any"),
     ):
+        words = f"--seconds {seconds} --samples 1 --backends favor+".split()
         with pytest.raises(ValueError, match=message):
-            run(
-                whisper_folder,
-                corpus,
-                tmp_path,
-                "--seconds",
-                *seconds.split(),
-                "--samples",
-                "1",
-                "--backends",
-                "favor+",
-            )
+            run(whisper_folder, corpus, tmp_path, *words)
     with pytest.raises(
         ValueError, match=r"processor gives input_features or input_values; the input of Bert.* is input_ids"
     ):

@@ -240,11 +240,11 @@ def test_processes_end_as_they_should(tmp_path):
 @pytest.mark.skipif(cell.available() is not None, reason="needs Linux")
 def test_a_whole_run(tmp_path):
     """Peak memory of eager attention is two to three matrices of 4 x L x L numbers, that of sdpa less than one."""
-    words = ["--preset", "tiny", "--num_features", "16", "--minutes", "0.03", "0.6", "--repeats", "2"]
+    words = ["--preset", "tiny", "--num_features", "16", "--minutes", "0.6", "--repeats", "1"]
     code = long_form.main([*words, "--output_dir", str(tmp_path), "--name", "tiny"])
     content = json.loads((tmp_path / "tiny.json").read_text())
     cells = {(c["minutes"], c["backend"]): c for c in content["cells"]}
-    assert len(cells) == 6
+    assert len(cells) == 3
     for each in cells.values():
         assert each["status"] == "ok"
         assert each["pass"]["seconds"] > 0

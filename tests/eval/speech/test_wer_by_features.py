@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from launching import forget_accelerator
 from PIL import Image
 from tiny_speech import save_model, write_corpus
 
@@ -33,8 +33,7 @@ SCORES = {
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
+    forget_accelerator()
 
 
 @pytest.fixture(scope="module", autouse=True)

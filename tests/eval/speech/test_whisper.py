@@ -27,23 +27,10 @@ END, START, PREVIOUS, _, NO_TIMES = range(8, 13)
 @pytest.fixture(scope="module")
 def tiny():
     torch.manual_seed(0)
-    config = WhisperConfig(
-        vocab_size=len(WORDS),
-        d_model=16,
-        num_mel_bins=80,
-        encoder_layers=2,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=20,
-        max_target_positions=24,
-        init_std=0.3,
-        bos_token_id=END,
-        eos_token_id=END,
-        pad_token_id=END,
-        decoder_start_token_id=START,
-    )
+    sizes = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 20, "vocab_size": len(WORDS), "init_std": 0.3}
+    special = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": END, "decoder_start_token_id": START}
+    config = WhisperConfig(**sizes, **special, num_mel_bins=80, max_target_positions=24)
     model = WhisperForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 
-from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
 from favor.eval.options.speed import DIRECTIONS, PASSES
 from favor.eval.speed import __main__ as speed
@@ -55,7 +54,8 @@ def absent(monkeypatch):
 
 @pytest.mark.slow
 def test_a_whole_run(tmp_path):
-    code, content, text = run(tmp_path, "--families", "pos", "sderf", "--num_key_value_heads", "1")
+    own = ("--methods", "favor", "sdpa", "eager", "--families", "pos", "sderf", "--num_key_value_heads", "1")
+    code, content, text = run(tmp_path, *own)
     assert code == 0
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert all(math.isfinite(number) for number in numbers(content))
@@ -140,46 +140,16 @@ def test_a_wrong_gradient_is_found(name, elsewhere):
     assert check.worst.endswith(f"of {name}")
 
 
-def dense_favor(query, key, value, name, omega, causal):
-    """All pairs at once, from the features' own estimate of the kernel; float64."""
-    from favor.features import Parameters, get
-
-    family, root, group = get(name), query.shape[-1] ** -0.25, query.shape[1] // key.shape[1]
-    out = torch.empty_like(query)
-    for b in range(query.shape[0]):
-        for h in range(query.shape[1]):
-            shared = query[b, h // group * group : (h // group + 1) * group].flatten(0, 1)
-            x, y = root * query[b, h], root * key[b, h // group]
-            params = Parameters.identity(x.shape[-1], dtype=x.dtype, device="cpu")
-            if not causal:
-                params = family.fit(root * shared, y)
-            weights = family.kernel(x, y, omega[h // group], params)
-            weights = weights.tril() if causal else weights
-            out[b, h] = weights / weights.sum(-1, keepdim=True) @ value[b, h // group]
-    return out
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["pos", "gerf", "saderf", "aderf", "sderf"])
-def test_the_favor_formula_is_the_dense_estimator(name, causal):
-    cell = Cell(40, causal, False, batch_size=2, heads=4, key_heads=2, head_dim=8, num_features=16, dtype="float64")
-    query, key, value, _ = cell.inputs()
-    omega = directions(Draw(name, 16, 8, 2, True, 0, 0, 0, torch.device("cpu"), torch.float64))
-    expected = dense_favor(query, key, value, name, omega, causal)
-    for seed in range(3):
-        sample = reference.Sample.draw(query, key, value, causal=causal, seed=seed)
-        found, _ = reference.favor_rows(sample, name, omega[sample.key_head])
-        assert torch.allclose(found, expected[sample.batch, sample.head, sample.rows], atol=1e-10)
-
-
-LANDMARKS = [("landmark@0", "landmark@8"), ("landmark@16", "landmark@24")]
+FORMULAS = [("landmark@0", "landmark@8"), ("landmark@16", "landmark@24")]
+FORMULAS += [(name, "landmark@0") for name in ("pos", "gerf", "saderf", "aderf", "sderf")]
 
 
 @pytest.mark.parametrize(
     ("causal", "name", "wrong"),
-    [*((causal, *names) for causal in (False, True) for names in LANDMARKS), (False, "landmark+64", "landmark+80")],
+    [*((causal, *names) for causal in (False, True) for names in FORMULAS), (False, "landmark+64", "landmark+80")],
 )
-def test_the_formula_of_landmarks_is_what_is_computed_and_nothing_else(causal, name, wrong):
+@pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+def test_the_formula_is_what_is_computed_and_nothing_else(causal, name, wrong):
     cell = Cell(200, causal, True, heads=4, key_heads=2, head_dim=8, num_features=24)
     inputs = cell.inputs()[:3]
     options = {"causal": causal, "backward": True}
@@ -377,10 +347,3 @@ def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
 def test_unknown_features_are_refused():
     with pytest.raises(ValueError, match=r"expected features among .*, got 'none'"):
         speed_methods.select(["favor"], ["none"], "cpu")
-
-
-def test_the_output_folder_is_not_in_the_command():
-    assert speed.shown_command(["--seed", "1", "--output_dir", "/a b", "--model_types", "bert"]).endswith(
-        "--seed 1 --model_types bert"
-    )
-    assert speed.shown_command(["--output_dir=/a"]) == "python -m favor.eval.speed"

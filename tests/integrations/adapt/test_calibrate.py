@@ -2,23 +2,12 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import (
-    AutoModel,
-    BartConfig,
-    BartModel,
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BartConfig, BartModel, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import favor
 from favor import features
 from favor.integrations.adapt.calibrate import gather
 from favor.integrations.adapt.observe import observe
-from favor.models.bert import PerformerBertConfig, PerformerBertModel
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "vocab_size": 50}
 OPTIONS = {"num_features": 24, "exact_below": 0}
@@ -115,28 +104,6 @@ def test_calibrated_parameters_are_used(features):
     torch.nn.init.eye_(again.encoder.layer[0].attention.self.favor_factor[0])
     with torch.no_grad():
         assert not torch.allclose(calibrated, again(tokens()).last_hidden_state, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["bert", "performer"])
-def test_saved_and_loaded(kind, tmp_path):
-    classes = {
-        "bert": (BertForSequenceClassification, BertConfig),
-        "performer": (PerformerBertModel, PerformerBertConfig),
-    }
-    model = favor.calibrate(bert(*classes[kind]), batches(), window=8, **OPTIONS)
-    model.save_pretrained(tmp_path)
-    assert sum("favor_" in name for name in load_file(tmp_path / "model.safetensors")) == 2 * 3
-    backend = {"attn_implementation": "favor#"} if kind == "bert" else {}
-    loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True, **backend)
-    assert not info["missing_keys"]
-    assert not any("favor" in key for key in info["unexpected_keys"])
-    base = model.bert if kind == "bert" else model
-    with torch.no_grad():
-        expected = base(tokens()).last_hidden_state
-        assert torch.equal(loaded.eval()(tokens()).last_hidden_state, expected)
-        half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, **backend).eval()(tokens()).last_hidden_state
-    assert half.isfinite().all()
-    assert (half.float() - expected).norm() < 0.1 * expected.norm()
 
 
 def test_favor_plus_plus_has_parameters_and_favor_plus_has_none():

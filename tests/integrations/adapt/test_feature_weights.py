@@ -13,6 +13,7 @@ from transformers import (
     BartForCausalLM,
     BartForConditionalGeneration,
     BertConfig,
+    BertForSequenceClassification,
     BertLMHeadModel,
     EncoderDecoderModel,
 )
@@ -79,21 +80,29 @@ def test_the_model_runs_with_its_weights(learned, make, window):
         assert not torch.allclose(model(tokens())[0], out, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["favor+", "favor#"])
+@pytest.mark.parametrize("learned", [False, True], ids=["parameters", "weights"])
 @pytest.mark.parametrize("kind", ["bert", "performer"])
-def test_saved_and_loaded(kind, backend, tmp_path):
-    model = bert() if kind == "bert" else bert(PerformerBertModel, PerformerBertConfig)
-    calibrated(model, backend, window=8, refine_steps=10 if backend == "favor#" else None)
+def test_saved_and_loaded(kind, learned, tmp_path):
+    classes = {
+        "bert": (BertForSequenceClassification, BertConfig),
+        "performer": (PerformerBertModel, PerformerBertConfig),
+    }
+    options = {"feature_weights": True, "refine_steps": 10} if learned else {}
+    model = favor.calibrate(bert(*classes[kind]), batches(), window=8, **OPTIONS, **options)
     model.save_pretrained(tmp_path)
-    assert sum("favor_log_weights" in name for name in load_file(tmp_path / "model.safetensors")) == 2
-    named = {"attn_implementation": backend} if kind == "bert" else {}
+    assert sum("favor_" in name for name in load_file(tmp_path / "model.safetensors")) == 2 * (3 + learned)
+    named = {"attn_implementation": "favor#"} if kind == "bert" else {}
     loaded, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True, **named)
     assert not info["missing_keys"]
     assert not any("favor" in key for key in info["unexpected_keys"])
+    base = model.bert if kind == "bert" else model
     with torch.no_grad():
-        expected = model(tokens()).last_hidden_state
+        expected = base(tokens()).last_hidden_state
         assert torch.equal(loaded.eval()(tokens()).last_hidden_state, expected)
+        half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, **named).eval()(tokens()).last_hidden_state
         plain = favor.configure(loaded, statistics="batch")(tokens()).last_hidden_state
+    assert half.isfinite().all()
+    assert (half.float() - expected).norm() < 0.1 * expected.norm()
     assert not torch.allclose(plain, expected, atol=1e-3)
 
 
@@ -235,9 +244,8 @@ def test_logits_beyond_any_estimate_do_not_break_the_model():
 
 
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch that warns
-@pytest.mark.parametrize("backend", ["favor+", "favor#"])
-def test_compiled_without_graph_breaks(backend):
-    model = calibrated(bert(), backend, refine_steps=0)
+def test_compiled_without_graph_breaks():
+    model = calibrated(bert(), refine_steps=0)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(tokens())[0], model(tokens())[0], rtol=1e-4, atol=1e-5)

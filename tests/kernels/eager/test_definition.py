@@ -11,7 +11,7 @@ both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional",
 
 plain_too = pytest.mark.parametrize("window", [0, 16], ids=["plain", "window"])
 
-LENGTHS = [1, 2, 63, 64, 100, 1000]
+LENGTHS = [1, 2, 63, 64, 100, 300]
 LAYOUTS = ["dense", "padded", "packed", "keys first"]
 DIMS, FEATURES, GROUPS, WINDOWS = [32, 64, 80, 128], [16, 100, 256], [1, 4], [64, 7, 128, 1000]
 # Every length with every layout; widths, numbers of features, groups and windows take turns.
@@ -24,7 +24,7 @@ CASES = [
 ]
 CASES += [(*case[:-1], 0) for case in CASES if case[1] != "keys first"]
 # From 4096 tokens on, causal chunks are longer.
-CASES += [(4097, "dense", False, 80, 16, 1, 0), (4097, "padded", True, 32, 16, 1, 0)]
+CASES += [(4097, "padded", True, 32, 16, 1, 0)]
 
 
 def prepare(length, layout, window, *, is_causal=False, **options):
@@ -97,7 +97,7 @@ def test_as_many_grouped_queries_as_keys_in_a_block(rows, keys, groups, window):
 
 def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
     sizes = {"dim": dim, "value_dim": value_dim, "features": features, "groups": groups}
-    sizes["heads"] = 1 if length >= 1000 else 2
+    sizes["heads"] = 1 if length >= 300 else 2
     inputs, packing, lengths = prepare(length, layout, window, is_causal=is_causal, **sizes)
     options = form(window, is_causal, dim**-0.5)
     weight = draw_weight(inputs)
@@ -110,7 +110,7 @@ def check(length, layout, is_causal, dim, features, groups, window, value_dim=No
 
 
 @both
-@pytest.mark.parametrize(("length", "window"), [(150, 64), (63, 0), (1000, 0)])
+@pytest.mark.parametrize(("length", "window"), [(150, 64), (63, 0), (300, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, length, window, is_causal):
     exact, *_ = prepare(length, "dense", window, dim=32, features=100)

@@ -33,25 +33,23 @@ def expected(states, before, after):
     return total.log2(), values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
 
 
+def check(states, before, after):
+    log_total, means = expected(states, before, after)
+    found = states.outside(before=before, after=after)
+    assert torch.equal(found.top == -torch.inf, log_total == -torch.inf)
+    visible = found.total.masked_fill(found.total == 0, 1.0)
+    torch.testing.assert_close((found.top + visible.log2()).double(), log_total, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close((found.values / visible.unsqueeze(-1)).double(), means, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("before", "after"), DIRECTIONS, ids=["others", "before", "after"])
 @pytest.mark.parametrize("spread", [3.0, 300.0], ids=["level", "steep"])
 @pytest.mark.parametrize("blocks", [1, 2, 16, 17, 40, 300])
 def test_the_other_blocks_are_summed(blocks, spread, before, after):
-    states = draw(blocks, spread)
-    log_total, means = expected(states, before, after)
-    found = states.outside(before=before, after=after)
-    visible = found.total.masked_fill(found.total == 0, 1.0)
-    torch.testing.assert_close((found.top + found.total.log2()).double(), log_total, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close((found.values / visible.unsqueeze(-1)).double(), means, rtol=1e-5, atol=1e-5)
+    check(draw(blocks, spread), before, after)
 
 
 @pytest.mark.parametrize("nothing", [(0,), (1, 2), (0, 1, 2), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("spread", [3.0, 300.0], ids=["level", "steep"])
 def test_blocks_without_keys_add_nothing(nothing, spread):
-    states = draw(4, spread, nothing)
-    log_total, means = expected(states, True, True)
-    found = states.outside(before=True, after=True)
-    assert torch.equal(found.top == -torch.inf, log_total == -torch.inf)
-    visible = found.total.masked_fill(found.total == 0, 1.0)
-    torch.testing.assert_close((found.top + visible.log2()).double(), log_total, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close((found.values / visible.unsqueeze(-1)).double(), means, rtol=1e-5, atol=1e-5)
+    check(draw(4, spread, nothing), True, True)

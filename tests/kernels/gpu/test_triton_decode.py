@@ -57,6 +57,8 @@ CASES = {
     "wide, many features": (1, 4, 1, 80, 128, 270, True, torch.float32),
     "more heads than a block": (1, 20, 1, 16, 16, 16, True, torch.float32),
     "more heads than a program takes": (1, 71, 1, 16, 20, 16, True, torch.float32),
+    "one piece": (1, 4, 2, 16, 16, 100, True, torch.float32, 1),
+    "three pieces": (1, 4, 2, 16, 16, 100, True, torch.float32, 3),
     "bfloat16": (1, 4, 1, 64, 64, 256, True, torch.bfloat16),
     "float16": (1, 2, 2, 64, 40, 100, True, torch.float16),
 }
@@ -65,15 +67,8 @@ CASES = {
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_steps_from_an_empty_state(case):
-    inputs = make(*case)
-    check(inputs, steps(inputs, 0, *fresh_state(inputs)))
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("splits", [1, 3])
-def test_splits(splits):
-    inputs = make(1, 4, 2, 16, 16, 100, True, torch.float32)
-    check(inputs, steps(inputs, 0, *fresh_state(inputs), splits=splits))
+    inputs = make(*case[:8])
+    check(inputs, steps(inputs, 0, *fresh_state(inputs), splits=case[8] if case[8:] else None))
 
 
 @pytest.mark.usefixtures("poisoned")

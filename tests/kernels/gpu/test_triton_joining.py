@@ -101,12 +101,11 @@ def partition(groups: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"number": 24},
-        {"number": 7, "sections": 3},
-        {"copies": 13},
         {"hidden": True},
-        {"width": 40, "sections": 2},
+        {"number": 24, "heads": 1},
+        {"number": 7, "sections": 3, "heads": 1},
+        {"copies": 13, "heads": 1},
+        {"width": 40, "sections": 2, "heads": 1},
     ],
     ids=str,
 )
@@ -121,8 +120,7 @@ def test_decisions_are_those_of_landmarks(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("more", [0, 1], ids=["all", "all_and_after"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("more", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=str)
 def test_means_are_those_of_the_groups(more: int, dtype: torch.dtype) -> None:
     given = drawn(sections=3, width=40, hidden=True)
     key, real, moved = given["key"].to(dtype), given["real"], decide(**given)
@@ -143,17 +141,16 @@ def test_means_are_those_of_the_groups(more: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("more", [0, 1], ids=["all", "all_and_after"])
-def test_gradients_of_tokens_are_the_transpose_of_sums(more: int) -> None:
+def test_gradients_of_tokens_are_the_transpose_of_sums() -> None:
     given = drawn(sections=3, width=40, hidden=True)
     real, moved = given["real"], decide(**given)
     groups = followed(moved, real)
     with torch.device("cpu"):
-        of_sums = torch.randn(2, 3 + more, NUMBER, 40, generator=torch.Generator().manual_seed(4))
+        of_sums = torch.randn(2, 4, NUMBER, 40, generator=torch.Generator().manual_seed(4))
     found = joining.of_tokens(*there(moved, of_sums), NUMBER).cpu()
     expected = torch.zeros_like(found, dtype=torch.float64)
     for head in range(2):
-        for section in range(3 + more):
+        for section in range(4):
             for number, group in enumerate(groups[head][section]):
                 expected[head, group] += of_sums[head, section, number].double()
     counted = real.unsqueeze(-1) > 0
@@ -189,57 +186,54 @@ def test_a_chain_of_nearly_equal_rows_is_followed_to_its_first() -> None:
         assert {*range(25), 32} <= set(group)
 
 
-@pytest.mark.parametrize("length", [5, TOKENS, 3 * TOKENS], ids=str)
-def test_a_state_of_few_sections(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+OPTIONS = {"window": TOKENS, "selected_keys": 8, "page_size": 2, "query_block": 4}
+OPTIONS |= {"features": "landmark", "is_causal": True}
+
+
+def kept(state: StreamState) -> list[Tensor]:
+    """What a state has after whole sections."""
+    memory = state.memory
+    return [memory.counts, memory.key, memory.value, memory.cells.float(), memory.before_key]
+
+
+@pytest.mark.parametrize("length", [5, TOKENS, 2 * TOKENS], ids=str)
+def test_a_state_of_few_sections(length: int) -> None:
     """Also if the last section is complete, with another width of values and two query heads."""
-    given = drawn(sections=4, width=16)
+    given = drawn(sections=2, width=16)
     query, key = (own[:, :length].unsqueeze(0) for own in there(given["query"], given["key"]))
-    options = {"num_features": 11, "window": TOKENS, "selected_keys": 8, "page_size": 2, "query_block": 4}
-    options |= {"features": "landmark", "is_causal": True, "kernel": "triton"}
     found = []
-    for at_once in (causal_selected.at_once, lambda *_: False):
-        monkeypatch.setattr(causal_selected, "at_once", at_once)
+    for kernel in ("triton", "torch"):
         state = StreamState()
-        out = favor.favor_attention(query, key[:, :1], key[:, 1:, :, :10], **options, state=state)
-        memory = state.memory
-        found.append([out, memory.counts, memory.key, memory.value, memory.cells.float(), memory.before_key])
+        tensors = query, key[:, :1], key[:, 1:, :, :10]
+        out = favor.favor_attention(*tensors, num_features=11, **OPTIONS, kernel=kernel, state=state)
+        found.append([out, *kept(state)])
     for own, expected in zip(*found, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_is_that_of_one_section_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_that_of_the_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a state, which keeps what the last section did, and without; one of the sequences is padded."""
-    given = drawn(sections=4, width=16)
+    given, length, decided, seen = drawn(sections=4, width=16), 3 * TOKENS + 5, causal_selected.at_once, []
     query, key = (own.unsqueeze(1) for own in there(given["query"], given["key"]))
-    length = 3 * TOKENS + 5
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, :7] = False
-    options = {"num_features": NUMBER, "window": TOKENS, "selected_keys": 8, "page_size": 2, "query_block": 4}
-    options |= {"features": "landmark", "is_causal": True, "kernel": "triton", "key_padding_mask": mask}
 
-    def attend(at_once: bool) -> list[Tensor]:
-        seen = []
-        with monkeypatch.context() as patch:
-            decided = causal_selected.at_once
+    def note(*arguments: Any) -> bool:
+        seen.append(decided(*arguments))
+        return seen[-1]
 
-            def note(*arguments: Any) -> bool:
-                seen.append(decided(*arguments))
-                return seen[-1] and at_once
+    def attend(kernel: str) -> list[Tensor]:
+        options = OPTIONS | {"num_features": NUMBER, "kernel": kernel}
+        leaves = [own[:, :, :length].clone().requires_grad_() for own in (query, key, key.flip(-1))]
+        out = favor.favor_attention(*leaves, **options, key_padding_mask=mask)
+        found, state = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)], StreamState(is_ragged=True)
+        with torch.no_grad():
+            for part in (slice(2 * TOKENS), slice(2 * TOKENS, length)):
+                now = (own[:, :, part] for own in leaves)
+                found.append(favor.favor_attention(*now, **options, key_padding_mask=mask[:, part], state=state))
+        return [*found, *kept(state), state.memory.before_cells.float()]
 
-            patch.setattr(causal_selected, "at_once", note)
-            leaves = [own[:, :, :length].clone().requires_grad_() for own in (query, key, key.flip(-1))]
-            out = favor.favor_attention(*leaves, **options)
-            found = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-            state = StreamState(is_ragged=True)
-            first = [own.detach()[:, :, : 3 * TOKENS] for own in leaves]
-            last = [own.detach()[:, :, 3 * TOKENS :] for own in leaves]
-            with torch.no_grad():
-                for part, own in ((first, mask[:, : 3 * TOKENS]), (last, mask[:, 3 * TOKENS :])):
-                    found.append(favor.favor_attention(*part, **options | {"key_padding_mask": own}, state=state))
-            memory = state.memory
-            found += [memory.counts, memory.key, memory.cells.float(), memory.before_key, memory.before_cells.float()]
-        assert seen == [True, True]
-        return found
-
-    for own, expected in zip(attend(True), attend(False), strict=True):
+    monkeypatch.setattr(causal_selected, "at_once", note)
+    for own, expected in zip(attend("triton"), attend("torch"), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    assert seen == [True, True, False, False]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import pairs
 from truth import attention, make_inputs
 
 import favor
@@ -22,26 +23,18 @@ def in_pieces(inputs, sizes, state, query_bias=None, **options):
     return torch.cat(outs, dim=2)
 
 
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("shared", [True, False])
-def test_pieces_equal_the_whole(pieces, shared):
+@pytest.mark.parametrize(*pairs(pieces=PIECES, window=[0, 1, 7, 64], shared=[True, False]))
+def test_pieces_equal_the_whole(pieces, window, shared):
     inputs = make_inputs(40, groups=3, batch=2, features=20, value_dim=5, shared=shared)
     inputs[-1][0, :, :4] = inputs[-1][1, :, 20] = -torch.inf
-    expected = attention(*inputs, is_causal=True)
+    options, biases = {}, []
+    if window:
+        options = {"window": window, "scale": 0.4}
+        biases = [torch.randn(2, 6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
+    expected = attention(*inputs, *biases, is_causal=True, **options)
     for tensor in inputs[1:3]:
         tensor[0, :, :4], tensor[1, :, 20] = torch.nan, torch.nan
-    found = in_pieces(inputs, PIECES[pieces], StreamState())
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("window", [1, 7, 64])
-def test_pieces_with_a_window_equal_the_whole(pieces, window):
-    inputs = make_inputs(40, groups=2, batch=2, features=20)
-    query_bias = torch.randn(2, 4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    options = {"window": window, "scale": 0.4}
-    expected = attention(*inputs, query_bias, is_causal=True, **options)
-    found = in_pieces(inputs, PIECES[pieces], StreamState(), query_bias, **options)
+    found = in_pieces(inputs, PIECES[pieces], StreamState(), *biases, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -8,12 +8,10 @@ import sys
 import pytest
 import transformers
 
-from favor.eval import small_decoder, variance
-from favor.train import asr, clm, distill, glue, mlm, nst
+from favor.eval import small_decoder
+from favor.train import clm, distill, glue, mlm
 from favor.train.common import loop
 from favor.train.common.program import Formatter, Parser, program
-
-PROGRAMS = {"glue": glue, "mlm": mlm, "clm": clm, "asr": asr, "nst": nst}
 
 
 @pytest.fixture
@@ -109,33 +107,12 @@ def test_texts_are_checked_before_the_model(name, file, part, start, bert_folder
     assert_one_line(said, code, name, part)
 
 
-def test_students_and_teachers_know_their_options(start, tmp_path):
-    words = ("--output_dir", tmp_path / "run", "--unlabelled_dir", tmp_path)
-    for wrong, right in (("--beam_siz", "--beam_size"), ("--num_mel_bin", "--num_mel_bins")):
-        code, said = start(nst, *words, wrong, 1)
-        assert_one_line(said, code, "favor-nst", f"unknown option {wrong}: did you mean {right}?")
-    code, said = start(nst, *words, "--teacher", tmp_path / "nowhere")
-    assert_one_line(said, code, "favor-nst", f"expected a model, got '{tmp_path / 'nowhere'}'")
-
-
-def test_a_folder_in_use_is_one_line(start, bert_folder, glue_folder, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "all_results.json").write_text("{}")
-    words = ("--model_name_or_path", bert_folder, "--task_name", "sst2", "--data_dir", glue_folder)
-    code, said = start(glue, *words, "--output_dir", tmp_path / "run")
-    assert_one_line(said, code, "favor-glue", "holds a run already: continue it with --resume")
-
-
 def test_evaluations_speak_the_same_way(start, wrong_files, monkeypatch):
     monkeypatch.chdir(wrong_files)
     code, said = start(small_decoder, "--text", "nothing.txt", "--output_dir", "run")
     assert_one_line(said, code, "favor.eval.small_decoder", "expected a text file, got nothing.txt")
     code, said = start(small_decoder, "--text", "empty.txt", "--output_dir", ".")
     assert_one_line(said, code, "favor.eval.small_decoder", "expected a new folder or an empty one, got .")
-    code, said = start(variance, "--sgimas", 1)
-    assert_one_line(said, code, "favor.eval.variance", "unknown option --sgimas: did you mean --sigmas?")
-    code, said = start(variance, "--sets", 0)
-    assert_one_line(said, code, "favor.eval.variance", "--sets must be at least 1")
 
 
 def test_debug_shows_where(start, bert_folder, monkeypatch):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import threading
-from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from stopping import same_weights
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
 from favor.train import distill, glue, mlm
@@ -59,26 +58,31 @@ def stopped(train, kept, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def assert_equal_to_the_whole_run(folder):
-    one, other = (load_file(path / "model.safetensors") for path in (folder, folder.parent / "whole"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_a_checkpoint_is_json_and_safetensors(stopped):
     names = {path.name for path in (stopped / "checkpoint-4").iterdir()}
     assert names == {"settings.json", *(f"{part}.{kind}" for part in PARTS for kind in ("json", "safetensors"))}
 
 
-@pytest.mark.parametrize(("part", "kind"), list(zip(PARTS, cycle(["json", "safetensors"]), strict=False)))
-def test_a_poisoned_file_is_never_run(part, kind, stopped, train, tmp_path, capsys):
-    path = stopped / "checkpoint-4" / f"{part}.{kind}"
-    torch.save({"x": Evil(tmp_path / "trace")}, path)
-    train(flags=("resume",), **SETTINGS)
-    printed = capsys.readouterr().out
-    assert f"WARNING: {path.parent} cannot be used: {path.name} cannot be read" in printed
-    assert "continuing from checkpoint-2, step 2 of 6" in printed
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def poison(path):
+    torch.save({"x": Evil(path.parent / "trace")}, path)
+
+
+HARMS = {"half": truncate, "gone": Path.unlink, "poisoned": poison}
+HARMS |= {"empty": lambda path: path.write_bytes(b""), "deep": lambda path: path.write_text("[" * 100_000)}
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_cannot_be_read_is_named_and_never_run(harm, kind, tmp_path):
+    state.write(tmp_path, "model", {"weight": torch.ones(4), "names": ["a", "b"]})
+    HARMS[harm](tmp_path / f"model.{kind}")
+    with pytest.raises(state.DamagedError, match=rf"model\.{kind} cannot be read"):
+        state.read(tmp_path, "model")
     assert not (tmp_path / "trace").exists()
-    assert_equal_to_the_whole_run(stopped)
 
 
 OLD = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "pytorch_model.bin")
@@ -140,10 +144,6 @@ def test_a_model_settings_and_a_card_of_others_stay(train, tmp_path, capsys):
     assert "favor" in (run / "MODEL_CARD.md").read_text()
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def truncate_two(folder):
     """Three are there if the run was killed before it removed the first."""
     shutil.copytree(folder, folder.with_name("checkpoint-3"))
@@ -157,13 +157,8 @@ def dangle(folder):
 
 
 DAMAGE = {
-    "model": lambda folder: truncate(folder / "model.safetensors"),
-    "optimizer": lambda folder: truncate(folder / "optimizer.safetensors"),
-    "counts": lambda folder: truncate(folder / "redraws.json"),
-    "missing": lambda folder: (folder / "process_0.json").unlink(),
-    "empty": lambda folder: (folder / "progress.json").write_text(""),
-    "deep": lambda folder: (folder / "scheduler.json").write_text("[" * 100_000),
-    "other": lambda folder: (folder / "progress.json").write_text('{"dict": [["step", 4]]}'),
+    "file": lambda folder: poison(folder / "process_0.json"),
+    "progress": lambda folder: (folder / "progress.json").write_text('{"dict": [["step", 4]]}'),
     "model of another shape": lambda folder: state.write(folder, "model", {"weight": torch.ones(2)}),
     "two": truncate_two,
     "link": dangle,
@@ -177,9 +172,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, stoppe
     printed = capsys.readouterr().out
     assert f"WARNING: {stopped / 'checkpoint-4'} cannot be used: " in printed
     assert "continuing from checkpoint-2" in printed
-    assert_equal_to_the_whole_run(stopped)
+    assert same_weights(stopped, stopped.parent / "whole")
     # Those that were written since are the ones to go on from.
     assert [path.name for path in checkpoint.checkpoints(stopped)] == ["checkpoint-4", "checkpoint-6"]
+    assert not list(stopped.rglob("trace"))
+
+
+def test_last_two_checkpoints_stay_and_a_half_written_one_is_never_taken(stopped, train, monkeypatch):
+    original = os.replace
+
+    def killed(source, target):
+        if Path(target).name == "checkpoint-6":
+            raise RuntimeError("killed")
+        original(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "replace", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(flags=("resume",), **SETTINGS)
+    names = sorted(path.name for path in stopped.glob("checkpoint*"))
+    assert names == ["checkpoint-2", "checkpoint-4", "checkpoint.partial"]
+    train(flags=("resume",), **SETTINGS)
+    assert same_weights(stopped, stopped.parent / "whole")
+    assert sorted(path.name for path in stopped.glob("checkpoint*")) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
@@ -189,7 +204,7 @@ def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
     with pytest.raises(ValueError, match=message):
         train(flags=("resume",), **SETTINGS)
     assert train(flags=("overwrite_output_dir",), **SETTINGS)["steps"] == 6
-    assert_equal_to_the_whole_run(stopped)
+    assert same_weights(stopped, stopped.parent / "whole")
 
 
 def test_damaged_settings_are_those_of_the_checkpoint(stopped, train):
@@ -201,7 +216,7 @@ def test_damaged_settings_are_those_of_the_checkpoint(stopped, train):
         train(flags=("resume",), learning_rate=1e-3, **SETTINGS)
     with pytest.warns(UserWarning, match=r"settings\.json is damaged"):
         train(flags=("resume",), **SETTINGS)
-    assert_equal_to_the_whole_run(stopped)
+    assert same_weights(stopped, stopped.parent / "whole")
 
 
 def test_damaged_settings_without_a_copy_are_an_error(stopped, train):
@@ -214,17 +229,16 @@ def test_damaged_settings_without_a_copy_are_an_error(stopped, train):
         train(flags=("resume",), **SETTINGS)
 
 
-def test_damaged_results_are_named(train, tmp_path):
-    train()
-    truncate(tmp_path / "run" / "all_results.json")
+def test_damaged_results_are_named(stopped, train):
+    truncate(stopped.parent / "whole" / "all_results.json")
     with pytest.raises(ValueError, match=r"all_results\.json is damaged"):
-        train(flags=("resume",))
+        train(output="whole", flags=("resume",), **SETTINGS)
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 )
-def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, stopped, train, monkeypatch):
     original = state.save_file
 
     def full(tensors, path):
@@ -234,19 +248,18 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, train, tmp_p
         full.left -= 1
         original(tensors, path)
 
-    full.left = len(PARTS) + 1
+    full.left = 1
     monkeypatch.setattr(state, "save_file", full)
     message = (
-        r"cannot write .*checkpoint-4, which needs about \d+\.\d MB; \d+\.\d MB are free: .*No space left.*; "
-        "checkpoint-2 is whole: continue from it with --resume"
+        r"cannot write .*checkpoint-6, which needs about \d+\.\d MB; \d+\.\d MB are free: .*No space left.*; "
+        "checkpoint-4 is whole: continue from it with --resume"
     )
     with pytest.raises(OSError, match=message):
-        train(**SETTINGS)
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint-2"]
+        train(flags=("resume",), **SETTINGS)
+    assert sorted(path.name for path in stopped.glob("checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
     monkeypatch.undo()
-    train(output="whole", **SETTINGS)
     train(flags=("resume",), **SETTINGS)
-    assert_equal_to_the_whole_run(tmp_path / "run")
+    assert same_weights(stopped, stopped.parent / "whole")
 
 
 def test_the_disk_is_blamed_for_nothing_else(tmp_path):
@@ -367,15 +380,7 @@ def test_no_program_reads_pickles():
     root = Path(glue.__file__).parent
     for path in root.rglob("*.py"):
         content = path.read_text()
-        for name in (
-            "torch.load",
-            "load_state(",
-            "save_state(",
-            "import pickle",
-            "allow_pickle=True",
-            "np.load",
-            "dill",
-        ):
+        for name in ("torch.load", "load_state(", "save_state(", "pickle=True", "import pickle", "np.load", "dill"):
             assert name not in content, f"{path}: {name}"
 
 

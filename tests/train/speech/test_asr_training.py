@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from safetensors.torch import load_file
 from speech import write_corpus
-from stopping import whole_and_resumed
+from stopping import same_weights, whole_and_resumed
 from transformers import AutoModelForCTC, AutoProcessor
 
 from favor.models.conformer import ConformerConfig
@@ -23,8 +22,8 @@ PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0, "dither": 0}
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """Ten utterances of one word each."""
-    return write_corpus(tmp_path_factory.mktemp("short"), {"train": 10, "dev": 1}, words=(1, 2))
+    """Five utterances of one word each."""
+    return write_corpus(tmp_path_factory.mktemp("short"), {"train": 5, "dev": 1}, words=(1, 2))
 
 
 def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
@@ -41,11 +40,11 @@ def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_utterances_are_learned_by_heart(train, short, tmp_path):
-    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 20, "eval_splits": "train", "data_dir": short}
-    results = train(max_train_steps=120, **options)
+def test_five_utterances_are_learned_by_heart(train, short, tmp_path):
+    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 100, "eval_splits": "train", "data_dir": short}
+    results = train(max_train_steps=80, **options)
     assert results["metrics"]["train_wer"] < 5
-    assert results["utterances"] == {"train": 10}
+    assert results["utterances"] == {"train": 5}
     # What was saved says the same to a user of transformers.
     model, processor = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCTC, AutoProcessor))
     chapter = short / "LibriSpeech" / "train" / "1" / "7"
@@ -56,8 +55,10 @@ def test_ten_utterances_are_learned_by_heart(train, short, tmp_path):
     assert processor.batch_decode(logits.argmax(-1)) == [text]
 
 
-def test_a_causal_model_trains_on_audio_whose_band_ends_early(train, tmp_path):
+def test_a_causal_model_gets_fixed_features_also_of_audio_whose_band_ends_early(train, tmp_path):
     """Some bins are constant there, and "none" divides by their deviation."""
+    with pytest.raises(ValueError, match="add --normalize none"):
+        train(flags=("causal",), attn_implementation="favor+")
     root = write_corpus(tmp_path / "telephone", {"train": 3, "dev": 1}, words=(1, 2))
     for path in root.rglob("*.flac"):
         audio, rate = soundfile.read(path)
@@ -67,21 +68,15 @@ def test_a_causal_model_trains_on_audio_whose_band_ends_early(train, tmp_path):
     options = {"attn_implementation": "favor+", "normalize": "none", "max_train_steps": 1}
     results = train(data_dir=root, flags=("causal",), **options)
     assert np.isfinite(results["train_loss"])
-    assert min(AutoProcessor.from_pretrained(tmp_path / "run").feature_extractor.std) == 0.1
+    extractor = AutoProcessor.from_pretrained(tmp_path / "run").feature_extractor
+    assert (extractor.normalize, min(extractor.std)) == ("none", 0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
-def test_a_transducer_learns(train, short, ctc_weight):
-    options = {
-        **PLAIN,
-        "data_dir": short,
-        "architecture": "transducer",
-        "ctc_weight": ctc_weight,
-        "eval_splits": "train",
-    }
-    first = train("first", max_train_steps=2, **options)
-    last = train("last", max_train_steps=40, eval_epochs=20, prediction_network="stateless", **options)
+def test_a_transducer_learns(train, short):
+    options = {**PLAIN, "data_dir": short, "architecture": "transducer", "eval_splits": "train", "eval_epochs": 100}
+    first = train("first", max_train_steps=1, **options)
+    last = train("last", max_train_steps=40, prediction_network="stateless", **options)
     assert last["train_loss"] < 0.6 * first["train_loss"]
 
 
@@ -101,33 +96,31 @@ NOISY = {"noise_dir": "noise", "noise_snr": "-5 10", "reverb_dir": "rooms", "gai
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"ema_decay": 0.0, "gradient_accumulation_steps": 2, **NOISY},
         {"architecture": "transducer", "attn_implementation": "favor+", "redraw_interval": 3},
     ],
-    ids=["average", "accumulation and noise", "redraws"],
+    ids=["accumulation and noise", "average and redraws"],
 )
 def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypatch, options):
     monkeypatch.chdir(sounds)
-    settings = {"max_train_steps": 7, "checkpointing_steps": 2, "eval_epochs": 2, **options}
+    settings = {"max_train_steps": 6, "checkpointing_steps": 2, "eval_epochs": 2, **options}
     whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]
 
 
 def test_workers_and_the_log_change_nothing(train, sounds, tmp_path):
-    drawn = {"speeds": "0.9 1.0 1.1", "noise_dir": sounds / "noise", "reverb_rt60": "0.1 0.2"}
+    drawn = {"speeds": "0.9 1.0 1.1", "noise_dir": sounds / "noise", "reverb_rt60": "0.1 0.2", "max_train_steps": 3}
     one = train("one", **drawn)
     other = train("other", dataloader_num_workers=1, report_to="tensorboard", **drawn)
     assert one["metrics"] == other["metrics"]
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_weights(tmp_path / "one", tmp_path / "other")
     assert list((tmp_path / "other").rglob("events.out.tfevents*"))
 
 
-@pytest.mark.parametrize("architecture", ["ctc", "transducer"])
-def test_bfloat16_is_near_float32(train, architecture, fresh_accelerator):
-    options = {"architecture": architecture, "max_train_steps": 2}
+def test_bfloat16_is_near_float32(train, fresh_accelerator):
+    """Of a Transducer with a CTC head, which is all that there is."""
+    options = {"architecture": "transducer", "ctc_weight": 0.3, "max_train_steps": 2}
     exact = train("no", mixed_precision="no", **options)["train_loss"]
     fresh_accelerator()
     found = train("bf16", mixed_precision="bf16", **options)["train_loss"]
@@ -162,12 +155,13 @@ def test_what_cannot_be_used_is_named_and_counted(train, tmp_path):
 
 
 def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
-    train("first", attn_implementation="sdpa", num_features=None, exact_below=None)
-    results = train("second", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_features=8)
+    train("first", attn_implementation="sdpa", num_features=None, exact_below=None, max_train_steps=1)
+    path = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None, "max_train_steps": 1}
+    results = train("second", num_features=8, **path)
     assert results["attn_implementation"] == "favor#"
     assert results["favor"]["num_features"] == 8
     with pytest.raises(ValueError, match="num_mel_bins has no effect, because --model_name_or_path already decides it"):
-        train("third", model_name_or_path=tmp_path / "first", preset=None, tokenizer_type=None, num_mel_bins=40)
+        train("third", num_mel_bins=40, **path)
 
 
 def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
@@ -194,15 +188,6 @@ def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path
         train("none", ctc_weight=0.3)
 
 
-def test_a_causal_model_gets_fixed_features(train, tmp_path):
-    with pytest.raises(ValueError, match="add --normalize none"):
-        train(flags=("causal",), attn_implementation="favor+")
-    train(flags=("causal",), attn_implementation="favor+", normalize="none", max_train_steps=2)
-    settings = json.loads((tmp_path / "run" / "processor_config.json").read_text())["feature_extractor"]
-    assert settings["normalize"] == "none"
-    assert min(settings["std"]) > 0.1
-
-
 def test_the_average_follows_the_weights():
     model = torch.nn.Linear(2, 1, bias=False)
     average = weight_average(model, 0.5)
@@ -224,7 +209,6 @@ def test_the_average_follows_the_weights():
         ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
         ({"per_device_train_batch_seconds": 0.5}, "per_device_train_batch_seconds|max_seconds"),
-        ({"noise_dir": "nowhere"}, "noise_dir must be a folder with .*nowhere is no folder"),
         ({"noise_snr": "0 10"}, "noise_snr has no effect without noise_dir"),
     ],
 )

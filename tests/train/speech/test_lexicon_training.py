@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launching import options
+from launching import isolated_here, options
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_whisper import make_processor, save
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
     first = ["--model_name_or_path", str(place / "whisper"), "--architecture", "ctc", "--max_train_steps", "2"]
     first += ["--lexicon", str(place / "lexicon.txt"), "--encoder_learning_rate", "0"]
     asr.main([*words, *first, "--output_dir", str(place / "head")])
-    second = ["--model_name_or_path", str(place / "head"), "--max_train_steps", "20", "--encoder_learning_rate", "4e-4"]
+    second = ["--model_name_or_path", str(place / "head"), "--max_train_steps", "10", "--encoder_learning_rate", "4e-4"]
     results = asr.main([*words, *second, "--output_dir", str(place / "model")])
     return place, results
 
@@ -113,7 +113,7 @@ def test_words_are_found_by_their_pronunciation(place, tmp_path):
 
 
 @needs_search
-def test_streams_and_long_recordings_have_words(place, tmp_path):
+def test_streams_and_long_recordings_have_words(place, tmp_path, monkeypatch):
     """A window that holds all of a recording finds the words of `transcribe`, with their times; so does the program."""
     folder, _ = place
     model = WhisperForCTC.from_pretrained(folder / "model").eval()
@@ -132,6 +132,7 @@ def test_streams_and_long_recordings_have_words(place, tmp_path):
         assert [(one.start, one.end) for one in stream.words] == [(one.start, one.end) for one in expected.spans]
     words = [str(folder / "model"), "--data_dir", str(folder), "--split", "dev", "--minutes", "0.04", "--context", "1"]
     words += ["--language_model", str(folder / "lm.arpa"), "--num_features", "8", "--window", "8"]
+    monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     assert whisper_ctc_long.main([*words, "--output_dir", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "whisper_ctc_long.json").read_text())
     texts = {cell["way"]: cell["text"] for cell in content["cells"]}

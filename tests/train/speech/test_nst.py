@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from launching import fork, options
+from launching import forget_accelerator, fork, options
 from safetensors.torch import load_file
 from speech_corpus import write_shard
 
@@ -77,31 +76,16 @@ def preset():
         yield "dot"
 
 
+# Of a training that is the same each time.
+SETTINGS = {"eval_splits": "dev", "attn_implementation": "sdpa", "dither": 0, "frequency_masks": 0, "time_masks": 1}
+SETTINGS |= {"per_device_train_batch_seconds": 4, "learning_rate": 1e-2, "ema_decay": 0.9, "eval_epochs": 100}
+
+
 def words(corpus, output, **values):
-    """The command line of a training that is the same each time."""
-    settings = {
-        "data_dir": corpus,
-        "eval_splits": "dev",
-        "attn_implementation": "sdpa",
-        "dither": 0,
-        "frequency_masks": 0,
-        "time_masks": 1,
-        "per_device_train_batch_seconds": 4,
-        "learning_rate": 1e-2,
-        "ema_decay": 0.9,
-        "eval_epochs": 100,
-        "output_dir": output,
-        **values,
-    }
-    return options(settings)
+    return options({"data_dir": corpus, "output_dir": output, **SETTINGS, **values})
 
 
 NEW = {"preset": "dot", "tokenizer_type": "char", "num_mel_bins": 20, "dropout": 0}
-
-
-def reset():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +94,7 @@ def teacher(corpus, preset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     results = asr.main(words(corpus, folder, max_train_steps=100, **NEW, speeds=1, time_masks=0))
     assert results["metrics"]["dev_cer"] < 30
-    reset()
+    forget_accelerator()
     return folder
 
 
@@ -121,7 +105,7 @@ def start(corpus, first, output, *flags, **values):
     try:
         return nst.main([*words(corpus, output, **student | noise | values), *flags])
     finally:
-        reset()
+        forget_accelerator()
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +253,8 @@ def test_a_new_start_keeps_what_no_run_wrote(tmp_path):
 def test_overwriting_another_fit_and_a_threshold(corpus, teacher, tmp_path, capsys):
     start(corpus, teacher, tmp_path, generations=1, keep=0.2)
     old = (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text()
-    values = {
-        "generations": 1,
-        "keep": 1,
-        "threshold": -0.1,
-        "fit_split": "dev",
-        "extra_manifests": corpus / "dev.jsonl",
-    }
+    values = {"generations": 1, "keep": 1, "threshold": -0.1, "fit_split": "dev"}
+    values["extra_manifests"] = corpus / "dev.jsonl"
     capsys.readouterr()
     results = start(corpus, teacher, tmp_path, "--overwrite_output_dir", **values)
     choice = results["generations"][1]["pseudo_labels"]
@@ -351,12 +330,8 @@ def test_from_nothing(corpus, preset, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
-    student = {
-        "model_name_or_path": teacher,
-        "max_train_steps": 2,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_seconds": 8,
-    }
+    student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3}
+    student["per_device_train_batch_seconds"] = 8
     noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
     printed = fork("favor.train.nst", *words(corpus, tmp_path, **student | noise), processes=2)
     results = json.loads((tmp_path / "nst.json").read_text())

@@ -90,8 +90,7 @@ def stop_after(monkeypatch, batches):
     return seen
 
 
-@pytest.mark.parametrize("torn", ["", '{"id": "u4", "audio": "/somewh'])
-@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize(("done", "torn"), [(0, ""), (1, '{"id": "u4", "audio": "/somewh'), (2, "")])
 def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, speech, tmp_path, monkeypatch):
     whole = labelled(model, processor, speech, tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -1,13 +1,11 @@
 """Samples and batches of speech: what is in them, in which order, on one process and on several."""
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from speech_corpus import RATE, WORDS, librispeech
 
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
@@ -149,29 +147,6 @@ def test_processes_share_the_batches(processes):
         assert together[len(expected) :] == expected[: len(together) - len(expected)]
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_a_resumed_epoch_goes_on_where_it_was(processes):
-    for whole, resumed in zip(loaders(processes), loaders(processes), strict=True):
-        whole.set_epoch(2)
-        expected = list(whole)
-        rest = skip_first_batches(resumed, 5)
-        for loader in (resumed, rest):
-            loader.set_epoch(2)
-        assert list(rest) == expected[5:]
-
-
-def test_accelerator_takes_the_loader(utterances, processor):
-    data = SpeechDataset(utterances, processor)
-    sampler = DurationBatchSampler(data.durations, 3.0)
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=collate))
-    assert len(loader) == len(sampler)
-    loader.set_epoch(1)
-    batches = list(loader)
-    assert sum(len(batch["labels"]) for batch in batches) == len(LENGTHS)
-    assert all(batch["input_features"].shape[:2] == batch["attention_mask"].shape for batch in batches)
-
-
 def test_a_sample_is_its_features_and_labels(utterances, processor):
     data = SpeechDataset(utterances, processor)
     assert len(data) == len(LENGTHS)
@@ -234,24 +209,6 @@ def test_collate_pads_as_the_processor_does(utterances, processor):
     for name, values in expected.items():
         torch.testing.assert_close(batch[name], values)
     assert set(collate([data[0]])) == {"input_features", "attention_mask", "labels"}
-
-
-@pytest.mark.slow
-def test_workers_give_the_same_batches(utterances, processor):
-    data = SpeechDataset(utterances, processor, speeds=SPEEDS, dither=1e-3)
-    sampler = DurationBatchSampler(data.durations, 3.0, speeds=SPEEDS)
-    given = {"batch_sampler": sampler, "collate_fn": partial(collate, with_index=True)}
-    # New processes, not forks: the test runs among threads.
-    with_workers = torch.utils.data.DataLoader(
-        data, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True, **given
-    )
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        for one, other in zip(torch.utils.data.DataLoader(data, **given), with_workers, strict=True):
-            for name, values in one.items():
-                torch.testing.assert_close(values, other[name], rtol=0, atol=0)
-            assert one["attention_mask"].sum() > 0
-            assert one["attention_mask"].numel() * 0.01 < 3.0
 
 
 def test_refuses_what_cannot_be_batched(utterances, processor):

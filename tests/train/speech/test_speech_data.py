@@ -185,15 +185,8 @@ def test_manifest_names_bad_rows(tmp_path):
     bad += [{**good[0], "seconds": 10**400}, {**good[0], "offset": -1}, {**good[0], "speaker": [[]]}]
     bad += [{**good[0], "text": "GO\ud800"}, {"audio": "a\0.wav", "text": "GO"}]
     file = write_manifest(tmp_path / "all.jsonl", [*good, *bad])
-    file.write_bytes(
-        file.read_bytes()
-        + b"not json\n"
-        + b"[" * 200000
-        + b"\n"
-        + b"[" * 400
-        + b"]" * 400
-        + b'\n{"audio": "\xff.wav", "text": "GO"}\n'
-    )
+    more = [b"not json", b"[" * 200000, b"[" * 400 + b"]" * 400, b'{"audio": "\xff.wav", "text": "GO"}', b""]
+    file.write_bytes(file.read_bytes() + b"\n".join(more))
     skipped = Skipped(20)
     assert len(read_manifest(file, skipped)) == 1
     assert list(skipped.reasons) == [f"{file}:{line}" for line in range(2, 16)]

@@ -1,10 +1,10 @@
 """A preparation that remembers what it has seen, and survives being killed."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 
+import launching
 import pytest
 from speech_corpus import librispeech, rows, write_manifest, write_sound
 
@@ -136,32 +136,28 @@ def test_ids_must_differ(tmp_path):
         load_speech(file)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from favor.train.speech import prepare as speech_prepare
-from favor.train.speech.data import Utterance
-read, calls = speech_prepare.read_audio, []
-def read_or_die(utterance, **settings):
-    calls.append(utterance)
-    if len(calls) == 3:
-        with open(os.path.join(sys.argv[1], "checked.partial.jsonl"), "a") as stream:
-            stream.write('{"id": "half a li')
-        os.kill(os.getpid(), signal.SIGKILL)
-    return read(utterance, **settings)
-speech_prepare.read_audio = read_or_die
-speech_prepare.CHUNK = 1
-speech_prepare.prepare([Utterance(Path(path).stem, "", Path(path)) for path in sys.argv[2:]], sys.argv[1])
-"""
+def killed_at_the_third(folder, utterances):
+    """Runs in a process of its own: prepares one utterance after the other, and dies in the middle of a line."""
+    calls, read = [], speech_prepare.read_audio
+
+    def read_or_die(utterance, **settings):
+        calls.append(utterance)
+        if len(calls) == 3:
+            with (folder / "checked.partial.jsonl").open("a") as stream:
+                stream.write('{"id": "half a li')
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(utterance, **settings)
+
+    speech_prepare.read_audio, speech_prepare.CHUNK = read_or_die, 1
+    prepare(utterances, folder)
 
 
-@pytest.mark.slow
 def test_a_killed_preparation_goes_on(corpus, tmp_path, monkeypatch):
-    ready = tmp_path / "ready"
-    utterances = read_librispeech(corpus, "dev")
-    command = [sys.executable, "-c", KILLED, str(ready), *(str(one.audio) for one in utterances)]
-    ended = subprocess.run(command, capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ready, utterances = tmp_path / "ready", read_librispeech(corpus, "dev")
+    process = launching._context.Process(target=killed_at_the_third, args=(ready, utterances))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not (ready / "checked.jsonl").exists()
     seen = counted(monkeypatch)
     found = prepare(utterances, ready)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import isolated_here
 from marks import needs_search
 from speech import WORDS, write_corpus
 from tiny_causal import save_causal
@@ -33,7 +34,7 @@ def place(tmp_path_factory):
     save(place / "whisper", make_processor())
     write_arpa([" ".join(WORDS), "BAD CAB"], place / "lm.arpa", order=2)
     words = ["--data_dir", str(place), "--model_name_or_path", str(place / "whisper"), "--architecture", "ctc"]
-    words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "30"]
+    words += ["--tokenizer_type", "char", "--encoder_learning_rate", "4e-4", "--max_train_steps", "12"]
     asr.main(
         [*words, "--per_device_train_batch_seconds", "24", "--ema_decay", "0", "--output_dir", str(place / "model")]
     )
@@ -169,8 +170,9 @@ def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
         assert score == pytest.approx(-float(loss), rel=1e-4)
 
 
-def test_long_recordings(place):
+def test_long_recordings(place, monkeypatch):
     """Every way has its row; windows and one pass of a short recording find the text of its only window."""
+    monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
     words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--window", "8", "--output_dir", str(place)]

@@ -41,18 +41,9 @@ def save(path: Path, processor: WhisperProcessor) -> Path:
     end, start, no_times = processor.tokenizer.convert_tokens_to_ids([SPECIAL[0], SPECIAL[1], SPECIAL[4]])
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
     sizes = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = WhisperConfig(
-        vocab_size=len(processor.tokenizer),
-        d_model=32,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=24,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **sizes,
-        **special,
-    )
+    sizes |= {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": len(processor.tokenizer)}
+    sizes |= {"max_source_positions": FRAMES // 2, "max_target_positions": 24}
+    config = WhisperConfig(**sizes, **special, suppress_tokens=None, begin_suppress_tokens=None)
     model = WhisperForConditionalGeneration(config)
     model.generation_config = GenerationConfig(
         max_length=24, is_multilingual=False, return_timestamps=False, no_timestamps_token_id=no_times, **special

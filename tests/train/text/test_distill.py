@@ -7,7 +7,7 @@ import pytest
 import torch
 from launching import fork
 from safetensors.torch import load_file
-from stopping import stopped_after
+from stopping import same_weights, stopped_after
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModel, AutoTokenizer, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -22,23 +22,12 @@ from favor.train.text.distill_data import Texts, growing_lengths
 from favor.train.text.samples import samples
 
 
-@pytest.fixture(scope="module")
-def decoder_folder(bert_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=24, initializer_range=0.4)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def arguments(folder, text, out, *more):
     common = ["--num_features", "16", "--window", "8", "--max_length", "32", "--calibration_samples", "4"]
     return ["--model_name_or_path", str(folder), "--train_file", str(text), "--output_dir", str(out), *common, *more]
 
 
-def held_out_error(model, exact, ids, draws=20):
+def held_out_error(model, exact, ids, draws=8):
     """Relative error of the whole model's output, mean over draws of the random features."""
     errors = []
     with torch.no_grad():
@@ -49,21 +38,28 @@ def held_out_error(model, exact, ids, draws=20):
     return torch.stack(errors).mean().item()
 
 
-def test_fixed_parameters_are_learned(decoder_folder, text, tmp_path):
-    more = ("--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8")
-    results = distill.main(arguments(decoder_folder, text, tmp_path / "out", "--attention_steps", "200", *more))
-    start = distill.main(arguments(decoder_folder, text, tmp_path / "start", "--attention_steps", "0"))
-    layer = "layers.0.self_attn"
-    assert results["layers"][layer]["kind"] == start["layers"][layer]["kind"] == "calibrated"
-    assert len(results["attention_loss"]) == 200
+def test_each_stage_brings_held_out_text_closer(decoder_folder, text, tmp_path, capsys):
+    """As the program measures it, and as the saved models do on text of their own."""
+    more = ["--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8", "--window", "0"]
+    more += ["--model_learning_rate", "3e-3", "--held_out_samples", "20"]
+    found, layer = {}, "layers.0.self_attn"
+    for steps in ("0", "60"):
+        words = arguments(decoder_folder, text, tmp_path / steps, "--attention_steps", steps, "--model_steps", steps)
+        found[steps] = distill.main([*words, *more])
+        assert found[steps]["layers"][layer]["kind"] == "calibrated"
+    errors = found["60"]["errors"]
+    assert list(errors) == ["closed form", "attention", "model"]
+    assert errors["model"] < 0.9 * errors["attention"] < 0.9 * errors["closed form"]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"after"')]
+    assert [line["relative error of hidden states"] for line in printed][-3:] == list(errors.values())
+    assert len(found["60"]["attention_loss"]) == 60
     ids = samples(text, AutoTokenizer.from_pretrained(decoder_folder), 32, 30, seed=5)
     exact = LlamaForCausalLM.from_pretrained(decoder_folder).eval()
-    errors = {}
-    for name in ("start", "out"):
-        model = LlamaForCausalLM.from_pretrained(tmp_path / name, attn_implementation="favor#").eval()
-        errors[name] = held_out_error(model, exact, ids)
-    assert errors["out"] < 0.98 * errors["start"]
-    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["arguments"]["window"] == 8
+    start, end = (
+        held_out_error(LlamaForCausalLM.from_pretrained(tmp_path / steps).eval(), exact, ids) for steps in found
+    )
+    assert end < 0.9 * start
+    assert json.loads((tmp_path / "60" / "all_results.json").read_text())["arguments"]["window"] == 0
 
 
 def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp_path):
@@ -173,12 +169,10 @@ def test_an_untrained_correction_changes_nothing():
     )
 
 
-@pytest.mark.parametrize(("kind", "features"), [("hidden states", "landmark"), ("logits", "wderf")])
-def test_training_the_model_brings_its_output_closer(kind, features, bert_folder, decoder_folder, text, tmp_path):
-    folder = bert_folder if kind == "hidden states" else decoder_folder
-    more = ["--model_steps", "80", "--model_learning_rate", "3e-3", "--features", features]
-    more += ["--attention_steps", "0"] if features == "wderf" else ["--num_features", "3", "--window", "3"]
-    losses = distill.main(arguments(folder, text, tmp_path, *more))["model_loss"]
+def test_training_a_model_with_landmarks_brings_its_output_closer(bert_folder, text, tmp_path):
+    more = ["--model_steps", "80", "--model_learning_rate", "3e-3", "--features", "landmark"]
+    more += ["--num_features", "3", "--window", "3"]
+    losses = distill.main(arguments(bert_folder, text, tmp_path, *more))["model_loss"]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
@@ -232,37 +226,26 @@ def test_bad_arguments(more, message, bert_folder, text, tmp_path):
         distill.main(arguments(bert_folder, text, tmp_path, *more))
 
 
-@pytest.mark.parametrize("stop", [("attention", 2), ("attention", 4), ("model", 2)], ids=str)
-def test_a_stopped_run_ends_with_the_same_weights(stop, bert_folder, text, tmp_path):
+def test_a_stopped_run_ends_with_the_same_weights(bert_folder, text, tmp_path):
     more = ["--attention_steps", "4", "--model_steps", "4", "--checkpointing_steps", "2", "--ema_decay", "0.9"]
     more += ["--lengths", "8", "32", "--pair_probability", "0.5", "--exact_heads", "1", "--model_learning_rate", "1e-3"]
     whole = distill.main(arguments(bert_folder, text, tmp_path / "whole", *more))
-    with stopped_after(stop[1], stop[0]):
-        distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
-    assert not (tmp_path / "stopped" / "all_results.json").exists()
-    resumed = distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more, "--resume"))
-    for name in ("attention_loss", "model_loss", "errors"):
-        assert resumed[name] == whole[name]
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    again = distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more, "--resume"))
+    for stage, step in (("attention", 2), ("attention", 4), ("model", 2)):
+        stopped = tmp_path / f"{stage} {step}"
+        words = arguments(bert_folder, text, stopped, *more)
+        with stopped_after(step, stage):
+            distill.main(words)
+        assert not (stopped / "all_results.json").exists()
+        resumed = distill.main([*words, "--resume"])
+        for name in ("attention_loss", "model_loss", "errors"):
+            assert resumed[name] == whole[name]
+        assert same_weights(tmp_path / "whole", stopped)
+    again = distill.main([*words, "--resume"])
     assert again["seconds"] == resumed["seconds"]  # a finished run is not run again
     with pytest.raises(ValueError, match="holds a run already"):
-        distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more))
+        distill.main(words)
     with pytest.raises(ValueError, match=r"cannot resume .* with other settings: model_learning_rate"):
-        distill.main(arguments(bert_folder, text, tmp_path / "stopped", *more[:-1], "1e-4", "--resume"))
-
-
-def test_each_stage_brings_held_out_text_closer(decoder_folder, text, tmp_path, capsys):
-    more = ["--attention_steps", "60", "--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8"]
-    more += ["--model_steps", "60", "--model_learning_rate", "3e-3", "--held_out_samples", "20", "--window", "0"]
-    results = distill.main(arguments(decoder_folder, text, tmp_path, *more))
-    errors = results["errors"]
-    assert list(errors) == ["closed form", "attention", "model"]
-    assert errors["model"] < 0.9 * errors["attention"] < 0.9 * errors["closed form"]
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"after"')]
-    assert [line["relative error of hidden states"] for line in printed] == list(errors.values())
+        distill.main([*words[:-1], "1e-4", "--resume"])
 
 
 def test_samples_grow(bert_folder, text, tmp_path, monkeypatch):
@@ -315,10 +298,10 @@ def test_words_can_be_learned_too(kind, bert_folder, decoder_folder, text, tmp_p
         torch.manual_seed(0)  # the checkpoint has no head for words
         BertForMaskedLM.from_pretrained(bert_folder).save_pretrained(folder)
         AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
-    more = ["--attention_steps", "0", "--model_steps", "80", "--model_learning_rate", "3e-3"]
+    more = ["--attention_steps", "0", "--model_steps", "40", "--model_learning_rate", "1e-2"]
     more += ["--hidden_weight", "0", "--logits_weight", "1e-6", "--task_weight", "1"]
     losses = distill.main(arguments(folder, text, tmp_path / "out", *more))["model_loss"]
-    assert sum(losses[-20:]) < 0.95 * sum(losses[:20])
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
 
 
 def test_an_average_of_the_weights_is_saved(bert_folder, text, tmp_path):
@@ -367,7 +350,7 @@ def test_a_precision_that_does_not_exist_is_refused(bert_folder, text, tmp_path)
         parse_arguments(arguments(bert_folder, text, tmp_path, "--mixed_precision", "half"))
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("encoder", "favor+"), ("decoder", "favor++"), ("encoder", "favor#")])
+@pytest.mark.parametrize(("kind", "backend"), [("encoder", "favor+"), ("decoder", "favor++")])
 def test_learned_directions_help_and_are_loaded(kind, backend, bert_folder, decoder_folder, text, tmp_path):
     folder = bert_folder if kind == "encoder" else decoder_folder
     more = ["--attn_implementation", backend, "--attention_steps", "60", "--per_device_train_batch_size", "8"]

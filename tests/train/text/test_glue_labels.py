@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from favor.train import glue
 from favor.train.text.glue_data import get_task
 from favor.train.text.glue_labels import is_classifier, label_rows, rows_set, set_labels
 
@@ -75,25 +74,13 @@ def test_what_holds_a_head(architecture, names, holds):
     assert is_classifier(BertConfig(architectures=architecture and [architecture], id2label=labels)) is holds
 
 
-@pytest.fixture(scope="module")
-def trained(bert_folder, glue_folder, tmp_path_factory):
-    """Saves a classifier that was trained on SST-2 until it makes no error."""
-    folder = tmp_path_factory.mktemp("classifier") / "plain"
-    where = ["--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder), "--output_dir", str(folder)]
-    steps = ["--max_train_steps", "60", "--learning_rate", "1e-2", "--per_device_train_batch_size", "4"]
-    attention = ["--attn_implementation", "favor+", "--num_features", "16", "--exact_below", "0"]
-    results = glue.main([*where, "--task_name", "sst2", *steps, *attention])
-    assert results["metrics"]["accuracy"] == 1.0
-    return folder
-
-
 @pytest.fixture
-def renamed(trained, tmp_path):
+def renamed(classifier, tmp_path):
     """Gives a function that copies this classifier, with other names of its labels and rows of its head."""
 
     def call(names: list[str], rows: list[int]) -> Path:
         target = tmp_path / "-".join(names)
-        shutil.copytree(trained, target)
+        shutil.copytree(classifier.folder, target)
         config = json.loads((target / "config.json").read_text())
         config["id2label"] = dict(enumerate(names))
         config["label2id"] = {name: number for number, name in enumerate(names)}
@@ -106,10 +93,10 @@ def renamed(trained, tmp_path):
     return call
 
 
-def test_a_head_in_another_order_keeps_its_meaning(train, trained, renamed, tmp_path, capsys):
+def test_a_head_in_another_order_keeps_its_meaning(train, classifier, renamed, tmp_path, capsys):
     """Score and loss are those of the plain order, in training too, and the saved names still say what is what."""
     steps = {"max_train_steps": 10, "learning_rate": 1e-3}
-    plain = train(output="plain", model_name_or_path=trained, **steps)
+    plain = train(output="plain", model_name_or_path=classifier.folder, **steps)
     capsys.readouterr()
     other = train(output="other", model_name_or_path=renamed(["Positive", "NEGATIVE"], [1, 0]), **steps)
     assert "another order than the data: negative is its output 1, positive is its output 0" in capsys.readouterr().out
@@ -119,28 +106,24 @@ def test_a_head_in_another_order_keeps_its_meaning(train, trained, renamed, tmp_
     assert (saved.id2label, saved.label2id) == ({0: "positive", 1: "negative"}, {"positive": 0, "negative": 1})
 
 
-def test_a_head_with_other_labels_is_refused_or_replaced(train, trained, renamed, capsys):
+def test_a_head_with_other_labels_is_refused_or_replaced(train, classifier, renamed, capsys):
     named = renamed(["cat", "dog"], [0, 1])
     with pytest.raises(ValueError, match=r"cat, dog for labels, and SST-2 has .*id2label.*--ignore_mismatched_sizes"):
         train(model_name_or_path=named)
     none = {"max_train_steps": 1, "learning_rate": 1e-12}
-    kept = train(output="kept", model_name_or_path=trained, **none)
+    kept = train(output="kept", model_name_or_path=classifier.folder, **none)
     new = train(output="new", model_name_or_path=named, flags=("ignore_mismatched_sizes",), **none)
     assert "a new head is trained" in capsys.readouterr().out
     assert kept["train_loss"] < 0.1 < new["train_loss"]
     with pytest.raises(ValueError, match="negative, positive for labels, and MNLI has"):
-        train("mnli", model_name_or_path=trained)
-    assert train("mnli", model_name_or_path=trained, flags=("ignore_mismatched_sizes",))["steps"] == 3
+        train("mnli", model_name_or_path=classifier.folder)
+    assert train("mnli", model_name_or_path=classifier.folder, flags=("ignore_mismatched_sizes",))["steps"] == 3
 
 
-def test_a_teacher_in_another_order_teaches_the_same(train, trained, renamed):
-    swapped = renamed(["positive", "negative"], [1, 0])
+def test_a_teacher_in_another_order_teaches_the_same(train, classifier, renamed):
     student = {"task_weight": 0, "hidden_weight": 0, "attn_implementation": "sdpa", "dropout": 0}
-    plain, other = (
-        train(output=f"of-{path.name}", teacher=path, **student)["train_loss"] for path in (trained, swapped)
-    )
-    assert other == pytest.approx(plain, rel=1e-5)
-    student |= {"max_train_steps": 1, "model_name_or_path": trained}
-    assert train(output="same", teacher=swapped, **student)["train_loss"] == pytest.approx(0, abs=1e-5)
+    student |= {"max_train_steps": 1, "model_name_or_path": classifier.folder}
+    same = train(output="same", teacher=renamed(["positive", "negative"], [1, 0]), **student)
+    assert same["train_loss"] == pytest.approx(0, abs=1e-5)
     with pytest.raises(ValueError, match=r"cat, dog for labels.*give a teacher that was fine-tuned on SST-2"):
         train(output="none", teacher=renamed(["cat", "dog"], [0, 1]), **student)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import LAUNCH, TWO, fork, kill_after, run
+from launching import LAUNCH, TWO, fork, kill_after, options, run
 from safetensors.torch import load_file
+from stopping import same_weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import favor.models  # noqa: F401  registers Performer BERT
@@ -19,55 +20,23 @@ pytestmark = pytest.mark.slow
 
 
 def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[str]:
-    settings = {"model_name_or_path": bert, "data_dir": data, "output_dir": output, **values}
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def test_accelerate_launch_then_reload(bert_folder, glue_folder, tmp_path):
-    """Fresh processes load models of the zoo in tests/test_fresh_process.py."""
-    backend = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
-    words = arguments(bert_folder, glue_folder, tmp_path / "run", task_name="sst2", max_train_steps=20, **backend)
-    printed = run(*LAUNCH, "--num_processes", 1, ROOT / "train" / "glue.py", *words, "--learning_rate", "1e-2")
-    results = json.loads((tmp_path / "run" / "all_results.json").read_text())
-    assert "majority baseline accuracy 0.5000" in printed
-    assert results["num_processes"] == 1
-
-    data = load_glue("sst2", glue_folder).evaluation["validation"]
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
-    assert (type(model).__name__, model.config._attn_implementation) == (
-        "PerformerBertForSequenceClassification",
-        "favor#",
-    )
-    logits = logits_of(tmp_path / "run", data["sentence"][:], padding=True)
-    scores = load_glue_metric("sst2").compute(predictions=logits.argmax(-1), references=data["label"][:])
-    assert scores == results["metrics"]
+    return options({"model_name_or_path": bert, "data_dir": data, "output_dir": output, **values})
 
 
 def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path):
-    run_settings = {
-        "task_name": "sst2",
-        "head_optimizer": "softmax_bound",
-        "attn_implementation": "favor+",
-        "num_features": 8,
-        "exact_below": 0,
-        "redraw_interval": 7,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 3,
-        "max_train_steps": 120,
-        "checkpointing_steps": 10,
-    }
+    backend = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0, "redraw_interval": 7}
+    steps = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "checkpointing_steps": 5}
+    run_settings = {"task_name": "sst2", "head_optimizer": "softmax_bound", "max_train_steps": 60, **backend, **steps}
     program = "favor.train.glue"
     fork(program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
 
     killed = tmp_path / "killed"
     words = arguments(bert_folder, glue_folder, killed, **run_settings)
-    kill_after(20, killed, program, *words)
+    kill_after(10, killed, program, *words)
     printed = fork(program, *words, "--resume")
     assert "continuing from checkpoint-" in printed
 
-    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert same_weights(tmp_path / "whole", killed)
     first, second = (json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("whole", "killed"))
     assert first["metrics"] == second["metrics"]
     assert first["per_seed"][0]["history"] == second["per_seed"][0]["history"]
@@ -78,7 +47,7 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     words = arguments(bert_folder, glue_folder, tmp_path / "two", task_name="stsb", per_device_eval_batch_size=2)
     words += ["--num_train_epochs", "2", "--checkpointing_steps", "3", "--per_device_train_batch_size", "3"]
     rate = ("--learning_rate", "1e-2")
-    printed = run(*LAUNCH, *TWO, "-m", "favor.train.glue", *words, *rate)
+    printed = run(*LAUNCH, *TWO, ROOT / "train" / "glue.py", *words, *rate)
     assert printed.count("majority baseline") == 1
     results = json.loads((tmp_path / "two" / "all_results.json").read_text())
     assert results["num_processes"] == 2
@@ -107,7 +76,7 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     assert json.loads((tmp_path / "two" / "all_results.json").read_text())["metrics"] == results["metrics"]
 
 
-def logits_of(folder: Path, *texts: object, **options: bool) -> torch.Tensor:
+def logits_of(folder: Path, *texts: object) -> torch.Tensor:
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        return model(**AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt", **options)).logits
+        return model(**AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt")).logits

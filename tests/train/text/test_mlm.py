@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from launching import caller, fork
+from launching import caller, fork, options
 from stopping import whole_and_resumed
 from transformers import (
     AutoModelForMaskedLM,
@@ -65,8 +65,8 @@ def test_masks_are_those_of_bert_and_change_with_the_epoch(bert_folder):
 def test_it_learns_how_frequent_words_are(head, adapt):
     # The words are drawn alike, so that nothing beyond log 14 can be learnt.
     flags = ("untie_head",) if head else ()
-    results = adapt(max_train_steps=100, flags=flags, **BACKEND, **head)
-    assert results["steps"] == 100
+    results = adapt(max_train_steps=60, flags=flags, **BACKEND, **head)
+    assert results["steps"] == 60
     assert results["metrics"]["loss"] == pytest.approx(math.log(14), abs=0.15)
     assert results["metrics"]["perplexity"] == pytest.approx(math.exp(results["metrics"]["loss"]))
 
@@ -157,8 +157,7 @@ def test_resume_repeats_the_uninterrupted_run(head, adapt, tmp_path):
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(still_folder, text, tmp_path):
     settings = {"model_name_or_path": still_folder, "train_file": text, "max_length": 32, "max_train_steps": 6, **BOUND}
-    common = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    losses = []
+    common, losses = options(settings), []
     for count, batch in ((1, 4), (2, 2)):
         words = ["--output_dir", tmp_path / str(count), "--per_device_train_batch_size", batch, "--untie_head"]
         fork("favor.train.mlm", *common, *words, processes=count)
