@@ -17,7 +17,7 @@ EXTRA_PACKAGES += ["tensorboard", "scipy", "flashlight"]
 WITHOUT = """
 import importlib, json, sys
 import torch, transformers, transformers.masking_utils, transformers.cache_utils
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 found, packages = {}, json.loads(sys.argv[1])

@@ -179,7 +179,9 @@ def test_architectures_name_a_model_of_the_config(name, bert_folder, tmp_path):
     config = json.loads((bert_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
     for load in (load_exact, lambda folder: check.main([folder]), lambda folder: convert.main([folder, f"{folder}/x"])):
-        with pytest.raises(ValueError, match=f"{tmp_path} holds a {name}, and there is no class to load it") as error:
+        # Some releases of huggingface_hub refuse what is no text before.
+        said = rf"{tmp_path} (holds a {name}, and there is no class to load it|cannot be used: .*'architectures')"
+        with pytest.raises(ValueError, match=said) as error:
             load(str(tmp_path))
         one_line(error.value)
 

@@ -80,6 +80,9 @@ def configure(
         change.merge(name, options)
     if attn_implementation is not None and not part:
         model.set_attn_implementation(attn_implementation)
+        for inner in model.modules() if name else ():  # transformers 5.17 passes over copies of the config, as in T5
+            if isinstance(inner, PreTrainedModel) and type(inner.config) is type(model.config):
+                inner.config._attn_implementation_internal = model.config._attn_implementation
     for change in changes:
         change.apply(model, name, part)
     drop_own(model, {state.number for state, _ in layers}, options)

@@ -177,9 +177,9 @@ class GlueData:
     def keep_first(self, train: int | None, evaluation: int | None) -> None:
         """Keeps the first samples of each split, `train` and `evaluation` of them; None keeps all."""
         if train is not None:
-            self.train = self.train.take(train)
+            self.train = self.train.take(min(train, len(self.train)))
         if evaluation is not None:
-            self.evaluation = {split: part.take(evaluation) for split, part in self.evaluation.items()}
+            self.evaluation = {split: part.take(min(evaluation, len(part))) for split, part in self.evaluation.items()}
 
     def add_distractors(self, number: int) -> None:
         """Makes documents: puts texts of other samples of the split around the text that holds the answer.

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_learns_a_learnable_task_and_says_so_everywhere(classifier, glue_folder)
     data = {"name": "GLUE SST-2", "type": "nyu-mll/glue", "config": "sst2", "split": "validation"}
     assert measured["dataset"] == data
     assert measured["metrics"][0] == {"type": "accuracy", "value": 1.0, "name": "accuracy"}
-    for text in ("`favor+`", "num_features 16", "exact_below 0", "Seeds: 42", f"torch {torch.__version__}"):
+    for text in ("`favor+`", "num_features 16", "exact_below 0", "Seeds: 42", f"torch {version('torch')}"):
         assert text in card
     assert str(classifier.folder.parent) not in card
     assert head["license"] == "unknown"  # the base model has no card that says it
