@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     WhisperConfig,
+    WhisperFeatureExtractor,
 )
 
 from favor.eval import feature_weights
@@ -172,6 +173,19 @@ def test_texts_that_a_tokenizer_does_not_know_are_refused(bert_folder, tmp_path)
     check_known([], tokenizer, "x")
     whisper = load_processor(str(heard_words(tmp_path / "whisper")))
     check_known([[whisper.eos_token_id]], whisper, "x")  # its unknown token is the end of the text
+
+
+@pytest.mark.parametrize(("name", "size"), [("n_fft", 10**6), ("feature_size", 1000), ("chunk_length", 10**5)])
+def test_sizes_of_a_feature_extractor_of_transformers_are_bounded(name, size, tmp_path):
+    """It would make filters of n_fft times feature_size, and pad each recording to its chunk_length in seconds."""
+    WhisperFeatureExtractor().save_pretrained(tmp_path)
+    assert load_processor(str(tmp_path), WhisperFeatureExtractor).n_fft == 400
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {name: size}
+    for file, written in (("preprocessor_config", settings), ("processor_config", {"feature_extractor": settings})):
+        (tmp_path / f"{file}.json").write_text(json.dumps(written))
+        with pytest.raises(ValueError, match=rf"{file}.json: {name} must be at most \d+, got {size}"):
+            load_processor(str(tmp_path), WhisperFeatureExtractor)
+        (tmp_path / f"{file}.json").unlink()
 
 
 @pytest.mark.parametrize("name", NO_MODELS_OF_BERT)

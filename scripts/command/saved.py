@@ -159,10 +159,12 @@ def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = Fa
         trust_remote_code: allow code of the model to run.
 
     Raises:
-        ValueError: if a file is missing or damaged, or the tokenizer does not fit the vocabulary of the model.
+        ValueError: if a file is missing or damaged, a size of a feature extractor is out of range, or the tokenizer
+            does not fit the vocabulary of the model.
     """
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+    check_preprocessor(model)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         found = (kind or AutoTokenizer).from_pretrained(location(model), **options)
@@ -181,6 +183,24 @@ def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = Fa
             config = None  # the folder of a processor alone
         check_tokenizer(tokenizer, config, model)
     return found
+
+
+def check_preprocessor(model: str) -> None:
+    """Raises a ValueError if a folder has a feature extractor, of any class, whose sizes would fill the memory."""
+    from favor.models.conformer.feature_extraction_conformer import MOST
+
+    for path in (Path(model) / "preprocessor_config.json", Path(model) / "processor_config.json"):
+        try:
+            settings = json.loads(path.read_text())
+            parts = [part for part in (settings, settings.get("feature_extractor")) if isinstance(part, dict)]
+        except (OSError, ValueError, AttributeError):
+            continue  # no folder, or a damaged file, which transformers names
+        for part in parts:
+            # Seconds, but frames for the class of the zoo, which checks its own.
+            most = MOST if "Conformer" in str(part) else MOST | {"chunk_length": 3600}
+            for name in most.keys() & part:
+                if isinstance(part[name], int | float) and part[name] > most[name]:
+                    raise ValueError(f"{path}: {name} must be at most {most[name]}, got {part[name]}")
 
 
 def check_tokenizer(tokenizer: Any, config: Any, model: str) -> None:
