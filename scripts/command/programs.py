@@ -78,6 +78,7 @@ EVAL = Folder(
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
+            "forms": Program("favor.eval.forms.__main__", "forms of landmark attention, before one is built"),
             "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
             "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),

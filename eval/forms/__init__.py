@@ -1,0 +1,1 @@
+"""Compares forms of landmark attention before one is built."""
