@@ -48,6 +48,7 @@ MEASURED = (
     "1,024 keys of the block",
     "64 of each query",
     "none of each query",
+    "768 keys of the block, pages of 8, 64 of each query",
     "pages of 4, rank 1, 1,024 keys of the block",
     "union, and 512 keys of the block",
 )

@@ -28,6 +28,7 @@ class Form:
             queries of the block, and in a causal layer those of the block before, which no query of the block precedes.
         step: neighbouring voters that have one voice: their mean, and the mean of their squares.
         own: further keys that each query chooses for itself.
+        own_page: keys of a page of these, a multiple of `page`.
         rank: each query searches head_dim / rank directions of the keys alone, see `directions`.
         bins: a query takes the best page in each of as many bins as it takes pages, in place of the best of all.
         union: queries of a block also read what the earlier ones of it (an encoder: all of it) chose for themselves.
@@ -42,6 +43,7 @@ class Form:
     shared: int = 384
     step: int = 1
     own: int = 0
+    own_page: int = 4
     rank: int = 1
     bins: bool = False
     union: bool = False
@@ -51,8 +53,8 @@ class Form:
 
 
 ENCODER = Form(step=16)
-CAUSAL = Form(page=1, block=64, shared=512, step=16, own=32, rank=4, node=64, order="position")
-PAGES = replace(CAUSAL, page=4, shared=1024, rank=1)
+CAUSAL = Form(page=1, block=64, shared=512, step=16, own=32, own_page=1, rank=4, node=64, order="position")
+PAGES = replace(CAUSAL, page=4, own_page=4, shared=1024, rank=1)
 UNION = replace(PAGES, shared=0, own=64, union=True)
 ENCODER_FORMS = {
     "pages of 4, by the mean of a block of 16": ENCODER,
@@ -62,7 +64,9 @@ ENCODER_FORMS = {
     "512 keys": replace(ENCODER, shared=512),
     "pages of 1": replace(ENCODER, page=1),
     "pages of 1, 256 keys": replace(ENCODER, page=1, shared=256),
-    "pages of 1, 256 keys, and 32 of each query, rank 1/4": replace(ENCODER, page=1, shared=256, own=32, rank=4),
+    "pages of 1, 256 keys, and 32 of each query, rank 1/4": replace(
+        ENCODER, page=1, shared=256, own=32, own_page=1, rank=4
+    ),
     "pages of 16": replace(ENCODER, page=16),
     "pages of 16, 512 keys": replace(ENCODER, page=16, shared=512),
     "blocks of 64, 512 keys": replace(ENCODER, block=64, shared=512),
@@ -87,12 +91,14 @@ CAUSAL_FORMS = {
     "none of each query": replace(CAUSAL, own=0),
     "blocks of 16": replace(CAUSAL, block=16),
     "nodes of 256": replace(CAUSAL, node=256),
-    "pages of 4": replace(CAUSAL, page=4),
+    "768 keys of the block, pages of 8 of each query, rank 1": replace(CAUSAL, shared=768, own_page=8, rank=1),
+    "768 keys of the block, pages of 8, 64 of each query": replace(CAUSAL, shared=768, own=64, own_page=8, rank=1),
+    "768 keys of the block, pages of 16, 64 of each query": replace(CAUSAL, shared=768, own=64, own_page=16, rank=1),
     "pages of 4, rank 1, 1,024 keys of the block": PAGES,
-    "the same, 64 of each query": replace(PAGES, own=64),
-    "the same, by 64 voters": replace(PAGES, step=1),
-    "the same, sorted in sections of 256": replace(PAGES, order="split"),
-    "the same, pages of 16": replace(PAGES, page=16),
+    "pages of 4, 64 of each query": replace(PAGES, own=64),
+    "pages of 4, by 64 voters": replace(PAGES, step=1),
+    "pages of 4, sorted in sections of 256": replace(PAGES, order="split"),
+    "pages of 16": replace(PAGES, page=16, own_page=16),
     "union of 64 keys of each query": UNION,
     "union, and 512 keys of the block": replace(UNION, shared=512),
 }
@@ -248,13 +254,15 @@ def attend(form: Form, part: Part, scale: float, groups: int) -> tuple[Tensor, f
         read = read | best(votes, form.shared // form.page)[:, None]
     if form.own:
         searched, found = (x @ y for x, y in zip((part.query, part.key), part.directions, strict=True))
-        score = bounds(searched[:, :, None], found, form.page, scale).masked_fill(read, -torch.inf)
-        number = form.own // form.page
+        within = form.own_page // form.page
+        known = read.unflatten(-1, (-1, within)).all(-1)
+        score = bounds(searched[:, :, None], found, form.own_page, scale).masked_fill(known, -torch.inf)
+        number = form.own // form.own_page
         own = best_of_bins(score, number) if form.bins else best(score, number)
         if form.union:
             before = torch.ones(own.shape[1], own.shape[1]).tril() if part.near_key.shape[1] else 1
             own = (before * torch.ones(own.shape[1], own.shape[1])) @ own.float() > 0
-        read = read | own
+        read = read | own.repeat_interleave(within, -1)
     exact = part.query @ part.key.mT
     far = part.query @ part.key.unflatten(1, (-1, form.node)).mean(2).mT
     logits = torch.where(read.repeat_interleave(form.page, -1), exact, far.repeat_interleave(form.node, -1))
@@ -301,6 +309,8 @@ def counted(form: Form, length: int, is_causal: bool, read: float) -> tuple[floa
         read: chosen keys, as `attend` gives them.
     """
     seen = length / 2 if is_causal else length
-    voices = (1 / form.step if form.shared else 0) + (1 / form.rank if form.own else 0)
-    search = (1 if form.page == 1 else 2) * seen / form.page * voices + (0 if form.order == "position" else 2 * SAMPLED)
+    products = {page: (1 if page == 1 else 2) * seen / page for page in (form.page, form.own_page)}  # a deviation too
+    search = products[form.page] / form.step if form.shared else 0
+    search += products[form.own_page] / form.rank if form.own else 0
+    search += 0 if form.order == "position" else 2 * SAMPLED
     return search, 2 * (read + seen / form.node + (SECTION / 2 if is_causal else 0))

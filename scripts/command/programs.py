@@ -70,6 +70,7 @@ EVAL = Folder(
     {
         "quality": {
             "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
+            "forms": Program("favor.eval.forms.__main__", "forms of landmark attention, before one is built"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
             "feature_weights": Program("favor.eval.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
@@ -78,7 +79,6 @@ EVAL = Folder(
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
-            "forms": Program("favor.eval.forms.__main__", "forms of landmark attention, before one is built"),
             "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
             "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),

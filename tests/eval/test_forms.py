@@ -20,7 +20,7 @@ def heads():
 
 
 @pytest.mark.parametrize("order", ["position", "split", "centres"])
-@pytest.mark.parametrize("form", [ENCODER, CAUSAL, replace(CAUSAL, heads=True, page=4)])
+@pytest.mark.parametrize("form", [ENCODER, CAUSAL, replace(CAUSAL, heads=True, page=4, own_page=4)])
 def test_with_all_keys_a_form_is_softmax_attention(form, order, heads):
     form = replace(form, shared=LENGTH, order=order)
     is_causal = form.block == CAUSAL.block
@@ -34,7 +34,9 @@ def test_with_all_keys_a_form_is_softmax_attention(form, order, heads):
         assert read == (SECTION if is_causal else LENGTH)
 
 
-@pytest.mark.parametrize("form", [replace(CAUSAL, union=True), replace(CAUSAL, page=4, order="split", bins=True)])
+@pytest.mark.parametrize(
+    "form", [replace(CAUSAL, union=True), replace(CAUSAL, page=4, own_page=8, order="split", bins=True)]
+)
 def test_causal_forms_do_not_see_later_tokens(form, heads):
     """The directions come from the first 2,048 tokens, for all queries; here they are given."""
     form, same = replace(form, shared=32, own=8), torch.eye(8).expand(2, 8, 8)
