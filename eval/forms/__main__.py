@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -31,8 +30,9 @@ from favor.eval.forms.form import (
     take,
 )
 from favor.eval.language import models as language
+from favor.eval.language.perplexity import token_nats
 from favor.eval.options.forms import NAME, parse_arguments
-from favor.integrations.adapt.observe import Observation, observe
+from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.train.common.program import program
 from favor.train.text.samples import samples
 
@@ -64,7 +64,7 @@ def chosen_blocks(first: int, last: int, block: int, number: int) -> list[int]:
 
 
 class Errors:
-    """Sums squared errors of heads over blocks, as a callback of `favor.integrations.adapt.observe.observe`.
+    """Measures relative errors of heads on some blocks, as a callback of `favor.integrations.adapt.observe.observe`.
 
     Args:
         number: blocks of 64 queries, or as many queries in blocks of another size, that are measured in each layer.
@@ -82,9 +82,10 @@ class Errors:
             return
         query, groups = seen.query[0], seen.query.shape[1] // seen.key.shape[1]
         key, value = (x[0].repeat_interleave(groups, 0) for x in (seen.key, seen.value))
-        parts_of = causal_parts if seen.is_causal else encoder_parts
-        for name, form in (CAUSAL_FORMS if seen.is_causal else ENCODER_FORMS).items():
-            first = query.shape[1] // 2 if seen.is_causal else 0
+        parts_of, forms, first = (
+            (causal_parts, CAUSAL_FORMS, query.shape[1] // 2) if seen.is_causal else (encoder_parts, ENCODER_FORMS, 0)
+        )
+        for name, form in forms.items():
             starts = chosen_blocks(first, query.shape[1], form.block, self.number * 64 // form.block)
             parts = parts_of(form, query, key, value, seen.scale, starts)
             found = [(*attend(form, part, seen.scale, groups), part.places) for part in parts]
@@ -92,15 +93,15 @@ class Errors:
             self.read.setdefault(name, []).extend(read for _, read, _ in found)
         options: dict[str, Any] = {"features": "landmark", "scale": seen.scale, "is_causal": seen.is_causal}
         output = favor.favor_attention(seen.query, seen.key, seen.value, selected_keys=256, **options)[0]
-        rows = chosen_blocks(query.shape[1] // 2 if seen.is_causal else 0, query.shape[1], 64, self.number)
+        rows = chosen_blocks(first, query.shape[1], 64, self.number)
         places = torch.cat([torch.arange(start, start + 64) for start in rows]).expand(len(query), -1)
         self._add(TODAY, seen, [(take(output, places), places)])
 
     def _add(self, name: str, seen: Observation, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         output = torch.cat([rows for rows, _ in found], 1)
         exact = take(seen.output[0], torch.cat([places for _, places in found], 1))
-        error = (output - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
-        self.errors.setdefault(name, []).append(error)
+        rows = seen._replace(output=exact[None], padding=None)  # a sample has no padding
+        self.errors.setdefault(name, []).append(relative_error(output[None], rows)[0])
 
 
 @torch.no_grad()
@@ -140,13 +141,8 @@ def perplexities(model: Any, rows: Tensor) -> dict[str, float]:
 
 
 def perplexity(model: Any, rows: Tensor) -> float:
-    """Computes the perplexity of samples `[n, L]`; logits are made for 512 tokens at a time."""
-    total = 0.0
-    for row in rows:
-        hidden, head = model.model(row[None]).last_hidden_state[0, :-1], model.get_output_embeddings()
-        for piece, labels in zip(hidden.split(512), row[1:].split(512), strict=True):
-            total += float(cross_entropy(head(piece).float(), labels, reduction="sum"))
-    return math.exp(total / rows[:, 1:].numel())
+    """Computes the perplexity of samples `[n, L]`."""
+    return math.exp(torch.cat([token_nats(model, row) for row in rows.split(1)]).mean())
 
 
 def table(found: Errors, length: int, losses: dict[str, float]) -> list[str]:

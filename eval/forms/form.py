@@ -105,12 +105,16 @@ CAUSAL_FORMS = {
 
 
 class Part(NamedTuple):
-    """What the queries of one block meet: `[H, B, d]` queries and voters, keys that stand in pages, and exact keys."""
+    """What the queries of one block meet: `[H, B, d]` queries and voters, keys that stand in pages, and exact keys.
 
-    directions: tuple[Tensor, Tensor]
+    `searched` and `found` are the queries and the keys of the pages in the directions of `directions`.
+    """
+
     query: Tensor
+    searched: Tensor
     voters: Tensor
     key: Tensor
+    found: Tensor
     value: Tensor
     sink: Tensor
     near_key: Tensor
@@ -192,22 +196,23 @@ def encoder_parts(
     form: Form, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Iterable[int]
 ) -> Iterator[Part]:
     """Yields the blocks of alike queries of an encoder, `[h, L, d]`, that start at some places of their order."""
-    leaf, index = min(form.page, form.node), directions(query, key, form.rank)
-    order = order_of(form, key, query, scale, leaf)
+    of_queries, of_keys = directions(query, key, form.rank)
+    order = order_of(form, key, query, scale, min(form.page, form.node))
     key, value, places = take(key, order), take(value, order), order_of(form, query, key, scale, form.block)
     query = take(query, places)
+    searched, found, sink = query @ of_queries, key @ of_keys, torch.zeros(key.shape[:2], dtype=torch.bool)
+    nothing = (key[:, :0], value[:, :0], sink[:, None, :0])
     for start in starts:
         rows = slice(start, start + form.block)
         own = query[:, rows]
-        sink = torch.zeros(key.shape[:2], dtype=torch.bool)
-        yield Part(index, own, own, key, value, sink, key[:, :0], value[:, :0], sink[:, None, :0], places[:, rows])
+        yield Part(own, searched[:, rows], own, key, found, value, sink, *nothing, places[:, rows])
 
 
 def causal_parts(
     form: Form, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Iterable[int]
 ) -> Iterator[Part]:
     """Yields the blocks of a causal layer, `[h, L, d]`, that start at some places, at least `SECTION`."""
-    (heads, length), index = query.shape[:2], directions(query, key, form.rank)
+    (heads, length), (of_queries, of_keys) = query.shape[:2], directions(query, key, form.rank)
     if form.order != "position":
         cut = lambda x: x.unflatten(1, (-1, SECTION)).flatten(0, 1)  # noqa: E731
         inner = order_of(form, cut(key), cut(query), scale, min(form.page, form.node)).unflatten(0, (heads, -1))
@@ -215,15 +220,17 @@ def causal_parts(
     else:
         order = torch.arange(length).expand(heads, length)
     sorted_key, sorted_value = take(key, order), take(value, order)
+    searched, found = query @ of_queries, sorted_key @ of_keys
     for start in starts:
         closed, end = start // SECTION * SECTION, start + form.block
         rows = torch.arange(start, end)
         hidden = torch.arange(closed, end)[None] > rows[:, None]
         yield Part(
-            index,
             query[:, start:end],
+            searched[:, start:end],
             query[:, start - form.block : start],
             sorted_key[:, :closed],
+            found[:, :closed],
             sorted_value[:, :closed],
             order[:, :closed] < SINK,
             key[:, closed:end],
@@ -253,15 +260,14 @@ def attend(form: Form, part: Part, scale: float, groups: int) -> tuple[Tensor, f
             votes = votes.unflatten(0, (-1, groups)).logsumexp(1).repeat_interleave(groups, 0)
         read = read | best(votes, form.shared // form.page)[:, None]
     if form.own:
-        searched, found = (x @ y for x, y in zip((part.query, part.key), part.directions, strict=True))
         within = form.own_page // form.page
         known = read.unflatten(-1, (-1, within)).all(-1)
-        score = bounds(searched[:, :, None], found, form.own_page, scale).masked_fill(known, -torch.inf)
+        score = bounds(part.searched[:, :, None], part.found, form.own_page, scale).masked_fill(known, -torch.inf)
         number = form.own // form.own_page
         own = best_of_bins(score, number) if form.bins else best(score, number)
         if form.union:
-            before = torch.ones(own.shape[1], own.shape[1]).tril() if part.near_key.shape[1] else 1
-            own = (before * torch.ones(own.shape[1], own.shape[1])) @ own.float() > 0
+            shows = torch.ones(own.shape[1], own.shape[1])  # which query reads what which other chose
+            own = (shows.tril() if part.near_key.shape[1] else shows) @ own.float() > 0
         read = read | own.repeat_interleave(within, -1)
     exact = part.query @ part.key.mT
     far = part.query @ part.key.unflatten(1, (-1, form.node)).mean(2).mT
