@@ -43,14 +43,11 @@ EXPLAINED = (
 )
 # Those whose perplexity is measured, which takes minutes each.
 MEASURED = (
-    "512 keys of the block, 32 of each query, rank 1/4",
-    "one choice for the heads of a key head",
-    "1,024 keys of the block",
-    "64 of each query",
+    "1,024 keys of the block, 64 of each query",
+    "512 keys of the block",
+    "32 of each query",
     "none of each query",
-    "768 keys of the block, pages of 8, 64 of each query",
-    "pages of 4, rank 1, 1,024 keys of the block",
-    "union, and 512 keys of the block",
+    "coordinates of a key head",
 )
 TODAY = "today: groups, 256 selected keys"
 EXACT = "exact"
@@ -80,15 +77,15 @@ class Errors:
         """Adds the heads of one layer; layers with a sliding window are not counted."""
         if getattr(seen.module, "is_sliding", False):
             return
-        query, groups = seen.query[0], seen.query.shape[1] // seen.key.shape[1]
-        key, value = (x[0].repeat_interleave(groups, 0) for x in (seen.key, seen.value))
+        query, key, value = seen.query[0], seen.key[0], seen.value[0]
         parts_of, forms, first = (
             (causal_parts, CAUSAL_FORMS, query.shape[1] // 2) if seen.is_causal else (encoder_parts, ENCODER_FORMS, 0)
         )
         for name, form in forms.items():
             starts = chosen_blocks(first, query.shape[1], form.block, self.number * 64 // form.block)
-            parts = parts_of(form, query, key, value, seen.scale, starts)
-            found = [(*attend(form, part, seen.scale, groups), part.places) for part in parts]
+            found = [
+                (*attend(form, part, seen.scale), part.places) for part in parts_of(form, query, key, value, starts)
+            ]
             self._add(name, seen, [(output, places) for output, _, places in found])
             self.read.setdefault(name, []).extend(read for _, read, _ in found)
         options: dict[str, Any] = {"features": "landmark", "scale": seen.scale, "is_causal": seen.is_causal}
@@ -123,10 +120,8 @@ def perplexities(model: Any, rows: Tensor) -> dict[str, float]:
             return sdpa_attention_forward(module, query, key, value, mask, **given)
         own = slice(SECTION)
         before, _ = sdpa_attention_forward(module, query[:, :, own], key[:, :, own], value[:, :, own], None, **given)
-        groups, starts = query.shape[1] // key.shape[1], range(SECTION, query.shape[2], form.block)
-        key, value = (x[0].repeat_interleave(groups, 0) for x in (key, value))
-        parts = causal_parts(form, query[0], key, value, given["scaling"], starts)
-        rest = [attend(form, part, given["scaling"], groups)[0] for part in parts]
+        parts = causal_parts(form, query[0], key[0], value[0], range(SECTION, query.shape[2], form.block))
+        rest = [attend(form, part, given["scaling"])[0] for part in parts]
         return torch.cat([before, torch.cat(rest, 1).transpose(0, 1)[None]], 1), None
 
     AttentionInterface.register(FORM, attention)

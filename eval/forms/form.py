@@ -8,159 +8,109 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-SECTION = 256  # queries of a causal layer that see the same closed keys; keys of the own section are exact
+SECTION = 256  # queries of a causal layer that see the same closed keys, which have one mean; own ones are exact
 SINK = 4  # first keys, exact for all queries of a causal layer
-BASIS = 2048  # first tokens that give the directions of a search
-SAMPLED = 64  # queries whose logits are the coordinates of keys to sort, and keys for those of queries
+VOTERS = (-48, -32, -16, 0)  # queries that choose for a block of a causal layer, from its first one on
+SEEN = 64  # first tokens that give the coordinates of a search
+NODES = 256  # means of an encoder
+CENTRES = 256  # rows that others are sorted by
+SAMPLED = 64  # rows of the other side whose products say which rows are alike
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to choose the keys that a query reads exactly; all others stand in means.
-
-    Pages are scored for a query by the logit of their mean key, and twice its standard deviation (a diagonal one).
+    """One way to choose the keys that a query reads exactly; all others stand in means, counted as often as they are.
 
     Attributes:
-        page: neighbouring keys that are chosen together.
+        page: neighbouring keys that a block chooses together, by the logit of their mean with the mean of its voters,
+            and twice its standard deviation (a diagonal one); 0: all keys of a mean.
         block: queries that share a choice.
-        shared: keys that a block reads: its pages with the largest weight, summed over the voters. Voters are the
-            queries of the block, and in a causal layer those of the block before, which no query of the block precedes.
-        step: neighbouring voters that have one voice: their mean, and the mean of their squares.
+        shared: keys that a block reads. Its voters are its queries, and in a causal layer `VOTERS`.
         own: further keys that each query chooses for itself.
-        own_page: keys of a page of these, a multiple of `page`.
-        rank: each query searches head_dim / rank directions of the keys alone, see `directions`.
-        bins: a query takes the best page in each of as many bins as it takes pages, in place of the best of all.
-        union: queries of a block also read what the earlier ones of it (an encoder: all of it) chose for themselves.
-        node: keys of a mean of the far field.
-        order: "position", "split" (at medians of the sampled logit of the largest variance, again and again) or
-            "centres" (by the nearest of 256 keys, these in the order of "split"). Causal layers sort in sections.
-        heads: query heads of one key head share the choice of their block.
+        bins: takes the best in each of as many bins, in place of the best of all; neighbours are in different bins.
+        rank: a query searches for its own keys in head_dim / rank coordinates, see `coordinates`.
+        heads: query heads of one key head share these coordinates.
+        is_sorted: alike keys and alike queries of an encoder are neighbours, see `alike`.
     """
 
-    page: int = 4
+    page: int = 0
     block: int = 16
-    shared: int = 384
-    step: int = 1
+    shared: int = 768
     own: int = 0
-    own_page: int = 4
-    rank: int = 1
     bins: bool = False
-    union: bool = False
-    node: int = 16
-    order: str = "split"
+    rank: int = 1
     heads: bool = False
+    is_sorted: bool = True
 
 
-ENCODER = Form(step=16)
-CAUSAL = Form(page=1, block=64, shared=512, step=16, own=32, own_page=1, rank=4, node=64, order="position")
-PAGES = replace(CAUSAL, page=4, own_page=4, shared=1024, rank=1)
-UNION = replace(PAGES, shared=0, own=64, union=True)
+ENCODER = Form()
+CAUSAL = Form(page=1, block=64, shared=1024, own=64, bins=True, rank=4, is_sorted=False)
 ENCODER_FORMS = {
-    "pages of 4, by the mean of a block of 16": ENCODER,
-    "by each query of the block": replace(ENCODER, step=1),
-    "by means of 4 queries": replace(ENCODER, step=4),
-    "256 keys": replace(ENCODER, shared=256),
-    "512 keys": replace(ENCODER, shared=512),
-    "pages of 1": replace(ENCODER, page=1),
-    "pages of 1, 256 keys": replace(ENCODER, page=1, shared=256),
-    "pages of 1, 256 keys, and 32 of each query, rank 1/4": replace(
-        ENCODER, page=1, shared=256, own=32, own_page=1, rank=4
-    ),
-    "pages of 16": replace(ENCODER, page=16),
-    "pages of 16, 512 keys": replace(ENCODER, page=16, shared=512),
-    "blocks of 64, 512 keys": replace(ENCODER, block=64, shared=512),
-    "nodes of 64": replace(ENCODER, node=64),
-    "sorted by centres": replace(ENCODER, order="centres"),
-    "by position": replace(ENCODER, order="position"),
-    "by position, pages of 1, 64 of each query, rank 1/4": replace(CAUSAL, block=16, own=64, node=16),
-    "union of 64 keys of each query": replace(ENCODER, shared=0, own=64, union=True),
-    "64 keys of each query, no union": replace(ENCODER, shared=0, own=64),
+    "768 keys in whole nodes, blocks of 16": ENCODER,
+    "640 keys": replace(ENCODER, shared=640),
+    "1,024 keys": replace(ENCODER, shared=1024),
+    "512 keys in pages of 4": replace(ENCODER, page=4, shared=512),
+    "640 single keys, best of bins": replace(ENCODER, page=1, shared=640, bins=True),
+    "blocks of 32": replace(ENCODER, block=32),
+    "not sorted": replace(ENCODER, is_sorted=False),
 }
 CAUSAL_FORMS = {
-    "512 keys of the block, 32 of each query, rank 1/4": CAUSAL,
-    "rank 1": replace(CAUSAL, rank=1),
-    "rank 1/8": replace(CAUSAL, rank=8),
-    "one choice for the heads of a key head": replace(CAUSAL, heads=True),
-    "best of bins": replace(CAUSAL, bins=True),
-    "256 keys of the block": replace(CAUSAL, shared=256),
-    "1,024 keys of the block": replace(CAUSAL, shared=1024),
+    "1,024 keys of the block, 64 of each query": CAUSAL,
+    "512 keys of the block": replace(CAUSAL, shared=512),
     "none of the block": replace(CAUSAL, shared=0),
-    "16 of each query": replace(CAUSAL, own=16),
-    "64 of each query": replace(CAUSAL, own=64),
+    "32 of each query": replace(CAUSAL, own=32),
     "none of each query": replace(CAUSAL, own=0),
-    "blocks of 16": replace(CAUSAL, block=16),
-    "nodes of 256": replace(CAUSAL, node=256),
-    "768 keys of the block, pages of 8 of each query, rank 1": replace(CAUSAL, shared=768, own_page=8, rank=1),
-    "768 keys of the block, pages of 8, 64 of each query": replace(CAUSAL, shared=768, own=64, own_page=8, rank=1),
-    "768 keys of the block, pages of 16, 64 of each query": replace(CAUSAL, shared=768, own=64, own_page=16, rank=1),
-    "pages of 4, rank 1, 1,024 keys of the block": PAGES,
-    "pages of 4, 64 of each query": replace(PAGES, own=64),
-    "pages of 4, by 64 voters": replace(PAGES, step=1),
-    "pages of 4, sorted in sections of 256": replace(PAGES, order="split"),
-    "pages of 16": replace(PAGES, page=16, own_page=16),
-    "union of 64 keys of each query": UNION,
-    "union, and 512 keys of the block": replace(UNION, shared=512),
+    "coordinates of a key head": replace(CAUSAL, heads=True),
+    "all coordinates": replace(CAUSAL, rank=1),
+    "best of all, not of bins": replace(CAUSAL, bins=False),
 }
 
 
 class Part(NamedTuple):
-    """What the queries of one block meet: `[H, B, d]` queries and voters, keys that stand in pages, and exact keys.
+    """What the queries of one block meet: `[H, B, d]` queries and voters, and keys.
 
-    `searched` and `found` are the queries and the keys of the pages in the directions of `directions`.
+    `searched` are the queries in the coordinates of their search. The first `closed` keys stand in means of `node`
+    keys; of all keys, those that are `always` read are marked, `[1 or B, S]`.
     """
 
     query: Tensor
     searched: Tensor
     voters: Tensor
     key: Tensor
-    found: Tensor
     value: Tensor
-    sink: Tensor
-    near_key: Tensor
-    near_value: Tensor
-    hidden: Tensor
+    closed: int
+    node: int
+    always: Tensor
     places: Tensor
 
 
-def directions(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Finds the directions of queries and keys that make up most of their products.
-
-    Those are the first singular vectors of Cq^(1/2) Ck^(1/2), where Cq and Ck are the second moments of the queries and
-    of the keys less their mean, of the first 2,048 tokens: products of the projections are closest to q'k then.
+def coordinates(form: Form, query: Tensor, key: Tensor) -> Tensor:
+    """Marks the coordinates of queries that make up most of their products with keys, in the first 64 tokens.
 
     Args:
-        query: `[h, L, d]`; key: the same of the keys.
-        rank: d / rank directions are kept.
+        form: says how many, and whether heads share them.
+        query: `[H, L, d]`.
+        key: `[h, L, d]`.
 
     Returns:
-        projections of queries and of keys, `[h, d, d / rank]`.
+        Those with the largest mean square of queries times the variance of keys, `[H, 1, d]`.
     """
-    roots = []
-    for x in (query[:, :BASIS], key[:, :BASIS] - key[:, :BASIS].mean(1, keepdim=True)):
-        values, vectors = torch.linalg.eigh((x.mT @ x / x.shape[1]).double())
-        values = values.clamp(min=values.amax(-1, keepdim=True) * 1e-6).sqrt()[:, None]
-        roots.append(((vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT))
-    left, sizes, right = torch.linalg.svd(roots[0][0] @ roots[1][0])
-    kept = max(1, query.shape[-1] // rank)
-    scales = sizes[:, None, :kept].sqrt()
-    of_queries, of_keys = roots[0][1] @ left[..., :kept] * scales, roots[1][1] @ right.mT[..., :kept] * scales
-    return of_queries.float(), of_keys.float()
+    squares = query[:, :SEEN].square().mean(1).unflatten(0, (len(key), -1))
+    if form.heads:
+        squares = squares.mean(1, keepdim=True).expand_as(squares)
+    weight = (squares * key[:, :SEEN].var(1)[:, None]).flatten(0, 1)
+    return best(weight, max(1, query.shape[-1] // form.rank))[:, None]
 
 
-def split(points: Tensor, leaf: int) -> Tensor:
-    """Orders points `[h, n, r]` so that neighbours are alike; n must be leaf times a power of two.
+def split(points: Tensor) -> Tensor:
+    """Orders points `[h, n, r]`, n a power of two, by splits at medians; returns indices `[h, n]`.
 
-    Args:
-        points: coordinates.
-        leaf: points that are not split further.
-
-    Returns:
-        Their indices, `[h, n]`.
+    Each part is halved along its coordinate of the largest variance, again and again.
     """
-    order = torch.arange(points.shape[1]).expand(points.shape[:2])
-    size = points.shape[1]
-    while size > leaf:
+    order = torch.arange(size := points.shape[1]).expand(points.shape[:2])
+    while size > 1:
         cells = points.unflatten(1, (-1, size))
         axis = cells.var(2).argmax(-1)[:, :, None, None].expand(-1, -1, size, 1)
         inner = cells.gather(3, axis).squeeze(3).argsort(-1)
@@ -170,21 +120,23 @@ def split(points: Tensor, leaf: int) -> Tensor:
     return order
 
 
-def by_centres(points: Tensor, number: int = 256) -> Tensor:
-    """Orders points `[h, n, r]` by the nearest of some of them, and these by `split`; returns indices `[h, n]`."""
-    centres = points[:, torch.linspace(0, points.shape[1] - 1, number).long()]
+def alike(x: Tensor, others: Tensor) -> Tensor:
+    """Orders queries or keys `[h, n, d]` so that neighbours are alike; returns indices `[h, n]`.
+
+    Alike ones have alike products with sampled rows of the other side. They are sorted by the nearest of some sampled
+    rows, then by the second nearest; these are in the order of `split`.
+    """
+    points = x @ sampled(others, SAMPLED).mT
+    centres = sampled(points, CENTRES)
     nearness = points @ centres.mT - centres.square().sum(-1)[:, None] / 2
     first, second = nearness.topk(2, -1).indices.unbind(-1)
-    rank = split(centres, 1).argsort(-1)
-    return (rank.gather(1, first) * number + rank.gather(1, second)).argsort(-1)
+    rank = split(centres).argsort(-1)
+    return (rank.gather(1, first) * CENTRES + rank.gather(1, second)).argsort(dim=-1, stable=True)
 
 
-def order_of(form: Form, x: Tensor, others: Tensor, scale: float, leaf: int) -> Tensor:
-    """Orders queries or keys `[h, n, d]` by logits with evenly spaced ones of the other side; returns `[h, n]`."""
-    if form.order == "position":
-        return torch.arange(x.shape[1]).expand(x.shape[:2])
-    logits = (x @ others[:, torch.linspace(0, others.shape[1] - 1, SAMPLED).long()].mT) * scale
-    return split(logits, leaf) if form.order == "split" else by_centres(logits)
+def sampled(x: Tensor, number: int) -> Tensor:
+    """Takes evenly spaced rows of `[h, n, d]`, the first and the last among them."""
+    return x[:, torch.linspace(0, x.shape[1] - 1, number).long()]
 
 
 def take(x: Tensor, order: Tensor) -> Tensor:
@@ -192,117 +144,92 @@ def take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def encoder_parts(
-    form: Form, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Iterable[int]
-) -> Iterator[Part]:
-    """Yields the blocks of alike queries of an encoder, `[h, L, d]`, that start at some places of their order."""
-    of_queries, of_keys = directions(query, key, form.rank)
-    order = order_of(form, key, query, scale, min(form.page, form.node))
-    key, value, places = take(key, order), take(value, order), order_of(form, query, key, scale, form.block)
-    query = take(query, places)
-    searched, found, sink = query @ of_queries, key @ of_keys, torch.zeros(key.shape[:2], dtype=torch.bool)
-    nothing = (key[:, :0], value[:, :0], sink[:, None, :0])
+def encoder_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts: Iterable[int]) -> Iterator[Part]:
+    """Yields the blocks of queries of an encoder, `[H, L, d]`, that start at some places of their order."""
+    (heads, length), always = query.shape[:2], torch.zeros(1, key.shape[1], dtype=torch.bool)
+    key, value = (x.repeat_interleave(heads // len(x), 0) for x in (key, value))
+    places = torch.arange(length).expand(heads, -1)
+    if form.is_sorted:
+        order, places = alike(key, query), alike(query, key)
+        key, value, query = take(key, order), take(value, order), take(query, places)
     for start in starts:
         rows = slice(start, start + form.block)
         own = query[:, rows]
-        yield Part(own, searched[:, rows], own, key, found, value, sink, *nothing, places[:, rows])
+        yield Part(own, own, own, key, value, length, length // NODES, always, places[:, rows])
 
 
-def causal_parts(
-    form: Form, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Iterable[int]
-) -> Iterator[Part]:
-    """Yields the blocks of a causal layer, `[h, L, d]`, that start at some places, at least `SECTION`."""
-    (heads, length), (of_queries, of_keys) = query.shape[:2], directions(query, key, form.rank)
-    if form.order != "position":
-        cut = lambda x: x.unflatten(1, (-1, SECTION)).flatten(0, 1)  # noqa: E731
-        inner = order_of(form, cut(key), cut(query), scale, min(form.page, form.node)).unflatten(0, (heads, -1))
-        order = (inner + torch.arange(0, length, SECTION)[:, None]).flatten(1)
-    else:
-        order = torch.arange(length).expand(heads, length)
-    sorted_key, sorted_value = take(key, order), take(value, order)
-    searched, found = query @ of_queries, sorted_key @ of_keys
+def causal_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts: Iterable[int]) -> Iterator[Part]:
+    """Yields the blocks of a causal layer, `[H, L, d]`, that start at some places, at least `SECTION`."""
+    searched, heads = query * coordinates(form, query, key), len(query)
+    key, value = (x.repeat_interleave(heads // len(x), 0) for x in (key, value))
     for start in starts:
         closed, end = start // SECTION * SECTION, start + form.block
-        rows = torch.arange(start, end)
-        hidden = torch.arange(closed, end)[None] > rows[:, None]
+        rows, keys = torch.arange(start, end), torch.arange(end)
         yield Part(
             query[:, start:end],
             searched[:, start:end],
-            query[:, start - form.block : start],
-            sorted_key[:, :closed],
-            found[:, :closed],
-            sorted_value[:, :closed],
-            order[:, :closed] < SINK,
-            key[:, closed:end],
-            value[:, closed:end],
-            hidden,
+            query[:, [start + place for place in VOTERS]],
+            key[:, :end],
+            value[:, :end],
+            closed,
+            SECTION,
+            (keys < SINK) | (keys >= closed) & (keys <= rows[:, None]),
             rows.expand(heads, -1),
         )
 
 
-def attend(form: Form, part: Part, scale: float, groups: int) -> tuple[Tensor, float]:
+def attend(form: Form, part: Part, scale: float) -> tuple[Tensor, float]:
     """Computes the output of a block `[H, B, dv]`: exact for chosen keys, by means of nodes for all others.
 
-    Returns it with the number of chosen keys that the last query of the block reads, mean over heads.
-
-    Args:
-        form: how keys are chosen.
-        part: the block.
-        scale: of the logits.
-        groups: query heads of one key head.
+    Returns it with the number of chosen keys that the last query of the block reads, mean over heads. Means count as
+    often as they have keys that the block did not choose; what a query chooses for itself is not subtracted.
     """
-    read = part.sink.unflatten(1, (-1, form.page)).any(-1)[:, None]
-    if form.shared:
-        votes = (
-            bounds(part.voters.unflatten(1, (-1, form.step)), part.key, form.page, scale).log_softmax(-1).logsumexp(1)
-        )
-        if form.heads:
-            votes = votes.unflatten(0, (-1, groups)).logsumexp(1).repeat_interleave(groups, 0)
-        read = read | best(votes, form.shared // form.page)[:, None]
-    if form.own:
-        within = form.own_page // form.page
-        known = read.unflatten(-1, (-1, within)).all(-1)
-        score = bounds(part.searched[:, :, None], part.found, form.own_page, scale).masked_fill(known, -torch.inf)
-        number = form.own // form.own_page
-        own = best_of_bins(score, number) if form.bins else best(score, number)
-        if form.union:
-            shows = torch.ones(own.shape[1], own.shape[1])  # which query reads what which other chose
-            own = (shows.tril() if part.near_key.shape[1] else shows) @ own.float() > 0
-        read = read | own.repeat_interleave(within, -1)
-    exact = part.query @ part.key.mT
-    far = part.query @ part.key.unflatten(1, (-1, form.node)).mean(2).mT
-    logits = torch.where(read.repeat_interleave(form.page, -1), exact, far.repeat_interleave(form.node, -1))
-    near = (part.query @ part.near_key.mT).masked_fill(part.hidden, -torch.inf)
-    output = (torch.cat([logits, near], -1) * scale).softmax(-1) @ torch.cat([part.value, part.near_value], 1)
-    return output, float(read[:, -1].sum(-1).float().mean()) * form.page
+    key, value = (x[:, : part.closed] for x in (part.key, part.value))
+    first = part.always[None, :1, : part.closed]
+    shared = chosen(form, part.voters[:, None], key, form.page or part.node, form.shared, first)
+    read = chosen(form, part.searched[:, :, None], key, 1, form.own, shared)
+    left = part.node - shared.unflatten(-1, (-1, part.node)).sum(-1)
+    far_key, far_value = (x.unflatten(1, (-1, part.node)).mean(2) for x in (key, value))
+    exact = part.always | pad(read, (0, part.key.shape[1] - part.closed))
+    logits = (scale * part.query @ part.key.mT).masked_fill(~exact, -torch.inf)
+    far = scale * part.query @ far_key.mT + left.log()
+    output = torch.cat([logits, far], -1).softmax(-1) @ torch.cat([part.value, far_value], 1)
+    return output, float(read[:, -1].sum(-1).float().mean())
 
 
-def bounds(runs: Tensor, key: Tensor, page: int, scale: float) -> Tensor:
-    """Computes mean plus twice the standard deviation of the logits in each page, `[h, n, pages]`.
+def chosen(form: Form, voters: Tensor, key: Tensor, page: int, number: int, known: Tensor) -> Tensor:
+    """Marks keys of the best pages, beside known ones.
 
     Args:
-        runs: queries that are scored together, `[h, n, step, d]`: their mean, and the mean of their squares.
+        form: says whether bins are searched.
+        voters: queries that choose together, `[h, n, voters, d]`.
         key: `[h, S, d]`.
         page: keys of a page.
-        scale: of the logits.
+        number: keys that are chosen.
+        known: `[1 or h, 1, S]`.
+
+    Returns:
+        `[h, n, S]`, or the known ones if none is chosen.
     """
+    if not number:
+        return known
     pages = key.unflatten(1, (-1, page))
-    deviation = (runs.square().mean(2) @ pages.var(2, correction=0).mT).sqrt()
-    return scale * (runs.mean(2) @ pages.mean(2).mT + 2 * deviation)
+    score = voters.mean(2) @ pages.mean(2).mT
+    if page > 1:
+        score += 2 * (voters.square().mean(2) @ pages.var(2, correction=0).mT).sqrt()
+    score = score.masked_fill(known.unflatten(-1, (-1, page)).all(-1), -torch.inf)
+    return known | best(score, number // page, form.bins).repeat_interleave(page, -1)
 
 
-def best(score: Tensor, number: int) -> Tensor:
-    """Marks the greatest `number` along the last dimension."""
-    found = score.topk(min(number, score.shape[-1]), -1).indices
+def best(score: Tensor, number: int, bins: bool = False) -> Tensor:
+    """Marks the greatest `number` along the last dimension, or the greatest in each of as many bins."""
+    size = score.shape[-1]
+    if bins:
+        cells = pad(score, (0, -size % number), value=-torch.inf).unflatten(-1, (-1, number))
+        found = (cells.argmax(-2) * number + torch.arange(number)).clamp(max=size - 1)
+    else:
+        found = score.topk(min(number, size), -1).indices
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, found, True)
-
-
-def best_of_bins(score: Tensor, bins: int) -> Tensor:
-    """Marks the greatest of every `bins`-th along the last dimension; neighbours stand in different bins."""
-    padded = torch.nn.functional.pad(score, (0, -score.shape[-1] % bins), value=-torch.inf)
-    marks = torch.zeros_like(padded, dtype=torch.bool).unflatten(-1, (-1, bins))
-    found = padded.unflatten(-1, (-1, bins)).argmax(-2, keepdim=True)
-    return marks.scatter(-2, found, True).flatten(-2)[..., : score.shape[-1]]
 
 
 def counted(form: Form, length: int, is_causal: bool, read: float) -> tuple[float, float]:
@@ -314,9 +241,9 @@ def counted(form: Form, length: int, is_causal: bool, read: float) -> tuple[floa
         is_causal: whether it is.
         read: chosen keys, as `attend` gives them.
     """
-    seen = length / 2 if is_causal else length
-    products = {page: (1 if page == 1 else 2) * seen / page for page in (form.page, form.own_page)}  # a deviation too
-    search = products[form.page] / form.step if form.shared else 0
-    search += products[form.own_page] / form.rank if form.own else 0
-    search += 0 if form.order == "position" else 2 * SAMPLED
-    return search, 2 * (read + seen / form.node + (SECTION / 2 if is_causal else 0))
+    seen, node = (length / 2, SECTION) if is_causal else (length, length // NODES)
+    page = form.page or node
+    search = (1 if page == 1 else 2) * seen / page / form.block if form.shared else 0  # a deviation too
+    search += seen / form.rank if form.own else 0
+    search += 2 * CENTRES if form.is_sorted else 0
+    return search, 2 * (read + seen / node + (SECTION / 2 if is_causal else 0))

@@ -8,7 +8,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from favor.eval.forms import __main__ as forms
-from favor.eval.forms.form import CAUSAL, ENCODER, SECTION, attend, causal_parts, directions, encoder_parts, take
+from favor.eval.forms.form import (
+    CAUSAL,
+    SECTION,
+    alike,
+    attend,
+    causal_parts,
+    coordinates,
+    encoder_parts,
+    take,
+)
 
 LENGTH = 512
 
@@ -16,46 +25,64 @@ LENGTH = 512
 @pytest.fixture
 def heads():
     torch.manual_seed(0)
-    return torch.randn(3, 2, LENGTH, 8).unbind(0)
+    query, key, value = torch.randn(3, 2, LENGTH, 8).unbind(0)
+    return query, key[:1], value[:1]
 
 
-@pytest.mark.parametrize("order", ["position", "split", "centres"])
-@pytest.mark.parametrize("form", [ENCODER, CAUSAL, replace(CAUSAL, heads=True, page=4, own_page=4)])
-def test_with_all_keys_a_form_is_softmax_attention(form, order, heads):
-    form = replace(form, shared=LENGTH, order=order)
+def outputs(form, heads):
+    """Output and number of read keys of all blocks, and exact attention, in the order of the form."""
     is_causal = form.block == CAUSAL.block
     parts_of, first = (causal_parts, SECTION) if is_causal else (encoder_parts, 0)
-    exact = scaled_dot_product_attention(*heads, is_causal=is_causal, scale=0.5)
-    parts = list(parts_of(form, *heads, 0.5, range(first, LENGTH, form.block)))
-    assert torch.cat([part.places for part in parts], 1).sort(1).values.tolist() == [list(range(first, LENGTH))] * 2
-    for part in parts:
-        output, read = attend(form, part, 0.5, 2)
-        torch.testing.assert_close(output, take(exact, part.places))
-        assert read == (SECTION if is_causal else LENGTH)
+    parts = list(parts_of(form, *heads, range(first, LENGTH, form.block)))
+    places = torch.cat([part.places for part in parts], 1)
+    assert places.sort(1).values.tolist() == [list(range(first, LENGTH))] * 2
+    found, read = zip(*[attend(form, part, 0.5) for part in parts], strict=True)
+    exact = scaled_dot_product_attention(*(x.expand(2, -1, -1) for x in heads), is_causal=is_causal, scale=0.5)
+    return torch.cat(found, 1), read, take(exact, places)
 
 
-@pytest.mark.parametrize(
-    "form", [replace(CAUSAL, union=True), replace(CAUSAL, page=4, own_page=8, order="split", bins=True)]
-)
+EVERY = [*forms.ENCODER_FORMS.values(), *forms.CAUSAL_FORMS.values()]
+
+
+@pytest.mark.parametrize("form", EVERY)
+def test_with_all_keys_a_form_is_softmax_attention(form, heads):
+    found, read, exact = outputs(replace(form, shared=LENGTH), heads)
+    torch.testing.assert_close(found, exact)
+    assert set(read) == {SECTION if form.block == CAUSAL.block else LENGTH}
+
+
+@pytest.mark.parametrize("form", [replace(form, shared=32, own=0, is_sorted=False) for form in EVERY])
+def test_means_count_as_often_as_keys_that_are_left(form, heads):
+    """Equal keys and equal values, in each section or node, have equal means."""
+    run = SECTION if form.block == CAUSAL.block else 2
+    key, value = (x[:, ::run].repeat_interleave(run, 1) for x in heads[1:])
+    found, read, exact = outputs(form, (heads[0], key, value))
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    assert 32 <= max(read) <= 36
+
+
+@pytest.mark.parametrize("form", forms.CAUSAL_FORMS.values())
 def test_causal_forms_do_not_see_later_tokens(form, heads):
-    """The directions come from the first 2,048 tokens, for all queries; here all directions are searched."""
-    form = replace(form, shared=32, own=8)
-    last = LENGTH - form.block
-    changed = [torch.cat([x[:, :last], x[:, last:] + 1], 1) for x in heads]
-    (part,), (other,) = (list(causal_parts(form, *found, 0.5, [last - form.block])) for found in (heads, changed))
-    found, expected = (
-        attend(form, each._replace(searched=each.query, found=each.key), 0.5, 2)[0] for each in (part, other)
-    )
-    assert torch.equal(found, expected)
+    form, start, later = replace(form, shared=min(form.shared, 32), own=min(form.own, 8)), SECTION + 64, SECTION + 74
+    changed = [torch.cat([x[:, :later], x[:, later:] + 1], 1) for x in heads]
+    found, expected = (attend(form, next(causal_parts(form, *each, [start])), 0.5)[0] for each in (changed, heads))
+    torch.testing.assert_close(found[:, :10], expected[:, :10])
+    assert not torch.allclose(found[:, 10:], expected[:, 10:])
 
 
-def test_directions_keep_most_of_the_products(heads):
+@pytest.mark.parametrize("shared", [False, True])
+def test_coordinates_are_those_with_the_largest_products(shared, heads):
     query, key, _ = heads
-    strong = torch.tensor([4.0, 3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]) @ torch.linalg.qr(torch.randn(8, 8)).Q.diag_embed()[0]
-    for rank, error in ((1, 1e-5), (4, 0.1)):
-        of_queries, of_keys = directions(query * strong, key, rank)
-        found, exact = (query * strong @ of_queries) @ (key @ of_keys).mT, (query * strong) @ key.mT
-        assert ((found - exact).norm() / exact.norm()) < error
+    sizes = torch.tensor([[1.0, 1, 5, 1, 1, 1, 1, 1], [1.0, 9, 1, 1, 1, 1, 1, 1]])[:, None]
+    marks = coordinates(replace(CAUSAL, rank=8, heads=shared), query * sizes, key + 100 * torch.eye(8)[5])
+    assert marks.nonzero()[:, 2].tolist() == ([1, 1] if shared else [2, 1])
+
+
+def test_alike_rows_become_neighbours(heads):
+    """Rows of 8 kinds, in a random order: splits at medians cut some kinds in two."""
+    kinds = torch.randn(8, 8)[torch.randint(8, (2, LENGTH))]
+    found = take(kinds, alike(kinds + 1e-4 * torch.randn_like(kinds), heads[0]))
+    assert ((found.diff(dim=1).abs().sum(-1) > 0).sum(1) < 32).all()
 
 
 def test_a_whole_run(bert_folder, decoder_folder, text, tmp_path):
