@@ -71,8 +71,8 @@ CAUSAL_FORMS = {
 class Part(NamedTuple):
     """What the queries of one block meet: `[H, B, d]` queries and voters, and keys.
 
-    `searched` are the queries in the coordinates of their search. The first `closed` keys stand in means of `node`
-    keys; of all keys, those that are `always` read are marked, `[1 or B, S]`.
+    `searched` are the queries in the coordinates of their search. The first `closed` keys stand in nodes, whose means
+    are `far_key` and `far_value`; of all keys, those that are `always` read are marked, `[1 or B, S]`.
     """
 
     query: Tensor
@@ -80,8 +80,9 @@ class Part(NamedTuple):
     voters: Tensor
     key: Tensor
     value: Tensor
+    far_key: Tensor
+    far_value: Tensor
     closed: int
-    node: int
     always: Tensor
     places: Tensor
 
@@ -144,6 +145,11 @@ def take(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
+def means(x: Tensor, node: int) -> Tensor:
+    """Computes the means of nodes, `[h, n / node, d]`, of rows `[h, n, d]`."""
+    return x.unflatten(1, (-1, node)).mean(2)
+
+
 def encoder_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts: Iterable[int]) -> Iterator[Part]:
     """Yields the blocks of queries of an encoder, `[H, L, d]`, that start at some places of their order."""
     (heads, length), always = query.shape[:2], torch.zeros(1, key.shape[1], dtype=torch.bool)
@@ -152,16 +158,19 @@ def encoder_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts:
     if form.is_sorted:
         order, places = alike(key, query), alike(query, key)
         key, value, query = take(key, order), take(value, order), take(query, places)
+    node = length // NODES
+    far_key, far_value = means(key, node), means(value, node)
     for start in starts:
         rows = slice(start, start + form.block)
         own = query[:, rows]
-        yield Part(own, own, own, key, value, length, length // NODES, always, places[:, rows])
+        yield Part(own, own, own, key, value, far_key, far_value, length, always, places[:, rows])
 
 
 def causal_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts: Iterable[int]) -> Iterator[Part]:
     """Yields the blocks of a causal layer, `[H, L, d]`, that start at some places, at least `SECTION`."""
     searched, heads = query * coordinates(form, query, key), len(query)
     key, value = (x.repeat_interleave(heads // len(x), 0) for x in (key, value))
+    far_key, far_value = means(key, SECTION), means(value, SECTION)
     for start in starts:
         closed, end = start // SECTION * SECTION, start + form.block
         rows, keys = torch.arange(start, end), torch.arange(end)
@@ -171,8 +180,9 @@ def causal_parts(form: Form, query: Tensor, key: Tensor, value: Tensor, starts: 
             query[:, [start + place for place in VOTERS]],
             key[:, :end],
             value[:, :end],
+            far_key[:, : closed // SECTION],
+            far_value[:, : closed // SECTION],
             closed,
-            SECTION,
             (keys < SINK) | (keys >= closed) & (keys <= rows[:, None]),
             rows.expand(heads, -1),
         )
@@ -184,16 +194,15 @@ def attend(form: Form, part: Part, scale: float) -> tuple[Tensor, float]:
     Returns it with the number of chosen keys that the last query of the block reads, mean over heads. Means count as
     often as they have keys that the block did not choose; what a query chooses for itself is not subtracted.
     """
-    key, value = (x[:, : part.closed] for x in (part.key, part.value))
+    key, node = part.key[:, : part.closed], part.closed // part.far_key.shape[1]
     first = part.always[None, :1, : part.closed]
-    shared = chosen(form, part.voters[:, None], key, form.page or part.node, form.shared, first)
+    shared = chosen(form, part.voters[:, None], key, form.page or node, form.shared, first)
     read = chosen(form, part.searched[:, :, None], key, 1, form.own, shared)
-    left = part.node - shared.unflatten(-1, (-1, part.node)).sum(-1)
-    far_key, far_value = (x.unflatten(1, (-1, part.node)).mean(2) for x in (key, value))
+    left = node - shared.unflatten(-1, (-1, node)).sum(-1)
     exact = part.always | pad(read, (0, part.key.shape[1] - part.closed))
     logits = (scale * part.query @ part.key.mT).masked_fill(~exact, -torch.inf)
-    far = scale * part.query @ far_key.mT + left.log()
-    output = torch.cat([logits, far], -1).softmax(-1) @ torch.cat([part.value, far_value], 1)
+    far = scale * part.query @ part.far_key.mT + left.log()
+    output = torch.cat([logits, far], -1).softmax(-1) @ torch.cat([part.value, part.far_value], 1)
     return output, float(read[:, -1].sum(-1).float().mean())
 
 
@@ -213,10 +222,10 @@ def chosen(form: Form, voters: Tensor, key: Tensor, page: int, number: int, know
     """
     if not number:
         return known
-    pages = key.unflatten(1, (-1, page))
-    score = voters.mean(2) @ pages.mean(2).mT
+    score = voters.mean(2) @ (means(key, page) if page > 1 else key).mT
     if page > 1:
-        score += 2 * (voters.square().mean(2) @ pages.var(2, correction=0).mT).sqrt()
+        variance = key.unflatten(1, (-1, page)).var(2, correction=0)
+        score += 2 * (voters.square().mean(2) @ variance.mT).sqrt()
     score = score.masked_fill(known.unflatten(-1, (-1, page)).all(-1), -torch.inf)
     return known | best(score, number // page, form.bins).repeat_interleave(page, -1)
 
