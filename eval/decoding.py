@@ -1,4 +1,4 @@
-"""Time of a token in generation with landmarks and selected keys, compared with exact attention and its cache."""
+"""Time of a token in generation with landmarks, compared with exact attention and its cache."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a result with the cache differs from a full pass."""
     words = sys.argv[1:] if argv is None else list(argv)
     given = parse_arguments(words)
+    options = favor.FavorConfig(selected_keys=given.selected_keys, exact_below=0)
     rows, results = [], []
     for shape in given.shapes:
         for context in given.lengths:
@@ -67,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ids = torch.randint(1000, (1, context + given.tokens), generator=torch.Generator().manual_seed(given.seed))
             model.set_attn_implementation("sdpa")
             exact, _ = generate(model, ids, context, DynamicCache(config=model.config))
-            options = {"num_features": given.num_features, "selected_keys": given.selected_keys, "exact_below": 0}
-            favor.configure(model, "landmark", **options)
+            favor.configure(model, "landmark", **options.to_dict())
             own, found = generate(model, ids, context, favor.FavorCache(model.config))
             with torch.no_grad():
                 expected = model(ids, use_cache=False).last_hidden_state[:, -1]
@@ -81,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append({"shape": shape, "context": context, "exact_ms": exact, "own_ms": own, "error": error})
             rows.append([shape, str(context), f"{exact:.3g}", f"{own:.3g}", f"{exact / own:.2f}", f"{error:.0e}"])
             print("  ".join(rows[-1]), flush=True)
-    header = ["heads", "context", "exact, ms", "selected keys, ms", "times as fast", "error of the cache"]
+    header = ["heads", "context", "exact, ms", "landmarks, ms", "times as fast", "error of the cache"]
     lines = [
-        "# Generation through selected keys: time of a token",
+        "# Generation through landmarks: time of a token",
         "",
-        f"{given.num_hidden_layers} layers, 512 wide, random weights, float32; `landmark` with M = "
-        f"{given.num_features} and K = {given.selected_keys}. Medians of {given.tokens - 2} tokens. Heads: "
+        f"{given.num_hidden_layers} layers, 512 wide, random weights, float32; `landmark` with "
+        f"{options.selected('landmark', True)} selected keys. Medians of {given.tokens - 2} tokens. Heads: "
         + "; ".join(f"{name} {h} of width {d}, {k} of keys" for name, (h, k, d) in SHAPES.items())
         + ". The error is that of the last hidden state against a full forward pass without a cache.",
         "",

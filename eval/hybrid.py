@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         f"ModernBERT's geometry: {arguments.num_hidden_layers} layers ({global_layers} global, the others see 64 "
         "tokens on each side), 768 wide, 12 heads, random weights, float32, batch 1, forward; "
-        f"{arguments.num_features} features or landmarks in the global layers. Medians of {arguments.repeats} "
+        f"{arguments.num_features} features or means of landmarks in the global layers. Medians of {arguments.repeats} "
         "passes in turns; memory above that before the pass. More speed and less memory are better.",
         "",
         *report.table(header, rows),

@@ -70,10 +70,15 @@ def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespa
     if "local" in way:
         model.config.sliding_window = arguments.sliding_window
     if "exact" not in way:  # every FAVOR backend runs local attention in linear time
-        options = {"num_features": arguments.num_features, "window": arguments.window, "exact_below": 0}
-        favor.configure(model, "landmark", **options)
+        favor.configure(model, "landmark", **landmarks(arguments).to_dict())
     logits: Tensor = model(features).logits
     return logits
+
+
+def landmarks(arguments: argparse.Namespace) -> favor.FavorConfig:
+    """Gives the options of the backend `landmark`."""
+    numbers = {"num_features": arguments.num_features, "selected_keys": arguments.selected_keys}
+    return favor.FavorConfig(**numbers, exact_below=0)
 
 
 def measure(recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{search}. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
         f"10 s of which are kept. Stream: {times}. Positions begin again every 30 s. Local "
         f"attention: {arguments.sliding_window} frames of 20 ms before and after each. Landmarks: "
-        f"{arguments.num_features} per head and a window of {arguments.window}."
+        f"{arguments.num_features} means per head and {landmarks(arguments).selected('landmark', False)} selected keys."
     )
     command = report.shown_command(
         "favor.eval.whisper_ctc_long", report.local_names(words), ["--data_dir"], ["--output_dir"]

@@ -30,7 +30,7 @@ tokens = AutoTokenizer.from_pretrained(path)(text, truncation=True, max_length=5
 
 with torch.no_grad():
     exact = model(**tokens).last_hidden_state.mean(1)
-    favor.configure(model, "landmark", num_features=64, selected_keys=64, exact_below=0)
+    favor.configure(model, "landmark", num_features=128, selected_keys=128, exact_below=0)
     linear = model(**tokens).last_hidden_state.mean(1)
 
 print(favor.describe(model, length=512))
@@ -41,7 +41,7 @@ print(f"cosine of the two embeddings of the text: {torch.cosine_similarity(exact
 # keys and values of each layer. The function below computes attention from them with two families and compares.
 # The error is the norm of the difference, divided by the norm of the exact output. Less is better.
 
-METHODS = {"landmark": {"selected_keys": 64}, "pos": {}}
+METHODS = {"landmark": {"selected_keys": 128}, "pos": {}}
 errors = {name: [] for name in METHODS}
 
 
@@ -49,7 +49,7 @@ def measure(seen):
     """Adds the errors of the 12 heads of one layer."""
     for name, options in METHODS.items():
         found = favor.favor_attention(
-            seen.query, seen.key, seen.value, features=name, num_features=64, scale=seen.scale, **options
+            seen.query, seen.key, seen.value, features=name, num_features=128, scale=seen.scale, **options
         )
         difference = (found - seen.output).norm(dim=(-2, -1)) / seen.output.norm(dim=(-2, -1))
         errors[name].append(difference[0])

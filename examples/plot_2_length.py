@@ -21,10 +21,10 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 M = 256
 METHODS = {
     "exact (PyTorch)": lambda q, k, v: scaled_dot_product_attention(q, k, v),
-    "landmark, 256 selected keys": lambda q, k, v: favor.favor_attention(
-        q, k, v, features="landmark", num_features=M, selected_keys=256
+    "landmark": lambda q, k, v: favor.favor_attention(q, k, v, features="landmark", num_features=M),
+    "landmark, means alone": lambda q, k, v: favor.favor_attention(
+        q, k, v, features="landmark", num_features=M, selected_keys=0
     ),
-    "landmark, groups alone": lambda q, k, v: favor.favor_attention(q, k, v, features="landmark", num_features=M),
     "favor+": lambda q, k, v: favor.favor_attention(q, k, v, features="pos", num_features=M),
 }
 

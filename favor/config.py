@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
 
 from favor import registry
@@ -13,6 +15,7 @@ STATISTICS = ("batch", "calibrated", "corrected")
 MOST_FEATURES = 2**18  # 64 MiB of directions per head of 64: more is a typing mistake
 MOST_TOKENS = 2**31 - 1  # no sequence is longer, and kernels count in int32
 MOST_HEADS = 2**14  # of a layer
+_GONE = ("page_size", "query_block")  # of landmarks, in configs of older versions
 BACKEND = "attn_implementation"  # entry of `config.favor` that names the backend of a saved model; not an option
 
 
@@ -21,13 +24,12 @@ class FavorConfig:
     """Options of the FAVOR backends; a model carries them as the plain dictionary `config.favor`.
 
     Args:
-        num_features: number of random features (or landmarks) M per head, default 256, at most 262,144. `favor_elu`
-            always has head_dim features, and `favor_trig` needs an even number.
+        num_features: number of random features M per head, default 256, at most 262,144. `favor_elu` always has
+            head_dim features, and `favor_trig` needs an even number. Landmarks have M means in encoders; their causal
+            layers have one mean for each 256 keys, and do not read it.
         features: family behind the `favor#` backend: "wderf" (default: closest to softmax on pretrained models, see
             `favor.eval.approximation`), "cderf", or the FAVOR# paper's own "sderf", "saderf" and "aderf"; or
-            "landmark", the older spelling of the backend `landmark`, which uses nothing random: M groups of keys stand
-            for all keys (see `favor.landmark.Landmarks`), without parameters, in decoders too. Backends with a single
-            family ignore it.
+            "landmark", the older spelling of the backend `landmark`. Backends with a single family ignore it.
         factorization: how the families of favor# factor their matrices: "eigh" (the optimum); "newton_schulz" for
             "sderf" and "aderf" (the same optimum, by matrix products alone); "cholesky" for "wderf", "cderf" and
             "sderf" (no eigendecomposition; within 0.0071 of the optimal objective per direction). "auto" (default) is
@@ -35,7 +37,7 @@ class FavorConfig:
             one.
         window: tokens are cut into blocks of this many, and attention inside a block is exact, under one normaliser
             with the estimate of the rest. 0 (default) is the papers' method; 64 to 256 is far closer to softmax. Cross
-            attention has no such blocks and runs without a window.
+            attention has no such blocks and runs without a window, and so do landmarks.
         orthogonal: orthogonal directions (default) or independent ones.
         seed: seed of the directions, default 0. Each layer has its own.
         redraw_interval: in training, the number of forward passes of a layer after which it draws new directions; 0
@@ -51,10 +53,8 @@ class FavorConfig:
             program (`torch.export`, ONNX) cannot choose by length: for lengths below and above the threshold it needs
             0.
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
-            for none. Default None: 256 for the backend `landmark`, see docs/selected_keys.md.
-        page_size, query_block: number of keys that are chosen together, and of queries that choose together; 0
-            (default) takes the numbers that measured best, see `favor.favor_attention`. These numbers, `window` and
-            `selected_keys` may exceed the sequence, at no cost; they are at most 2,147,483,647.
+            for none. Default None: 768 in encoders, 1,024 in causal layers (docs/selected_keys.md). It may exceed the
+            sequence, at no cost, as `window` may.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 
@@ -81,14 +81,12 @@ class FavorConfig:
     exact_below: int | str = "auto"
     kernel: str = "auto"
     selected_keys: int | None = None
-    page_size: int = 0
-    query_block: int = 0
 
     def __post_init__(self) -> None:
         self._check_integer("num_features", minimum=1, maximum=MOST_FEATURES)
         self._check_integer("seed")
         self._check_integer("redraw_interval", minimum=0)
-        for name in ("window", "selected_keys", "page_size", "query_block"):
+        for name in ("window", "selected_keys"):
             if name != "selected_keys" or self.selected_keys is not None:
                 self._check_integer(name, minimum=0, maximum=MOST_TOKENS)
         if not isinstance(self.orthogonal, bool):
@@ -129,21 +127,27 @@ class FavorConfig:
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
         if given is not None:
             self._check_ignored(family, called, given)
-        if self.window and not family.supports_window:
+        if self.window and not family.supports_window and not family.selects_keys:
             raise ValueError(
                 f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
-                "window=0, or use favor+, favor++, favor# or landmark."
+                "window=0, or use favor+, favor++ or favor#."
+            )
+        if self.window and family.selects_keys:
+            if given is not None and "window" in given:
+                raise ValueError(
+                    f"{called} has no window: it reads the keys that matter, near or far, and causal layers always "
+                    f"read the last ones. Set window=0 and raise selected_keys; got window={self.window}."
+                )
+            _tell(
+                f"{family.name} has no window any more, and window={self.window} is not read. Raise selected_keys "
+                "instead."
             )
         if self.statistics != "batch" and not family.takes_parameters and (given is None or "statistics" in given):
             raise ValueError(
                 f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
             )
-        selects = family.selects_keys and self.selected_keys != 0
-        if (
-            self.kernel not in ("auto", "torch")
-            and not (family.has_kernel or selects)
-            and (given is None or "kernel" in given)
-        ):
+        asked = given is None or "kernel" in given
+        if self.kernel not in ("auto", "torch") and not family.has_kernel and asked:
             raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 
     def _check_ignored(self, family: type[registry.Family], called: str, given: Collection[str]) -> None:
@@ -154,7 +158,7 @@ class FavorConfig:
         if not family.is_drawn:
             ignored += ["orthogonal", "redraw_interval"]
         if not family.selects_keys:
-            ignored += ["selected_keys", "page_size", "query_block"]
+            ignored.append("selected_keys")
         if called in registry.BACKENDS and len(registry.BACKENDS[called]) == 1 and self.features != family.name:
             ignored.append("features")
         for name in ignored:
@@ -184,22 +188,10 @@ class FavorConfig:
             return int(self.exact_below)
         measured = registry.FAMILIES.get(family or "", registry.Family)
         device_type = device_type if device_type in measured.crossover else "cuda"
-        crossover = measured.crossover if self.selected_keys == 0 else measured.crossover_selecting
-        keys = (crossover or measured.crossover)[device_type][is_causal] * self.num_features
+        if measured.crossover_keys:
+            return measured.crossover_keys[device_type][is_causal]
+        keys = measured.crossover[device_type][is_causal] * self.num_features
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
-
-    def for_backend(self, backend: str) -> FavorConfig:
-        """Gives these options with selected keys only where the backend selects some.
-
-        `features="landmark"` under `favor#`, the older spelling of `landmark`, keeps its older default: none.
-
-        Args:
-            backend: a value of `attn_implementation`.
-        """
-        family = registry.family_of(backend, self.features)
-        if self.selected_keys is None and backend not in family.backends[:1]:
-            return replace(self, selected_keys=0)
-        return self
 
     def selected(self, family: str, is_causal: bool) -> int:
         """Gives the number of selected keys of a layer; 0 for families that select none.
@@ -227,12 +219,20 @@ class FavorConfig:
         if not isinstance(options, Mapping | None):
             raise TypeError(f"config.favor must be a dictionary of options, got {options!r}.")
         options = {name: value for name, value in (options or {}).items() if name != BACKEND}
+        gone = [name for name in _GONE if options.pop(name, 0)]
+        if gone:
+            _tell(f"options of an older version are left out: {', '.join(gone)}. Landmarks have no such sizes now.")
         known = [field.name for field in fields(cls)]
         unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
             hint = registry.did_you_mean(unknown[0], known)
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}.{hint}")
         return cls(**options)
+
+
+@cache
+def _tell(message: str) -> None:
+    logging.getLogger("favor").warning("favor: %s", message)
 
 
 def feature_family(backend: str, config: FavorConfig, given: Collection[str] = ()) -> tuple[str, dict[str, Any]]:

@@ -24,18 +24,18 @@ class Family:
         takes_parameters: whether its parameters can be given, stored and corrected, and its features have weights.
         learns_matrices: whether `favor.calibrate(..., feature_weights=True)` changes its parameters by gradient steps.
         supports_window: whether it estimates exp(x . y) itself, and can share a normaliser with exact blocks of tokens.
-        supports_state: whether causal attention can go on from a state of fixed size.
-        counts_features: whether the option `num_features` chooses how many features or groups it has.
-        operations: of a forward pass per token, feature (or group) and number of a head.
+        supports_state: whether causal attention can go on from a state of earlier tokens.
+        counts_features: whether the option `num_features` chooses how many features or means it has.
+        operations: of a forward pass per token, feature (or mean) and number of a head.
         is_drawn: whether it has random directions, which depend on a seed.
         has_kernel: whether Triton kernels compute it.
         selects_keys: whether queries can attend exactly to keys that matter to them.
-        default_selected: how many keys a backend selects by default, (bidirectional, causal).
+        default_selected: how many keys it selects by default, (bidirectional, causal).
         pooled_options: keyword arguments of the class when statistics of some texts are used for other texts.
         crossover: number of keys per feature from which on forward and backward pass together take less time than the
             fastest exact attention, (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
             (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
-        crossover_selecting: the crossover with as many selected keys as groups; empty for families that select none.
+        crossover_keys: the crossover in keys, where speed does not follow the number of features; else empty.
         windowed: factor of the crossover with a window in bidirectional layers (from the files named above).
     """
 
@@ -56,7 +56,7 @@ class Family:
     default_selected: tuple[int, int] = (0, 0)
     pooled_options: dict[str, Any] = {}  # noqa: RUF012
     crossover: dict[str, tuple[int, int]] = {"cpu": (4, 12), "cuda": (18, 32)}  # noqa: RUF012
-    crossover_selecting: dict[str, tuple[int, int]] = {}  # noqa: RUF012
+    crossover_keys: dict[str, tuple[int, int]] = {}  # noqa: RUF012
     windowed: dict[str, int] = {"cpu": 2, "cuda": 3}  # noqa: RUF012
 
 

@@ -11,8 +11,8 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 # label, color, result file, method
 CURVES = (
-    ("landmark: 256 groups and 256 selected keys (default)", "C3", "speed_selected_cpu", "favor:landmark+256"),
-    ("landmark: 256 groups alone", "C2", "speed_landmark_cpu", "favor:landmark"),
+    ("landmark (default: 256 means, 768 selected keys)", "C3", "speed_landmark_cpu", "favor:landmark"),
+    ("landmark: 256 means, 256 selected keys", "C2", "speed_landmark_cpu", "favor:landmark+256"),
     ("favor+: 256 random features", "C0", "speed_landmark_cpu", "favor:pos"),
 )
 PANEL = "bidirectional, forward"

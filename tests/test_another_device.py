@@ -5,6 +5,7 @@ import torch
 from elsewhere import Elsewhere, another_device, move
 from heap import few_objects  # noqa: F401
 from pairwise import pairs
+from small_sections import set_small_sections
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,6 +15,11 @@ from favor.models.conformer import ConformerConfig, ConformerForCTC, transducer_
 from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _small_sections(monkeypatch):
+    set_small_sections(monkeypatch)
 
 
 def close(there, here, tolerance, scale=None):
@@ -33,16 +39,17 @@ LAYOUTS = {
 }
 
 
-NAMES = ("pos", "pos@16", "sderf", "cderf@16", "wderf", "wderf@16", "landmark", "landmark@16", "trig", "relu")
+NAMES = ("pos", "pos@16", "sderf", "cderf@16", "wderf", "wderf@16", "landmark", "landmark@6", "trig", "relu")
 
 
 @pytest.mark.parametrize(*pairs(name=NAMES, is_causal=(False, True), layout=LAYOUTS))
 def test_attention(name, is_causal, layout):
     places, plain_reads, block_reads = LAYOUTS[layout]
-    features, _, window = name.partition("@")
+    features, _, number = name.partition("@")
     if features in ("sderf", "cderf", "wderf"):  # else another form on another device
         features = favor.features.get(features, factorization="eigh")
-    options = {"features": features, "window": int(window or 0), "num_features": 12, "is_causal": is_causal, **places}
+    size = {"selected_keys" if features == "landmark" else "window": int(number or 0)}
+    options = {"features": features, "num_features": 12, "is_causal": is_causal, **size, **places}
     generator = torch.Generator().manual_seed(0)
     shape = (1 if layout == "packed" else 2, 4, 70, 8)
     *tokens, slope = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
@@ -63,22 +70,23 @@ def test_attention(name, is_causal, layout):
         found = run("meta")
     for there, here in zip(found, expected, strict=True):
         close(there, here, 1e-12)
-    has_blocks = bool(window) or (is_causal and features == "landmark")
+    has_blocks = bool(number) or features == "landmark"
     assert device.reads <= (block_reads if has_blocks else plain_reads)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_landmarks_of_half_precision_are_those_of_float32(dtype, is_causal):
-    """GPUs do not raise them, as CPUs do; with other groups the error would be of order 1."""
+    """GPUs do not raise them, as CPUs do; near a tie a block chooses another key."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randn(1, 2, 1200, 16, generator=generator).to(dtype) for _ in range(3)]
-    options = {"features": "landmark", "num_features": 64, "is_causal": is_causal}
+    options = {"features": "landmark", "num_features": 64, "selected_keys": 128, "is_causal": is_causal}
     expected = favor.favor_attention(*(token.float() for token in tokens), **options)
     with another_device():
         found = favor.favor_attention(*(token.to("meta") for token in tokens), **options)
     assert found.dtype == dtype
-    assert (found.held - expected).norm() < 0.02 * expected.norm()
+    errors = (found.held - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.quantile(0.9) < 0.02
 
 
 TEXT = torch.randint(5, 40, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -117,11 +125,11 @@ MODELS = {
     "BERT favor++": (lambda: bert("favor++"), READ),
     "BERT favor#": (lambda: bert("favor#"), READ),
     "BERT favor# window": (lambda: bert("favor#", window=16), READ),
-    "BERT landmarks": (lambda: bert("favor#", features="landmark"), READ),
+    "BERT landmarks": (lambda: bert("landmark", selected_keys=6), READ),
     "Conformer CTC favor#": (lambda: conformer("favor#"), HEARD),
     "Conformer CTC sdpa": (lambda: conformer("sdpa"), HEARD),
     "LLaMA favor+": (lambda: llama("favor+", window=16), READ),
-    "LLaMA landmarks": (lambda: llama("favor#", features="landmark"), READ),
+    "LLaMA landmarks": (lambda: llama("landmark", selected_keys=6), READ),
 }
 
 
@@ -147,7 +155,7 @@ def test_training_step(name):
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("favor+", {}), ("favor+", {"window": 16}), ("favor#", {"features": "landmark", "window": 16})],
+    [("favor+", {}), ("favor+", {"window": 16}), ("landmark", {"selected_keys": 6})],
     ids=["features", "window", "landmarks"],
 )
 def test_generation_with_a_state(backend, options):

@@ -1,4 +1,7 @@
-"""Checkpoints of version 0.1.0, made by tests/checkpoints/make.py: they load, and give what they gave there."""
+"""Checkpoints of version 0.1.0, made by tests/checkpoints/make.py: they load, and give what they gave there.
+
+Those with landmarks give what the present form of landmarks gives.
+"""
 
 from pathlib import Path
 

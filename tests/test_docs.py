@@ -52,11 +52,11 @@ def test_the_list_of_messages_has_those_of_the_package():
 
 
 def test_a_table_of_speeds_has_the_numbers_of_its_file():
-    made = tables.speed("speed_selected_cpu | bidirectional, forward").splitlines()
+    made = tables.speed("speed_landmark_cpu | bidirectional, forward").splitlines()
     columns = [cell.strip() for cell in made[0].split("|")]
     row = next(line for line in made if line.startswith("| 16,384 |"))
     shown = row.split("|")[columns.index("landmark, 256 selected keys")]
-    cells = json.loads((ROOT / "eval/results/speed_selected_cpu.json").read_text())["cells"]
+    cells = json.loads((ROOT / "eval/results/speed_landmark_cpu.json").read_text())["cells"]
     wanted = ("bidirectional, forward", "favor:landmark+256", 16384)
     cell = next(cell for cell in cells if (cell["panel"], cell["method"], cell["length"]) == wanted)
     assert float(shown) == pytest.approx(cell["speedup"], rel=0.01)
@@ -64,7 +64,7 @@ def test_a_table_of_speeds_has_the_numbers_of_its_file():
 
 def test_a_panel_that_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="no panel"):
-        tables.speed("speed_selected_cpu | sideways")
+        tables.speed("speed_landmark_cpu | sideways")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

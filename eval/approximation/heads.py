@@ -77,8 +77,9 @@ class HeadErrors:
             given, choice = layer_options(module, variant.backend)[1], stored_choice(module)
         if all_exact(choice):
             return seen.output[:, :, places]
-        config = FavorConfig.from_dict(given).for_backend(variant.backend)
+        config = FavorConfig.from_dict(given)
         name, options = feature_family(variant.backend, config)
+        has_window = families.REGISTRY[name].supports_window
         out = favor_attention(
             seen.query,
             seen.key,
@@ -92,11 +93,9 @@ class HeadErrors:
             layer=seen.layer,
             parameters=self._stored(variant, seen.layer, "calibrated"),
             correction=self._stored(variant, seen.layer, "corrected"),
-            window=choice.get("window", config.window) if seen.is_self_attention else 0,
+            window=choice.get("window", config.window) if seen.is_self_attention and has_window else 0,
             orthogonal=config.orthogonal,
             selected_keys=config.selected(name, seen.is_causal),
-            page_size=config.page_size,
-            query_block=config.query_block,
             kernel=config.kernel,
         )
         groups = seen.query.shape[1] // seen.key.shape[1]

@@ -150,7 +150,7 @@ def setting(choice: dict[str, Any]) -> str:
     """Says in words what a layer chose, from its entry of `config.favor_layers`."""
     if "exact_heads" in choice:
         return "exact"
-    return f"M = {choice['num_features']}, window {choice['window']}, {choice['selected_keys']} selected keys"
+    return f"M = {choice['num_features']}, {choice['selected_keys']} selected keys"
 
 
 def _diagnostics(part: Measured) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from favor import registry
 from favor.config import FavorConfig, feature_family
-from favor.landmark import Landmarks
 from favor.train.common.program import did_you_mean
 
 MEAN, LOCAL = "mean of V", "window alone"
@@ -81,7 +80,7 @@ def variants_of(
     Args:
         texts: backends, as `parse` reads them.
         num_features: for a backend whose text does not set it.
-        windows: for a backend whose text does not set it.
+        windows: for a backend whose text does not set it; landmarks have none.
         selected_keys: for landmarks whose text does not set it; empty uses the default of the option.
 
     Raises:
@@ -91,8 +90,8 @@ def variants_of(
     for text in texts:
         backend, features, options = parse(text)
         lists: dict[str, Sequence[int]] = {"window": windows}
-        if selected_keys and issubclass(registry.family_of(backend, features), Landmarks):
-            lists["selected_keys"] = selected_keys
+        if registry.family_of(backend, features).selects_keys:
+            lists = {"window": [0], **({"selected_keys": selected_keys} if selected_keys else {})}
         lists["num_features"] = num_features
         choices: list[dict[str, Any]] = [options]
         for name, values in lists.items():
@@ -103,7 +102,7 @@ def variants_of(
 
 
 def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
-    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, such as `favor#:wderf` or `landmark:num_features=64,window=128`.
+    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, such as `favor#:wderf` or `favor+:num_features=64,window=128`.
 
     Returns:
         Name of the backend, its features, and the options by name.

@@ -1,7 +1,7 @@
-"""Runs one model class in three ways: exactly, with a landmark for every key, and with few landmarks.
+"""Runs one model class in three ways: exactly, with landmarks that lose nothing, and with few random features.
 
-Landmarks with a group for every key are softmax attention. With a window they still run the kernels of blocks and
-groups; without a window, causal attention over so few tokens has nothing to estimate.
+Landmarks are softmax attention if every key is a mean of its own, or if a block of queries reads all keys. Causal
+landmarks have nothing to estimate over so few tokens, but random features have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from favor.eval.compatibility.inputs import Inputs, all_inputs, padded, with_typ
 from favor.eval.compatibility.tiny import shrink
 from favor.eval.compatibility.watch import BACKEND, Watch
 
-MANY, FEW, SHORT = 2048, 4, 4  # groups, groups, tokens of a window
+FEW = {"num_features": 4}
 TOLERANCE = 1e-4
 MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
 SIZES = ((8, 4), (8, None), (16, 4), (4, 4), (1, 4), (1, None))  # divisor of widths, patches per side of an image
-WAYS = {"groups of one key": (MANY, 0), "in blocks": (MANY, SHORT)}
+WAYS: dict[str, dict[str, Any]] = {
+    "means of one key": {"features": "landmark", "num_features": 2048, "selected_keys": 0},
+    "in blocks": {"features": "landmark", "num_features": 4, "selected_keys": 2048},
+}
 CATEGORIES = ("equal", "local", "refused", "no attention", "not built", "silently exact", "wrong", "crash")
 Batches = dict[str, tuple[Inputs, Tensor | None]]  # with the mask of the real tokens, if some are padding
 BAD = ("silently exact", "wrong", "crash")
@@ -62,7 +65,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
     except Exception as error:
         return {**result, **_raised(error, "forward")}
     if candidate.name.endswith("ForCausalLM") and result["category"] in ("equal", "local"):
-        configure(model, FEW, SHORT)
+        configure(model, WAYS["in blocks"])
         result["cache"] = generation(exact, model, inputs)
         if result["cache"].startswith(("wrong", "crash")):
             result |= {"category": result["cache"].split(":")[0], "reason": f"FavorCache: {result['cache']}"}
@@ -157,13 +160,12 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def configure(model: nn.Module, num_features: int, window: int) -> None:
+def configure(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Sets options in every config of a model."""
-    options = {"features": "landmark", "num_features": num_features, "window": window, "exact_below": 0}
     for module in model.modules():
         if hasattr(module, "config"):
             with contextlib.suppress(Exception):
-                module.config.favor = options  # type: ignore[union-attr]
+                module.config.favor = {**options, "exact_below": 0}  # type: ignore[union-attr]
 
 
 @torch.no_grad()
@@ -242,7 +244,7 @@ def _compared(
     """
     inputs = batches["whole"][0]
     expected = run(exact, inputs)
-    configure(model, FEW, SHORT)
+    configure(model, FEW)
     with Watch().watching() as watch:
         change = distance(run(model, inputs), expected)
     result: dict[str, Any] = {
@@ -289,8 +291,8 @@ def _without_refused(model: PreTrainedModel, batches: Batches) -> tuple[Batches,
 
 def _errors(exact: PreTrainedModel, model: PreTrainedModel, batches: dict[str, Any]) -> dict[str, float]:
     errors = {}
-    for way, (number, window) in WAYS.items():
-        configure(model, number, window)
+    for way, options in WAYS.items():
+        configure(model, options)
         for name, (batch, mask) in batches.items():
             errors[f"{way}, {name}"] = distance(run(model, batch), run(exact, batch), mask)
     return errors

@@ -17,7 +17,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral": _HEADS,
     "hunyuan_vl": {**_HEADS, "text_config.head_dim": 16},
     "nemotron": {"num_key_value_heads": 8},
-    "vivit": {"num_frames": 8},  # at 32 there are more keys than landmarks
+    "vivit": {"num_frames": 8},  # at 32 there are more than 2048 keys
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "bros": {"dim_bbox_sinusoid_emb_2d": 48, "dim_bbox_sinusoid_emb_1d": 12, "dim_bbox_projection": 8},
     "chameleon": {"vocabulary_map": {"<image>": 100}},

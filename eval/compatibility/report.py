@@ -10,7 +10,7 @@ from favor.eval.common.report import table_row
 from favor.eval.compatibility.check import BAD, CATEGORIES
 
 _MEANING = {
-    "equal": "with a landmark for every key the output is that of exact attention, to 1e-4 relative",
+    "equal": "with landmarks that lose nothing the output is that of exact attention, to 1e-4 relative",
     "local": "all layers see a window or a chunk only; they stay exact, in linear time",
     "refused": "a ValueError says why, at loading or at the first pass",
     "no attention": "nothing in the class attends",
@@ -33,8 +33,8 @@ def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "# Models of transformers with a FAVOR backend",
         "",
         f"{len(results)} model classes of {len(families)} families, tiny, with random weights, float32 on a CPU: exact "
-        "attention, landmarks with a group for every key (which are softmax attention), the same in blocks, and few "
-        "landmarks, which must differ. Token models with padding at the right and at the left too.",
+        "attention, landmarks with a mean for every key, landmarks that select all keys (both are softmax attention), "
+        "and 4 random features, which must differ. Token models with padding at the right and at the left too.",
         "",
         table_row(["category", "classes", "meaning"]),
         table_row(["---", "---:", "---"]),

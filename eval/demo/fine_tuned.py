@@ -14,7 +14,7 @@ from favor.eval.demo import word_order
 from favor.eval.glue import checkpoints
 from favor.train import glue
 
-# Number of groups of keys, of selected keys, and of random features.
+# Number of means, of selected keys, and of random features.
 NUM_FEATURES = 64
 # The training must be short on two cores: it takes 35 to 60 seconds.
 BATCH_SIZE, LEARNING_RATE, WARMUP_RATIO = 16, 2e-4, 0.1

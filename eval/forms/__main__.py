@@ -49,8 +49,7 @@ MEASURED = (
     "none of each query",
     "coordinates of a key head",
 )
-TODAY = "today: groups, 256 selected keys"
-EXACT = "exact"
+BACKEND, EXACT = "the backend landmark", "exact"
 FORM = "favor_form"
 
 
@@ -89,10 +88,10 @@ class Errors:
             self._add(name, seen, [(output, places) for output, _, places in found])
             self.read.setdefault(name, []).extend(read for _, read, _ in found)
         options: dict[str, Any] = {"features": "landmark", "scale": seen.scale, "is_causal": seen.is_causal}
-        output = favor.favor_attention(seen.query, seen.key, seen.value, selected_keys=256, **options)[0]
+        output = favor.favor_attention(seen.query, seen.key, seen.value, **options)[0]
         rows = chosen_blocks(first, query.shape[1], 64, self.number)
         places = torch.cat([torch.arange(start, start + 64) for start in rows]).expand(len(query), -1)
-        self._add(TODAY, seen, [(take(output, places), places)])
+        self._add(BACKEND, seen, [(take(output, places), places)])
 
     def _add(self, name: str, seen: Observation, found: Sequence[tuple[Tensor, Tensor]]) -> None:
         output = torch.cat([rows for rows, _ in found], 1)
@@ -112,7 +111,7 @@ def measure(model: Any, sample: Tensor, number: int) -> Errors:
 
 @torch.no_grad()
 def perplexities(model: Any, rows: Tensor) -> dict[str, float]:
-    """Gives the perplexity of a causal language model on samples `[n, L]` by form, and those of exact and of today."""
+    """Gives the perplexity of a decoder on samples `[n, L]` by form, with exact attention and with the backend."""
     form: Form | None = None
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
@@ -132,7 +131,7 @@ def perplexities(model: Any, rows: Tensor) -> dict[str, float]:
         form = CAUSAL_FORMS[name]  # read by `attention`
         found[name] = perplexity(model, rows)
     favor.configure(model, "landmark", exact_below=0)
-    return {**found, TODAY: perplexity(model, rows)}
+    return {**found, BACKEND: perplexity(model, rows)}
 
 
 def perplexity(model: Any, rows: Tensor) -> float:

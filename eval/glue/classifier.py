@@ -207,14 +207,14 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
         notes.append(f"runs exact attention on {short} of {len(lengths)} samples, those of fewer than {bound} tokens")
     running = [layer for layer in favor.describe(model, bound).layers if layer.runs in registry.FAMILIES]
     if running and all(registry.FAMILIES[layer.runs].selects_keys for layer in running):
-        enough = min(max(layer.num_features or 0, layer.selected_keys or 0, layer.window or 0) for layer in running)
+        enough = min(max(layer.num_features or 0, layer.selected_keys or 0) for layer in running)
         equal = bisect.bisect_right(lengths, enough) - short
         if equal > 0:
             every = equal == len(lengths)
             fewer = f"; --backends {DEFAULT}:num_features=16,selected_keys=0 has fewer" if every else ""
             many = "ALL" if every else str(equal)
             notes.append(
-                f"has no fewer landmarks or selected keys than {many} of {len(lengths)} samples have tokens (up to "
+                f"has no fewer means or selected keys than {many} of {len(lengths)} samples have tokens (up to "
                 f"{enough}), and equals exact attention there{fewer}"
             )
     return bound, f"`{name}` {'; it '.join(notes)}" if notes else ""

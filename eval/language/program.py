@@ -12,7 +12,7 @@ from favor.eval.common.program import add_results, device_or_default
 from favor.eval.language.records import Records
 from favor.train.common.program import Parser
 
-CACHES = ("auto", "dynamic", "state", "all")
+CACHES = ("auto", "dynamic", "state")
 
 
 def options(parser: Parser, name: str) -> None:
@@ -30,7 +30,7 @@ def options(parser: Parser, name: str) -> None:
         nargs="+",
         default=["exact", "landmark"],
         metavar="BACKEND[:KEY=VALUE,...]",
-        help="backends to compare, such as landmark:num_features=256,cache=state; exact attention always comes first",
+        help="backends to compare, such as landmark:selected_keys=512; exact attention always comes first",
     )
     add(
         "--cache",

@@ -28,8 +28,7 @@ class Variant:
         backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with
             a sliding window block by block, which gives the same numbers in linear time.
         options: all options of the backend, so that no option of another variant stays.
-        cache: "dynamic" keeps all keys (transformers' `DynamicCache`), "state" is `favor.FavorCache` with a state of
-            fixed size, "all" is `favor.FavorCache(keep="all")`, which keeps the keys and reads the selected ones.
+        cache: "dynamic" is transformers' `DynamicCache`, "state" is `favor.FavorCache`.
     """
 
     label: str
@@ -39,11 +38,11 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, cache: str = "auto") -> Variant:
-        """Reads `BACKEND[:KEY=VALUE,...]`, such as `landmark:num_features=256,window=64,cache=state`.
+        """Reads `BACKEND[:KEY=VALUE,...]`, such as `landmark:selected_keys=512,cache=dynamic`.
 
         Args:
             text: the variant; values are JSON or plain words; the key `cache` names its cache.
-            cache: cache if the text names none. "auto" is "dynamic" for exact attention, else "all".
+            cache: cache if the text names none. "auto" is "dynamic" for exact attention, else "state".
 
         Raises:
             ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
@@ -68,7 +67,7 @@ class Variant:
         if exact and options:
             raise ValueError(f"{backend} takes no options, got {text!r}")
         if cache == "auto":
-            cache = "dynamic" if exact else "all"
+            cache = "dynamic" if exact else "state"
         config = FavorConfig.from_dict({"exact_below": ALWAYS if exact else 0, **options})
         if not exact:
             feature_family(backend, config, given=options)
@@ -85,7 +84,7 @@ class Variant:
         """Makes an empty cache for `model`."""
         if self.cache == "dynamic":
             return DynamicCache(config=model.config)
-        return favor.FavorCache(model.config, keep=self.cache)
+        return favor.FavorCache(model.config)
 
 
 def _value(text: str) -> Any:

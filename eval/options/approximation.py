@@ -1,8 +1,8 @@
 """Error of linear attention on a pretrained model, per head and of the whole model.
 
     python -m favor.eval.approximation MODEL --text book.txt --output_dir eval/results
-    python -m favor.eval.approximation --text book.txt --lengths 512 4096 --backends landmark:window=64 favor#:wderf
-    python -m favor.eval.approximation --audio_dir DATA --split dev+test --backends landmark --windows 0 64
+    python -m favor.eval.approximation --text book.txt --lengths 512 4096 --backends landmark favor#:wderf
+    python -m favor.eval.approximation --audio_dir DATA --split dev+test --backends landmark --selected_keys 128 256
 
 Every attention head of MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads real text with
 exact attention. Each backend, number of features and window is then computed on the same queries, keys and values. The
@@ -81,7 +81,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[64, 128, 256],
         help="random features, or landmarks, per head; several are compared",
     )
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0: no blocks")
+    parser.add_argument(
+        "--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks of features; 0: none"
+    )
     parser.add_argument(
         "--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared"
     )

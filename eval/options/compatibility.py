@@ -4,8 +4,8 @@
     python -m favor.eval.compatibility --model_types bert llama    # some
 
 A tiny model with random weights is built of every model class of the installed transformers. It runs with exact
-attention, with landmarks of one key each, which are softmax attention too, and with few landmarks, whose output must
-differ.
+attention, with landmarks that lose nothing, which are softmax attention too, and with few random features, whose output
+must differ.
 """
 
 from __future__ import annotations

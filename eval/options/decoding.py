@@ -1,10 +1,10 @@
-"""Time of a token in generation with landmarks and selected keys, compared with exact attention and its cache.
+"""Time of a token in generation with landmarks, compared with exact attention and its cache.
 
     python -m favor.eval.decoding --lengths 16384 32768 --shapes llama gemma
 
 A decoder with random weights reads a context and continues token by token: with exact attention and a `DynamicCache`,
-and with the backend `landmark` and `FavorCache(config, keep="all")`, in turns. Times are printed only if the last
-hidden state with the cache equals that of a full forward pass without a cache.
+and with the backend `landmark` and `FavorCache(config)`, in turns. Times are printed only if the last hidden state with
+the cache equals that of a full forward pass without a cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="tokens of the context, before those that are timed",
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes of the heads")
-    parser.add_argument("--num_features", type=int, default=256, help="landmarks per head")
-    parser.add_argument("--selected_keys", type=int, default=256, help="keys read exactly; 0: none")
+    parser.add_argument("--selected_keys", type=int, help="keys that a block chooses; default: that of the method")
     parser.add_argument("--num_hidden_layers", type=int, default=4, help="layers of the decoder, 512 wide")
     parser.add_argument(
         "--tokens", type=int, default=24, help="tokens after each context, most of them timed; at least 3"

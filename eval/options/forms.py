@@ -1,4 +1,4 @@
-"""Compares forms of landmark attention on the heads of real models, before one of them is built.
+"""Compares forms of landmark attention on the heads of real models, and the backend that is built as one of them.
 
     python -m favor.eval.forms --text novels.txt.xz --lengths 4096 8192
     python -m favor.eval.forms --model_name_or_path gemma --text novels.txt.xz --lengths 4096 8192

@@ -35,7 +35,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="favor+",
         help="a backend whose causal form needs no calibration",
     )
-    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
+    add("--num_features", type=int, default=256, help="random features per head")
     add("--window", type=int, default=0, help="tokens of exact blocks; 0: no blocks")
     add("--num_hidden_layers", type=int, default=2, help="layers of the decoder, 768 wide, 12 heads, 4 key heads")
     add("--per_device_eval_batch_size", type=int, default=1, help="sequences of a batch")

@@ -28,7 +28,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="BACKEND",
         help="backends to compare with sdpa",
     )
-    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
+    add("--num_features", type=int, default=256, help="random features, or means of landmarks, per head")
     add("--num_hidden_layers", type=int, default=22, help="layers of the model; every third is global")
     add("--repeats", type=int, default=3, help="timed passes of each backend at each length, in turns")
     add("--threads", type=int, default=2, help="CPU threads")

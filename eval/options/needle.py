@@ -1,6 +1,6 @@
 """Facts that a causal language model finds in a long text: RULER's tasks in novels, by length and depth.
 
-    python -m favor.eval.language.needle MODEL --text novels.txt.xz --backends exact landmark:num_features=256
+    python -m favor.eval.language.needle MODEL --text novels.txt.xz --backends exact landmark:selected_keys=512
 
 MODEL is a folder, or "gemma" (Gemma 3 270M from packages of PyPI: an optional experiment under its own terms of use).
 Tasks: a single needle, several keys, several values, variables that pass a number on, and common words. Prompts end

@@ -46,8 +46,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="backends to compare; options given here replace the lists below",
     )
     add("--num_features", nargs="+", type=int, default=[64, 128, 256], help="M: features or landmarks per head")
-    add("--selected_keys", nargs="+", type=int, default=[0, 256], help="K, selected keys of landmarks; 0: none")
-    add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks; 0: no blocks")
+    add("--selected_keys", nargs="+", type=int, default=[0, 256, 768], help="K, selected keys of landmarks; 0: none")
+    add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks of features; 0: none")
     add("--query_samples", type=int, default=1024, help="greatest number of queries of a sample whose errors count")
     add("--max_error", type=float, default=0.25, help="greatest mean error of a setting that is recommended")
     add(

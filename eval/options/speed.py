@@ -39,13 +39,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["pos"],
         help="registry names of families, one row each; NAME@128 with exact blocks of 128 tokens, landmark+256 "
-        "with 256 selected keys, landmark+256/8 with 256 selected keys in pages of 8",
+        "with 256 selected keys, landmark+0 with none",
     )
     add("--per_device_eval_batch_size", type=int, default=1, help="sequences of a batch")
     add("--num_attention_heads", type=int, default=8, help="attention heads")
     add("--num_key_value_heads", type=int, help="heads of keys and values; default: as many as heads")
     add("--head_dim", type=int, default=64, help="width of a head")
-    add("--num_features", type=int, default=256, help="random features, or landmarks, per head")
+    add("--num_features", type=int, default=256, help="random features, or means of landmarks in encoders, per head")
     add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="kernel of favor_attention")
     add(
         "--device",

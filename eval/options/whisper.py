@@ -48,7 +48,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="backends of the encoder; options given here replace the lists below",
     )
     add("--num_features", nargs="+", type=int, default=[16, 64, 128, 256], help="M; several are compared")
-    add("--windows", nargs="+", type=int, default=[0, 64], help="frames of exact blocks; several are compared")
+    add(
+        "--windows",
+        nargs="+",
+        type=int,
+        default=[0, 64],
+        help="frames of exact blocks of features; several are compared",
+    )
     add("--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared")
     add(
         "--flop_budgets",

@@ -37,14 +37,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--look_ahead", type=float, default=1.0, help="seconds that the stream looks ahead")
     add("--context", type=float, default=10.0, help="seconds that the stream looks back")
     add("--sliding_window", type=int, default=375, help="frames before and after each that local attention sees")
-    add("--num_features", type=int, default=256, help="landmarks per head")
-    add("--window", type=int, default=64, help="frames of the exact blocks beside landmarks")
+    add("--num_features", type=int, default=256, help="means of landmarks per head")
+    add("--selected_keys", type=int, help="keys that landmarks read exactly; default: those of the method")
     add("--max_exact_minutes", type=float, default=10.0, help="longest recording for one pass of exact attention")
     add("--threads", type=int, default=1, help="CPU threads")
     add_results(parser, "whisper_ctc_long")
     arguments = parser.parse_args(argv)
     arguments.minutes = sorted(set(arguments.minutes))
     positive = (*arguments.minutes, arguments.num_features, arguments.sliding_window, arguments.threads)
-    if min(positive) <= 0 or arguments.window < 0:
-        parser.error("--minutes, --num_features, --sliding_window and --threads must be positive, --window at least 0")
+    if min(positive) <= 0:
+        parser.error("--minutes, --num_features, --sliding_window and --threads must be positive")
     return arguments

@@ -117,7 +117,7 @@ def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_e
 
 
 def title(setting: Mapping[str, Any]) -> str:
-    """Describes a setting in words, such as "landmark with M = 64, K = 256, window 128"."""
+    """Describes a setting in words, such as "landmark with M = 64, K = 256"."""
     words = [f"M = {setting['M']}"]
     if setting["K"] is not None:
         words.append(f"K = {setting['K']}")

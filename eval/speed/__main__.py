@@ -201,6 +201,7 @@ def explanation(bench: Bench) -> list[str]:
         "Peak memory: what a pass allocates at its highest point, output and gradients included, inputs not; on a CPU",
         "in a fresh process for each cell, by the high-water mark of its resident memory.",
         "Operations counted, per token and head: FAVOR and performer-pytorch 8 M d forward, 24 M d forward+backward;",
+        "landmarks 4 d, thrice that forward+backward, for each key and mean that is read, and nothing for searches;",
         "softmax 4 L d, half of it causal, 3.5 times that forward+backward; fla 4 d^2 and 12 d^2. Roofline: the larger",
         "of operations over the matmul ceiling and bytes of inputs and outputs (with a backward also of their",
         f"gradients) over the copy ceiling, both measured in this run: {ceilings.matmul_flops / 1e12:.3g} TFLOP/s in",

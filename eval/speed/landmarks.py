@@ -1,89 +1,110 @@
-"""The right output of attention through landmarks, for some query rows: groups of keys, then float64 formulas."""
+"""The right output of attention through landmarks, for some query rows: what the fast code chooses, summed in float64.
+
+The choice is made by the parts of `favor.landmark` in the type that is timed, since one wrong last digit may choose
+another key that is as good.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from favor.eval.speed.reference import Rows, Sample, softmax_of
-from favor.features import Landmarks
-from favor.landmark.causal import BLOCK
-from favor.landmark.growth import Growth, choose_growing
-from favor.landmark.naive import Regroup, bidirectional_logits, causal_logits
-from favor.landmark.pages import Pages, choose, filled
-from favor.landmark.selected import PAGE_SIZE, QUERY_BLOCK
+from favor.eval.speed.reference import Rows, Sample
+from favor.kernels.chosen import choose
+from favor.landmark import bidirectional, causal
+from favor.landmark.bidirectional import Nodes, choose_nodes
+from favor.landmark.causal import BLOCK, SECTION, SHARE, STEP, Past
+from favor.landmark.sorting import order_of
 
-
-def landmark_rows(sample: Sample, num_landmarks: int, window: int) -> Rows:
-    """Computes the output of some rows, `[R, dv]`, if keys outside a row's block count as the mean of their group.
-
-    Groups are chosen in float32, as in the code that is timed. They depend on the precision only if two landmarks are
-    equally far.
-
-    Args:
-        sample: the rows.
-        num_landmarks: number of groups.
-        window: tokens of exact blocks, 0 for no blocks.
-    """
-    scale = sample.query.shape[-1] ** -0.5
-    queries = sample.all_queries.view(-1, len(sample.key), sample.key.shape[1]).float()
-    query = scale * sample.query
-
-    if sample.causal:
-        regroup = _regroup(queries, num_landmarks, scale)
-        logits = causal_logits(query, sample.key, sample.rows, num_landmarks, window or BLOCK, regroup)
-        return softmax_of(logits, sample), 1.0
-    cells = Landmarks().cells(queries.flatten(0, 1), sample.key.detach().float(), num_landmarks, scale=scale)
-    blocks = (sample.rows // window, torch.arange(len(cells), device=cells.device) // window) if window else ()
-    return softmax_of(bidirectional_logits(query, sample.key, cells, *blocks), sample), 1.0
+Choice = tuple[Tensor, Tensor, Tensor]
 
 
-def selected_rows(sample: Sample, num_landmarks: int, keys: int, page_size: int) -> Rows:
-    """Computes the output of some rows, `[R, dv]`, if keys outside the chosen pages of a row count as means.
-
-    Pages are chosen in float32, as in the code that is timed.
+def landmark_rows(sample: Sample, means: int, selected: int, kernel: str) -> Rows:
+    """Computes the output of some rows, `[R, dv]`.
 
     Args:
         sample: the rows.
-        num_landmarks: number of groups.
-        keys: number of selected keys.
-        page_size: keys of a page; 0 is the default of the method.
+        means: M, nodes of keys in encoders.
+        selected: K, keys that a block reads exactly.
+        kernel: that of the code that is timed.
     """
-    scale, length = sample.query.shape[-1] ** -0.5, len(sample.key)
-    size, together = page_size or PAGE_SIZE[sample.causal], QUERY_BLOCK[sample.causal]
-    key, queries = sample.key.detach().float(), sample.all_queries.view(-1, length, sample.key.shape[1]).float()
-    own = queries[sample.head % len(queries)]
-    pages = Pages.of(key.unsqueeze(0), key.new_ones(1, length, dtype=torch.bool), size)
-    block, number, query = sample.rows // together, -(-keys // size), scale * sample.query
+    query, key = sample.tokens
+    if query.device.type == "cpu":
+        query, key = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (query, key))
     if sample.causal:
-        sections = filled(own, BLOCK).unflatten(0, (-1, BLOCK // together, together))
-        before = BLOCK * torch.arange(len(sections), device=key.device) // size
-        chosen, since = choose_growing(pages, sections.unsqueeze(0), before, Growth.of(number, together))
-        chosen, since = chosen.flatten(1, 2)[0, block], since.flatten(1, 2)[0, block]
-        chosen = chosen.masked_fill(since > (sample.rows % together).unsqueeze(-1), pages.mean.shape[1])
-        regroup = _regroup(queries, num_landmarks, scale)
-        logits = causal_logits(query, sample.key, sample.rows, num_landmarks, BLOCK, regroup)
+        exact, mean, left = _causal(sample, query, key, selected, kernel)
     else:
-        blocks = filled(own, together).unflatten(0, (-1, together))
-        chosen = choose(pages, blocks.unsqueeze(0), number)[0][0, block]
-        cells = Landmarks().cells(queries.flatten(0, 1), key, num_landmarks, scale=scale)
-        logits = bidirectional_logits(query, sample.key, cells)
-    is_chosen = torch.zeros(len(chosen), pages.mean.shape[1] + 1, dtype=torch.bool, device=key.device)
-    is_chosen = is_chosen.scatter(1, chosen, True)[:, torch.arange(length, device=key.device) // size]
-    return softmax_of(torch.where(is_chosen, query @ sample.key.T, logits), sample), 1.0
+        exact, mean, left = _nodes(sample, query, key, means, selected)
+    widths, pairs = (sample.key.shape[1], sample.value.shape[1]), torch.cat([sample.key, sample.value], 1)
+    number = left.shape[1]
+    sums = pairs.new_zeros(number, sum(widths)).index_add(0, mean, pairs)
+    far_key, far_value = (sums / mean.bincount(minlength=number).clamp(min=1).unsqueeze(1)).split(widths, 1)
+    logits = sample.query @ torch.cat([sample.key, far_key]).T * widths[0] ** -0.5
+    times = torch.cat([exact.double(), left.double()], 1)
+    return (logits + times.log()).softmax(-1) @ torch.cat([sample.value, far_value]), 1.0
 
 
-def _regroup(queries: Tensor, num_landmarks: int, scale: float) -> Regroup:
-    """Gives the function by which a causal layer joins groups, in float32.
+def _nodes(sample: Sample, query: Tensor, key: Tensor, means: int, selected: int) -> Choice:
+    """Chooses for rows of an encoder.
 
     Args:
-        queries: those of the heads that share keys, `[G, L, d]`.
-        num_landmarks: number of groups.
-        scale: of the logits.
+        sample: the rows.
+        query, key: `[B, H, L, d]` and `[B, Hk, L, d]`.
+        means, selected: M and K.
+
+    Returns:
+        Which keys each row reads exactly, boolean `[R, L]`; the mean of each key, `[L]`; how often each mean counts for
+        each row, `[R, F]`.
     """
+    (batch, heads), (key_heads, length) = query.shape[:2], key.shape[1:3]
+    groups, number, run = heads // key_heads, min(means, length), -(-length // means)
+    key, rows = key.flatten(0, 1), query.reshape(-1, groups * length, query.shape[3]).unflatten(1, (groups, length))
+    lengths = torch.full((batch * key_heads,), length, device=key.device)
+    order = order_of(key, rows, lengths, lengths).view(-1, length)
+    key = key.flatten(0, 1)[order]
+    of_head, own = sample.batch * key_heads + sample.key_head, sample.batch * heads + sample.head
+    step = torch.arange(length, device=key.device)
+    node = torch.empty_like(step).index_copy(0, order[of_head] - of_head * length, step // run)
+    left = node.bincount(minlength=number).expand(len(sample.rows), -1)
+    if not selected:
+        return torch.zeros(len(left), length, dtype=torch.bool, device=key.device), node, left
+    rows, repeated = rows.flatten(0, 1), lengths.repeat_interleave(groups)
+    place = order_of(rows, key.unsqueeze(1).repeat_interleave(groups, 0), repeated, repeated).view(-1, length)
+    blocks = pad(rows.flatten(0, 1)[place], (0, 0, 0, -length % bidirectional.BLOCK))
+    blocks = blocks.unflatten(1, (-1, bidirectional.BLOCK))
+    size, selected = torch.full_like(lengths, run), min(selected, length)
+    most = min(-(-selected // run), number)
+    chosen = choose_nodes(blocks, repeated, Nodes.of(key, key, lengths, size, number), size, selected, most)[own]
+    block = torch.empty_like(step).index_copy(0, place[own] - own * length, step // bidirectional.BLOCK)
+    is_chosen = _marked(chosen[block[sample.rows]], number)
+    return is_chosen[:, node], node, left.masked_fill(is_chosen, 0)
 
-    def regroup(rows: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-        own = queries[:, rows].flatten(0, 1)
-        return Landmarks().cells(own, means.float(), num_landmarks, scale=scale, counts=counts.float())
 
-    return regroup
+def _causal(sample: Sample, query: Tensor, key: Tensor, selected: int, kernel: str) -> Choice:
+    """Chooses for rows of a decoder; the choice of a head does not depend on others."""
+    query, key = query[sample.batch, sample.head][None, None], key[sample.batch, sample.key_head][None, None]
+    length, rows = key.shape[2], sample.rows
+    samples = query[:, :, ::STEP]
+    kept = causal.coordinates(samples[:, :, : BLOCK // STEP], key[:, :, :BLOCK])
+    index = causal.indexed(key, kept)
+    start = torch.arange(0, length, BLOCK, device=key.device).unsqueeze(0)
+    shared = causal.votes(Past(key, key, key, key, samples, kept, index), start, selected, kernel)
+    blocks = pad(query, (0, 0, 0, -length % BLOCK)).unflatten(2, (-1, BLOCK))[0]
+    blocks = blocks.gather(3, kept[0, :, None, None].expand(*blocks.shape[:3], -1))
+    number = shared.shape[2] // SHARE
+    seen = (start // SECTION * SECTION).to(torch.int32)
+    own = choose(blocks, index[0], seen, number, taken=shared, kernel=kernel)
+    place, limit = torch.arange(length, device=key.device), (rows // SECTION * SECTION).unsqueeze(1)
+    by_block = _marked(shared[0, rows // BLOCK], length)
+    near = (place >= limit) & (place <= rows.unsqueeze(1))
+    exact = by_block | _marked(own[0].flatten(0, 1)[rows], length) | near
+    taken = pad(by_block, (0, -length % SECTION)).unflatten(1, (-1, SECTION)).sum(2)
+    closed = torch.arange(taken.shape[1], device=key.device) < limit // SECTION
+    return exact, place // SECTION, (SECTION - taken) * closed
+
+
+def _marked(places: Tensor, number: int) -> Tensor:
+    """Marks places `[R, n]` among `number`, boolean `[R, number]`; -1 is none."""
+    marks = torch.zeros(len(places), number + 1, dtype=torch.bool, device=places.device)
+    return marks.scatter(1, torch.where(places < 0, number, places).long(), True)[:, :number]

@@ -23,7 +23,8 @@ from favor.attention.functional import favor_attention
 from favor.eval.options.speed import GROUPS
 from favor.eval.speed import reference
 from favor.eval.speed.cell import Attend, Cell, run_pass
-from favor.eval.speed.landmarks import landmark_rows, selected_rows
+from favor.eval.speed.landmarks import landmark_rows
+from favor.landmark.causal import SECTION, SHARE
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -198,32 +199,31 @@ class Favor(Method):
     """`favor.favor_attention` with one family of features.
 
     The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
-    and landmark+256/8 means 256 selected keys in pages of 8 keys.
+    and landmark alone those with as many as is the default.
     """
 
     def __init__(self, name: str) -> None:
-        features, _, window = name.partition("@")
-        features, _, keys = features.partition("+")
-        keys, _, size = keys.partition("/")
-        known, numbers = families.REGISTRY, (window or "0") + (keys or "0") + (size or "0")
-        if features not in known or not numbers.isdecimal() or (keys and (window or not known[features].selects_keys)):
+        features, at, window = name.partition("@")
+        features, plus, keys = features.partition("+")
+        family = families.REGISTRY.get(features)
+        numbers = [number for sign, number in ((at, window), (plus, keys)) if sign]
+        if family is None or not all(map(str.isdecimal, numbers)) or (at if family.selects_keys else plus):
             raise ValueError(
-                f"expected features among {', '.join(known)}, alone, as NAME@WINDOW, landmark+KEYS or "
-                f"landmark+KEYS/PAGE, got {name!r}"
+                f"expected features among {', '.join(families.REGISTRY)}, alone, as NAME@WINDOW or as landmark+KEYS, "
+                f"got {name!r}"
             )
-        self.features, self.window = features, int(window or 0)
-        self.keys, self.page_size = int(keys or 0), int(size or 0)
-        self.name = f"favor:{name}"
+        self.features, self.family, self.name = features, family, f"favor:{name}"
+        self.window, self.keys = int(window or 0), int(keys) if plus else None
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Counts features of any sign, which are held for all tokens; positive features are not."""
-        if issubclass(families.REGISTRY[self.features], families.PositiveFeatures | families.Landmarks):
+        if issubclass(self.family, families.PositiveFeatures | families.Landmarks):
             return 0
         return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
 
     def prepare(self, cell: Cell) -> Prepared:
         """Makes `favor_attention` with the kernel of the cell."""
-        positive = issubclass(families.REGISTRY[self.features], families.PositiveFeatures)
+        kernel, keys = cell.kernel if self.family.has_kernel else "auto", self.selected(cell)
         attend = partial(
             favor_attention,
             features=self.features,
@@ -231,24 +231,35 @@ class Favor(Method):
             is_causal=cell.causal,
             seed=cell.seed,
             window=self.window,
-            selected_keys=self.keys,
-            page_size=self.page_size,
-            kernel=cell.kernel if positive else "auto",
+            selected_keys=keys,
+            kernel=kernel,
         )
-        if self.keys:
-            return Prepared(attend, lambda s: selected_rows(s, cell.num_features, self.keys, self.page_size))
-        if self.features == families.Landmarks.name:
-            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, self.window))
+        if self.family.selects_keys:
+            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, keys, kernel))
         dtype = torch.float64 if cell.dtype == "float64" else torch.float32
         drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
         omega = directions(Draw(self.features, *drawn, dtype))
         return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
 
+    def selected(self, cell: Cell) -> int:
+        """Gives the number of selected keys."""
+        return self.family.default_selected[cell.causal] if self.keys is None else self.keys
+
     def flops(self, cell: Cell) -> float:
-        """Counts 8 M d (landmarks 6) + 4 (window + keys) d per token and head; with a backward pass thrice that."""
-        features = cell.head_dim if self.features == "elu" else cell.num_features
-        per_feature = families.REGISTRY[self.features].operations
-        return _linear_flops(cell, per_feature, features) + _linear_flops(cell, 4, self.window + self.keys)
+        """Counts 8 M d + 4 window d per token and head, and with a backward pass thrice that.
+
+        Landmarks: 4 d for each mean and each key that is read. Searches are not counted.
+        """
+        if not self.family.selects_keys:
+            features = cell.head_dim if self.features == "elu" else cell.num_features
+            per_feature = self.family.operations
+            return _linear_flops(cell, per_feature, features) + _linear_flops(cell, 4, self.window)
+        keys = min(self.selected(cell), cell.length)
+        means = min(cell.num_features, cell.length)
+        if cell.causal:
+            keys += keys // SHARE + min(SECTION, cell.length) // 2
+            means = cell.length // SECTION // 2
+        return _linear_flops(cell, 4, means + keys)
 
 
 class Performer(Method):

@@ -1,8 +1,9 @@
 """The right output of attention: float64 formulas for a few query rows, and the check of a method against them.
 
-The formulas do not share code with the methods that are timed. A cell is checked on its own inputs, but only for some
-query rows of one head, so that a check costs rows x L and never L x L. Its backward pass gets an output gradient that
-is zero outside of these rows; then the gradients of all keys and values follow exactly from these rows alone.
+The formulas do not share code with the methods that are timed, except for the choice of landmarks. A cell is checked on
+its own inputs, but only for some query rows of one head, so that a check costs rows x L and never L x L. Its backward
+pass gets an output gradient that is zero outside of these rows; then the gradients of all keys and values follow
+exactly from these rows alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Sample:
         query: `[R, d]`.
         key, value: `[L, d]`, `[L, dv]`.
         all_queries: every query that shares the key head, `[G L, d]`, for the statistics.
+        tokens: queries and keys of all heads in their own type, `[B, H, L, d]` and `[B, Hk, L, d]`.
         causal: row i sees keys 0 ... i.
     """
 
@@ -48,6 +50,7 @@ class Sample:
     key: Tensor
     value: Tensor
     all_queries: Tensor
+    tokens: tuple[Tensor, Tensor]
     causal: bool
 
     @classmethod
@@ -85,6 +88,7 @@ class Sample:
             key=leaf(key[b, h // group]),
             value=leaf(value[b, h // group]),
             all_queries=query[b, shared].detach().double().flatten(0, 1),
+            tokens=(query.detach(), key.detach()),
             causal=causal,
         )
 

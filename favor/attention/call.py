@@ -35,9 +35,7 @@ class CallOptions(TypedDict, total=False):
     state: StreamState | None
     kernel: str
     key_heads: tuple[int, int] | None
-    selected_keys: int
-    page_size: int
-    query_block: int
+    selected_keys: int | None
 
 
 _COMMON = {"num_features", "is_causal", "seed"}  # explicit in the signature of `favor_attention`
@@ -61,8 +59,7 @@ class AttentionCall:
         query_mask: boolean `[B, L]`, True for the queries that count in statistics; None if all do.
         packing: lengths of packed sequences, None if nothing is packed.
         key_heads: for a process that has only some key heads: the number of its first one, and how many the model has.
-        selected_keys, page_size, query_block: how many keys a block of queries attends to exactly (0 for none), and the
-            sizes of pages and blocks (0 for the defaults).
+        selected_keys: how many keys a block of queries attends to exactly, 0 for none.
     """
 
     num_features: int
@@ -83,8 +80,6 @@ class AttentionCall:
     packing: Packing | None = None
     key_heads: tuple[int, int] | None = None
     selected_keys: int = 0
-    page_size: int = 0
-    query_block: int = 0
 
     @classmethod
     def of(
@@ -119,6 +114,8 @@ class AttentionCall:
         if unknown:
             known = ", ".join(sorted(CallOptions.__annotations__))
             raise TypeError(f"favor_attention got an unknown argument {', '.join(unknown)}; its options are {known}.")
+        if options.get("selected_keys") is None:
+            options["selected_keys"] = family.default_selected[bool(options.get("is_causal"))]
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         lengths = [options.pop(name, None) for name in names]
         call = cls(
@@ -211,7 +208,7 @@ class AttentionCall:
         """Raises a ValueError for what the family is not able to do."""
         if self.state is not None:
             self._check_state(family, query.shape[2], key.shape[2])
-        for name in ("window", "selected_keys", "page_size", "query_block"):
+        for name in ("window", "selected_keys"):
             if not 0 <= getattr(self, name) <= MOST_TOKENS:
                 raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {getattr(self, name)}.")
         if self.num_features > MOST_FEATURES:
@@ -219,8 +216,8 @@ class AttentionCall:
         if self.window:
             self._check_window(family, query.shape[2], key.shape[2])
         if self.selected_keys and not family.selects_keys:
-            raise ValueError(f"{family.name} features have no groups of keys to select from; use selected_keys=0.")
-        if self.kernel not in ("auto", "torch") and not (family.has_kernel or self.selected_keys):
+            raise ValueError(f"{family.name} features select no keys; use selected_keys=0.")
+        if self.kernel not in ("auto", "torch") and not family.has_kernel:
             raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
         if not family.takes_parameters and not (self.parameters is None and self.correction is None):
             raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
@@ -242,6 +239,11 @@ class AttentionCall:
             raise ValueError(
                 "a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with "
                 f"exact weights; got {family!r}. Use window=0."
+                + (
+                    " Landmarks read the keys that matter, near or far: raise selected_keys."
+                    if family.selects_keys
+                    else ""
+                )
             )
         if not self.is_causal and length != key_length:
             raise ValueError(

@@ -54,17 +54,16 @@ def favor_attention(
     quarter), so with `is_causal` or `use_statistics=False` these families fall back to the parameters that need no
     data, A = 0 and B = I: they then equal PosRF, that is FAVOR+. A warning says so once.
 
-    Landmarks (`features="landmark"`, `favor.landmark.Landmarks`) use nothing random: M groups of keys stand for all
-    keys, by their means. They need no parameters, and causal layers group the keys of earlier blocks only. In causal
-    attention the tokens of a block, 256 or `window`, are exact; with more keys than queries, blocks are blocks of
-    queries, and the earlier keys are exact until the end of the first block.
+    Landmarks (`features="landmark"`, `favor.landmark.Landmarks`) use nothing random and need no parameters: the keys
+    that matter to a block of queries are exact, and means stand for all others.
 
     Args:
         query: `[B, H, L, d]`.
         key: `[B, Hk, S, d]`; H must be a multiple of Hk (grouped-query attention, keys are not repeated).
         value: `[B, Hk, S, dv]`; dv is free.
         features: a registry name ("pos", "gerf", "sderf", "landmark", ...) or an instance from `favor.features`.
-        num_features: number of features (or landmarks) M, default 256. More is closer to softmax and slower.
+        num_features: number of features M, default 256. More is closer to softmax and slower. Landmarks have M means;
+            in causal attention they have one for each 256 keys, and do not read it.
         key_padding_mask: boolean `[B, S]`, True for real keys; None if there is no padding.
         query_padding_mask: boolean `[B, L]`, True for the queries that count in statistics. Defaults to
             `key_padding_mask` where L equals S (self-attention). Causal attention takes no statistics. Other queries
@@ -74,8 +73,7 @@ def favor_attention(
         seed, layer, redraw: choose the random directions; equal numbers give equal directions on every device.
         orthogonal: orthogonal (default) or independent directions.
         use_statistics: False keeps data-dependent parameters out, for layers whose queries must not see each other;
-            landmarks are then evenly spaced, except in causal attention, where queries choose groups only for later
-            queries.
+            with landmarks each query then chooses its keys alone. Causal landmarks are not concerned.
         parameters: parameters of positive features to use instead of those fitted here, `[Hk, d, d]` and `[Hk, d]`
             (or with a leading dimension for the sequences), for x and y. They get gradients if they require them. With
             them a causal query sees nothing of later tokens.
@@ -94,20 +92,15 @@ def favor_attention(
         state: for causal attention piece by piece: what earlier tokens left (`favor.kernels.StreamState()` before the
             first), changed in place. The inputs are then the next tokens, without their padding. Packing is not
             possible, and only the first piece gets gradients. The size of the state does not depend on the length,
-            except with `selected_keys`, which needs all keys and values.
-        kernel: how attention by positive features, or with selected keys, is computed: "auto" (Triton on CUDA, torch
-            elsewhere), "torch" or "triton"; see `favor.kernels`. All other attention has one form, in plain torch, and
-            refuses "triton".
-        key_heads: for a process that has only some heads of a layer: the number of its first key head, and how many the
-            layer has. Its directions are then those of its own heads. None (default) if it has all.
-        selected_keys: K, for landmarks: each block of queries attends exactly to about K keys that matter to it, and
-            through landmarks to the others (`favor.landmark.selected`). 0 (default) for none. With at least as many as
-            there are keys this is softmax attention.
-        page_size: neighbouring keys that are found and chosen together; 0 (default) for 4 in causal attention, else 16.
-            Smaller pages find more and take longer to search.
-        query_block: queries that choose together; 0 (default) for 16 in causal attention, else 32. In causal attention
-            the choice grows from query to query inside a block, so that no query depends on a later one. Queries that
-            must not see each other (`use_statistics=False`) choose one by one.
+            except with landmarks, which keep all keys and values and read few of them.
+        kernel: how attention by positive features or landmarks is computed: "auto" (Triton on CUDA, torch elsewhere),
+            "torch" or "triton"; see `favor.kernels`. All other attention has one form, in plain torch, and refuses
+            "triton".
+        key_heads: for a process that has only some heads of a layer: the number of its first key head, and how many
+            the layer has. Its directions are then those of its own heads. None (default) if it has all.
+        selected_keys: K, for landmarks: how many keys a block of queries attends to exactly. Default None: 768, or
+            1,024 in causal attention, where each query chooses K/16 more for itself. 0 for none. With at least as many
+            as there are keys this is softmax attention.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.
@@ -125,10 +118,10 @@ def favor_attention(
         >>> out.shape
         torch.Size([1, 2, 100, 8])
 
-        As many landmarks as keys, or a window over all of them, give softmax attention:
+        As many selected keys as there are keys give softmax attention:
 
         >>> exact = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-        >>> out = favor.favor_attention(query, key, value, features="landmark", num_features=100)
+        >>> out = favor.favor_attention(query, key, value, features="landmark", selected_keys=100)
         >>> bool((out - exact).abs().max() < 1e-5)
         True
     """
@@ -149,7 +142,7 @@ def favor_attention(
         **options,
     )
     if call.state is not None:
-        call.state.note(call.key_mask, key.shape[2], will_forget=bool(call.selected_keys))
+        call.state.note(call.key_mask, key.shape[2], will_forget=isinstance(family, Landmarks))
     if 0 in (*query.shape[:3], value.shape[3]):  # nothing to compute; still a part of the graph
         nothing = 0 * (query.sum() + key.sum() + value.sum())
         return nothing.to(query.dtype).expand(*query.shape[:3], value.shape[3])
@@ -157,7 +150,7 @@ def favor_attention(
     common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(common), key.to(common), value.to(common)
     query = call.finite_padding(query, key.shape[2])
-    if call.key_mask is not None and _has_blocks(family, call, length == key.shape[2]):
+    if call.key_mask is not None and call.window:  # blocks begin with the first real token, wherever the padding is
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:
         query, key, value = (compaction.move(tensor) for tensor in (query, key, value))
@@ -165,7 +158,7 @@ def favor_attention(
         if query_mask is not None and query_mask.shape == compaction.order.shape:
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
-    elif call.selected_keys and not is_causal:
+    elif isinstance(family, Landmarks):
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
     kind = query.device.type
@@ -187,7 +180,7 @@ def _has_autocast(kind: str) -> bool:
 def _moved_apart(
     tensors: tuple[Tensor, Tensor, Tensor], call: AttentionCall
 ) -> tuple[tuple[Tensor, Tensor, Tensor], AttentionCall, Compaction | None]:
-    """Moves padding to the end, so that blocks of queries and pages of keys begin with the first real one.
+    """Moves padding to the end, so that queries and keys begin with the first real one.
 
     Returns:
         Query, key and value; the call with their masks; how queries were moved, if they were.
@@ -195,16 +188,10 @@ def _moved_apart(
     query, key, value = tensors
     queries, keys = call.query_padding(query.shape[2], key.shape[2]), call.key_mask
     compaction = None if queries is None else Compaction.of(queries)
-    moved = None if keys is None else Compaction.of(keys)
+    is_same = call.query_mask is None and query.shape[2] == key.shape[2]  # a GPU waits for each look at a mask
+    moved = compaction if is_same else None if keys is None else Compaction.of(keys)
     if moved is not None:
         key, value, keys = moved.move(key), moved.move(value), moved.mask
     if compaction is not None:
         query, queries = compaction.move(query), compaction.mask
     return (query, key, value), replace(call, key_mask=keys, query_mask=queries), compaction
-
-
-def _has_blocks(family: Family, call: AttentionCall, same_length: bool) -> bool:
-    """Tells whether tokens are cut into blocks, which begin with the first real one wherever the padding is."""
-    if call.is_causal and isinstance(family, Landmarks):
-        return same_length  # else they are blocks of queries
-    return call.window > 0

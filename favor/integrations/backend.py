@@ -167,7 +167,7 @@ def favor_attention_forward(
 
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
-    _account(module, known, _by_rows(few, len(counts), plan, choice.get("window", plan.window)))
+    _account(module, known, _by_rows(few, len(counts), plan, _runs(plan, causal, choice.get("window", plan.window))))
     if few:
         return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
     return linear(call, query, key, value).contiguous(), None
@@ -206,10 +206,9 @@ def _estimated(
         )
         plan = plan._replace(selected_keys=0)
     if isinstance(state, StreamLayer):
-        if plan.selected_keys and not state.keeps_keys():
-            plan = plan._replace(selected_keys=0)
         state = state_of(state, query, (backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
+    has_window = has_window and registry.FAMILIES[plan.family].supports_window
     window = choice.get("window", plan.window) if has_window else 0
     exact_heads, drawn = choice.get("exact_heads", ()), None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -228,10 +227,16 @@ def _account(module: nn.Module, keys: int, account: str) -> None:
         note(state.first_pass, state.number, account, keys)
 
 
-def _by_rows(few: int, rows: int, plan: _Plan, window: int) -> str:
-    """Says how a layer runs of which some rows may have too few keys."""
-    linear = f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
-    linear += f", {plan.selected_keys} selected keys" if plan.selected_keys else ""
+def _runs(plan: _Plan, causal: bool, window: int) -> str:
+    """Says what a layer runs whose attention is estimated."""
+    if not registry.FAMILIES[plan.family].selects_keys:
+        return f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
+    means = "one mean for 256 keys" if causal else f"{plan.num_features} means"
+    return f"{LINEAR}{plan.family}, {plan.selected_keys} selected keys and {means}"
+
+
+def _by_rows(few: int, rows: int, plan: _Plan, linear: str) -> str:
+    """Says how a layer runs of which some rows may have too few keys, the others as `linear` says."""
     if not few:
         return linear
     others = f"; the others {linear}" if few < rows else ""
@@ -264,8 +269,6 @@ class _Plan(NamedTuple):
     statistics: str
     kernel: str
     selected_keys: int
-    page_size: int
-    query_block: int
     asks_for_selected: bool
 
 
@@ -297,7 +300,7 @@ def _plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is
 
 @lru_cache(maxsize=64)
 def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: str, is_causal: bool) -> _Plan:
-    config = FavorConfig.from_dict(dict(items)).for_backend(backend)
+    config = FavorConfig.from_dict(dict(items))
     name, options = feature_family(backend, config)
     family = registry.FAMILIES[name]
     fitted = config.statistics == "calibrated" or family.needs_statistics
@@ -309,12 +312,10 @@ def _cached_plan(backend: str, items: tuple[tuple[str, Any], ...], device_type: 
         config.seed,
         config.redraw_interval if family.is_drawn else 0,
         config.orthogonal,
-        config.window,
+        config.window if family.supports_window else 0,
         config.statistics if fitted and family.takes_parameters else "batch",
-        config.kernel if family.has_kernel or family.selects_keys else "auto",
+        config.kernel if family.has_kernel else "auto",
         config.selected(name, is_causal),
-        config.page_size,
-        config.query_block,
         dict(items).get("selected_keys") is not None,
     )
 
@@ -418,8 +419,6 @@ def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, para
         kernel=plan.kernel,
         key_heads=estimate.key_heads,
         selected_keys=plan.selected_keys,
-        page_size=plan.page_size,
-        query_block=plan.query_block,
         **({} if call.packing is None else call.packing.for_kernel()),
     )
     return out.transpose(1, 2)

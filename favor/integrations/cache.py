@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -17,15 +16,14 @@ from transformers.cache_utils import (
 )
 
 from favor.kernels import StreamState
-from favor.landmark.kept import crop
+from favor.landmark.kept import Kept
 
 CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` passes on
-KEEP = ("all", "state")
-_logger = logging.getLogger("favor")
 
 
 class StreamLayer(CacheLayerMixin):
-    """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or M groups of keys.
+    """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or what landmarks
+    read.
 
     `update` passes on the new keys unchanged, marked with this layer, so that the attention function finds the state.
 
@@ -63,17 +61,6 @@ class StreamLayer(CacheLayerMixin):
         marked = key_states.view_as(key_states)
         setattr(marked, CACHE_LAYER, self)
         return marked, value_states
-
-    def keeps_keys(self) -> bool:
-        """Tells whether the state may hold all keys, which layers with selected keys read; the log says if not."""
-        keep = "all" if self.place is None else self.place[0].keep
-        if keep == "state" and self.place is not None and not self.place[0].is_told:
-            self.place[0].is_told = True
-            _logger.warning(
-                'favor: FavorCache(keep="state") keeps no keys, so these layers select no keys, and facts far back '
-                'in the text may be lost; keep="all" keeps the keys.'
-            )
-        return keep == "all"
 
     def _check(self) -> None:
         if self._unread:
@@ -151,24 +138,28 @@ class StreamLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last tokens, if the state keeps all keys and they are in its last two sections of 256 tokens.
+        """Forgets the last tokens, if the state keeps all keys.
 
         Args:
             tokens: how many are forgotten, as a negative number or 0; if positive, how many are left.
 
         Raises:
-            ValueError: for more tokens or other states: a token cannot be taken out of a sum again.
+            ValueError: for a state of sums, out of which no token can be taken, and for tokens of a padded piece.
         """
         tokens = int(tokens)  # assisted generation of transformers 5.17 passes a tensor
         forgotten = -tokens if tokens <= 0 else max(self.length - tokens, 0)
-        if forgotten == 0 or crop(self.state, forgotten):
-            self.length -= forgotten
+        if forgotten == 0:
             return
-        raise ValueError(
-            f"a FavorCache cannot forget its last {forgotten} tokens, as assisted generation asks. With selected keys "
-            "it can forget those of the incomplete section and, without padding, of the section before it (256 tokens, "
-            "or the window), but none of a piece that ends with padding. Use transformers' DynamicCache instead."
-        )
+        if not isinstance(self.state.memory, Kept) or forgotten > self.state.shown:
+            raise ValueError(
+                f"a FavorCache cannot forget its last {forgotten} tokens, as assisted generation asks. With landmarks "
+                "it can forget those that came after the last padded piece of a batch. Use transformers' DynamicCache "
+                "instead."
+            )
+        self.state.memory.forget(forgotten)
+        self.state.tokens -= forgotten
+        self.state.shown -= forgotten
+        self.length -= forgotten
 
     def offload(self) -> None:
         """Does nothing: the state is small."""
@@ -231,38 +222,32 @@ def _stream_layer(layer: Any) -> StreamLayer:
 
 
 class FavorCache(DynamicCache):
-    """Cache for `generate` whose size, and so the time per token, does not grow with the length.
+    """Cache for `generate` whose size, and so the time per token, does not grow (except with landmarks).
 
         favor.configure(model, "favor#", exact_below=0)
         model.generate(**inputs, past_key_values=favor.FavorCache(model.config))
 
-    Landmarks with selected keys (the default of the backend `landmark`) need all keys and values: the cache then grows
-    as a `DynamicCache` does, but each token reads only M groups and K keys, whatever the length. `keep="state"` selects
-    no keys and keeps the size fixed.
+    Landmarks need all keys and values: the cache then grows as a `DynamicCache` does, with a copy of every fourth
+    coordinate of the keys for each query head, but each token reads few of them.
 
     Layers of full attention keep the state of `favor.kernels.extend`, and so does every other layer whose attention is
     estimated, whatever the config calls it; layers that stay exact (sliding windows, cross attention) keep their keys
     as in a `DynamicCache`. Results are those of a `DynamicCache` with the same backend up to rounding; with landmarks,
     those of a run without a cache. Sampling, beam search, continued prompts and batches padded on the left work.
-    Assisted generation works where all keys are kept, since a token cannot be taken out of a sum again. Exact heads,
+    Assisted generation works with landmarks, since a token cannot be taken out of a sum again. Exact heads,
     `exact_below` above 0 and layers that share keys are refused. The first piece of a sequence is computed like any
     causal attention; later pieces of many tokens are slower. If a layer does not read its state, the next pass raises
     an error. An encoder-decoder takes `EncoderDecoderCache(FavorCache(), DynamicCache())`.
 
     Args:
         config: of the model. Default None: all layers are of full attention.
-        keep: "all" (default) keeps the keys of layers that select some of them; "state" keeps groups alone, so that
-            these layers select none.
-
-    Raises:
-        ValueError: for another `keep`.
 
     Example:
         >>> import torch, favor
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, eos_token_id=None, **sizes))
-        >>> model = favor.configure(model, "landmark", num_features=4, selected_keys=0, exact_below=0)
+        >>> model = favor.configure(model, "landmark", selected_keys=32, exact_below=0)
         >>> cache = favor.FavorCache(model.config)
         >>> ids = torch.arange(6)[None]
         >>> out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, past_key_values=cache)
@@ -270,10 +255,7 @@ class FavorCache(DynamicCache):
         7
     """
 
-    def __init__(self, config: PretrainedConfig | None = None, keep: str = "all") -> None:
-        if keep not in KEEP:
-            raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}; got {keep!r}.")
-        self.keep, self.is_told = keep, False
+    def __init__(self, config: PretrainedConfig | None = None) -> None:
         super().__init__(config=config)
         if config is None:
             self.layer_class_to_replicate = StreamLayer

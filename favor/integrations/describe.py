@@ -18,8 +18,8 @@ from favor.integrations.modules import asking_layers, attention_names, silent_la
 # Refused arguments for which a layer that names one has a value. Layers mostly pass the others on as None.
 _TELLING = ("position_bias", "softcap", "s_aux", "indices")
 _BARE = (
-    "landmarks without a window and without selected keys break speech encoders that were trained with exact attention "
-    "(the word error rate of a Whisper becomes 99 %): set window=64, or selected_keys=128. It concerns "
+    "landmarks without selected keys break speech encoders that were trained with exact attention (the word error rate "
+    "of a Whisper becomes 99 %): leave selected_keys at its default. It concerns "
 )
 _COMPILED = (
     "the model is compiled, so the length of a batch, padding included, is compared with exact_below, and a text can "
@@ -38,7 +38,7 @@ class LayerDescription:
             "refused".
         why: the reason if this is not linear attention; for linear attention, its selected keys and exact heads, if
             any.
-        num_features: M, None where nothing is estimated.
+        num_features: M, None where it is not read: exact attention, and causal landmarks.
         window: length of exact blocks, 0 without a window; the sliding window of a local layer; None for exact
             attention.
         parameters: "calibrated", "corrected", "of each sequence", "none", or that a causal layer takes those of favor+.
@@ -126,7 +126,7 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
         >>> [layer.runs for layer in favor.describe(model, length=8192).layers]
         ['landmark']
         >>> favor.describe(model, length=100).layers[0].why
-        'fewer keys than exact_below = 512'
+        'fewer keys than exact_below = 2560'
     """
     inner: Any = getattr(model, "get_base_model", None)  # of peft
     model = model if inner is None else inner()
@@ -142,7 +142,7 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
             layers.append(_describe_layer(name, module, length, device))
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
-    bare = [layer.layer for layer in layers if layer.selected_keys == layer.window == 0 and _is_bare(model, layer)]
+    bare = [layer.layer for layer in layers if layer.selected_keys == 0 and _is_bare(model, layer)]
     notes: tuple[str, ...] = (
         (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
     )
@@ -190,32 +190,31 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
             speed=_round(1 / seen),
             memory=_round(seen),
         )
-    options = FavorConfig.from_dict(given).for_backend(own)
+    options = FavorConfig.from_dict(given)
     family_name, _ = feature_family(own, options)
     family, device = registry.FAMILIES[family_name], device or next(iter(module.parameters())).device.type
     threshold = options.exact_threshold(device, is_causal, family_name)
     if length < threshold:
         return LayerDescription(name, "exact", f"fewer keys than exact_below = {threshold}")
     choice = stored_choice(module)
-    window = choice.get("window", options.window) if is_causal or not decodes(module) else 0
+    has_window = family.supports_window and (is_causal or not decodes(module))
+    window = choice.get("window", options.window) if has_window else 0
     parameters, problem = _parameters(options, family, choice, is_causal or decodes(module))
     if problem:
         return LayerDescription(name, "refused", problem)
     if all_exact(choice):
         return LayerDescription(name, "exact", ALL_EXACT)
-    heads = list(choice.get("exact_heads", ()))
+    heads, selected = list(choice.get("exact_heads", ())), options.selected(family_name, is_causal)
     estimated = 1 - len(heads) / choice["key_heads"] if heads and "key_heads" in choice else 1.0
     equal = replace(options, exact_below="auto").exact_threshold(device, is_causal, family_name)
     share = estimated * equal / length + (1 - estimated)
-    held = estimated * min(1.0, (options.num_features + window) / length) + (1 - estimated)
-    selected = options.selected(family_name, is_causal)
+    number = None if family.selects_keys and is_causal else options.num_features  # they have one mean for 256 keys
+    held = estimated * min(1.0, ((number or 0) + window + selected) / length) + (1 - estimated)
     reasons = [f"{selected} selected keys"] if selected else []
     reasons += [f"key heads {', '.join(map(str, heads))} are exact"] if heads else []
     why = "; ".join(reasons)
     costs = {"speed": _round(1 / share), "memory": _round(held)}
-    return LayerDescription(
-        name, family_name, why, options.num_features, window, parameters, **costs, selected_keys=selected
-    )
+    return LayerDescription(name, family_name, why, number, window, parameters, **costs, selected_keys=selected)
 
 
 def _parameters(options: FavorConfig, family: Any, choice: dict[str, Any], is_decoder: bool) -> tuple[str, str]:

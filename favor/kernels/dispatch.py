@@ -82,7 +82,7 @@ TABLE = {
             "window": "favor.kernels.eager.window.op",
             "summary": "favor.kernels.eager.decode",
             "decode": "favor.kernels.eager.decode",
-            "selected": "favor.kernels.eager.selected",
+            "chosen": "favor.kernels.eager.chosen",
         }
     ),
     "triton": Kernel(
@@ -92,7 +92,7 @@ TABLE = {
             "window": "favor.kernels.gpu.window.op",
             "summary": "favor.kernels.gpu.summary",
             "decode": "favor.kernels.gpu.decode",
-            "selected": "favor.kernels.gpu.selected",
+            "chosen": "favor.kernels.gpu.chosen",
         },
         device="cuda",
         problem=_triton_problem,

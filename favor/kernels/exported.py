@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from favor.kernels.dispatch import is_exporting
 from favor.kernels.operands import Geometry, Operands
 
 
@@ -33,12 +34,21 @@ def blocks_of(length: int, window: int) -> int:
     return (length + 2 * window - 1) // window
 
 
+def in_blocks(tensor: Tensor, size: int) -> Tensor:
+    """Cuts `[..., L, w]` into blocks `[..., n, size, w]` with zeros at the end, for a tracer too."""
+    length = tensor.shape[-2]
+    number = blocks_of(length, size) if is_exporting() else -(-length // size)
+    return pad(tensor, (0, 0, 0, number * size - length)).unflatten(-2, (number, size))
+
+
 def first_rows(tensor: Tensor, length: int) -> Tensor:
-    """Gives the first rows of a tensor `[B, H, R, w]` as one piece of memory.
+    """Gives the first rows of a tensor `[..., R, w]`, to a tracer as one piece of memory.
 
     A slice would have gaps, and a tracer would ask for which lengths there are any.
     """
-    return tensor.index_select(2, torch.arange(length, device=tensor.device))
+    if not is_exporting():
+        return tensor[..., :length, :]
+    return tensor.index_select(-2, torch.arange(length, device=tensor.device))
 
 
 def attention(operands: Operands, geometry: Geometry) -> Tensor:

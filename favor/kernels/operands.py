@@ -264,45 +264,39 @@ def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
         yield Sequence.of(operands, of_rows, of_columns, own, directions)
 
 
-class SelectedOperands(NamedTuple):
-    """The arguments of `favor.kernels.selected.selected_attention`, with batch and key heads in one dimension N.
+class ChosenOperands(NamedTuple):
+    """The arguments of `favor.kernels.chosen.chosen_attention`, with batch and heads in one dimension.
 
     Attributes:
-        query: `[N, F, Z, R, d]`: F sections of the sequence, Z blocks of R queries in each.
-        counts: tokens in each group, `[N, F, M]`, float32 (float64); 0 for spare ones.
-        far_key, far_value: means of the groups that a section sees, `[N, F, M, d]` and `[N, F, M, dv]`.
-        near_counts: 1 for near keys that count and 0 for others, `[N, F, T]`.
-        near_key, near_value: keys that a section sees exactly, `[N, F, T, d]` and `[N, F, T, dv]`; T may be 0.
-        key, value: all tokens, `[N, S, d]` and `[N, S, dv]`.
-        pages: the chosen pages of each block, `[N, F, Z, n]`; page p has the tokens pP ... pP + P - 1.
-        cell: the group of each token of these pages, `[N, F, Z, nP]`; negative for tokens that do not count.
-        since: the first row of the block that sees a page, `[N, F, Z, n]`; R if none does.
-        page_size: P.
-        per_head: blocks of one query head in a section; Z is a multiple of it.
-        first: row r of block z sees the near keys up to first + (z % per_head) R + r; negative: all.
+        query: `[N, Z, R, d]`: Z blocks of R queries.
+        key, value: `[Nk, S, d]` and `[Nk, S, dv]`; N is a multiple of Nk.
+        shared: what each block chose, int32 `[N, Z, C]`: runs of keys. Run p of a head with `run` r has the keys p r to
+            p r + r - 1, all in S, of which those before `seen` count. All blocks of a head that see equally many have
+            as many; -1 at the end for none.
+        own: places of the keys that each query chose, int32 `[N, Z, R, O]`; -1 for none.
+        seen: how many of the first keys a block could choose from, int32 `[N, Z]`. With sections, blocks of different
+            sections see different numbers.
+        far_key, far_value: means, `[Nk, F, d]` and `[Nk, F, dv]`.
+        far_log: logarithm of how often each mean counts, `[N, Z, F]`, float32 at least; -inf for never.
+        first: place of the first query among the keys, int32 `[N]`; read only with sections.
+        run: keys of a run, int32 `[N]`.
+        section: a query sees the keys of its own section up to itself, sections of so many keys; 0 for no near keys.
+            All queries of a block are in one section.
+        most: keys that a block chooses, rounded up to whole runs. A block that sees no more keys chose them all.
         scale: of the logits.
     """
 
     query: Tensor
-    counts: Tensor
-    far_key: Tensor
-    far_value: Tensor
-    near_counts: Tensor
-    near_key: Tensor
-    near_value: Tensor
     key: Tensor
     value: Tensor
-    pages: Tensor
-    cell: Tensor
-    since: Tensor
-    page_size: int
-    per_head: int
-    first: int
+    shared: Tensor
+    own: Tensor
+    seen: Tensor
+    far_key: Tensor
+    far_value: Tensor
+    far_log: Tensor
+    first: Tensor
+    run: Tensor
+    section: int
+    most: int
     scale: float
-
-    def raised(self) -> SelectedOperands:
-        """Gives the operands with tokens and means in float32 at least."""
-        if self.query.dtype == self.counts.dtype:
-            return self
-        places = (name for name in self._fields if name.endswith(("query", "key", "value")))
-        return self._replace(**{name: getattr(self, name).to(self.counts.dtype) for name in places})

@@ -1,4 +1,9 @@
-"""Causal attention through landmarks: a state of M groups of keys that takes in one block of tokens after another."""
+"""Causal attention by landmarks of tokens that are all at hand: prefill and training.
+
+A query reads exactly: its own section up to itself, the first keys, what its block chose, and what it chose itself. All
+other keys of closed sections stand under one mean a section. A block chooses by the sum of four queries, every 16th,
+the last of them its own first one, so that no query depends on a later one, and a cache keeps few queries.
+"""
 
 from __future__ import annotations
 
@@ -6,224 +11,207 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad
 
-from favor.kernels import StreamState
-from favor.kernels.dispatch import is_transformed, on_cpu, plain
-from favor.kernels.stream.ragged import Waiting
-from favor.landmark.grouping import Landmarks, attend_counted, sums_of
+from favor.kernels.chosen import choose, chosen_attention, log_left
+from favor.kernels.dispatch import is_exporting
+from favor.kernels.exported import first_rows, in_blocks
+from favor.kernels.operands import ChosenOperands
 
-BLOCK = 256
-# Queries `[B, Hk, G, T, d]`, counts `[B, Hk, T]`, keys and values `[B, Hk, T, d]`, `[B, Hk, T, dv]`.
-Tokens = tuple[Tensor, ...]
+# Measured in docs/papers/landmark_form.md.
+SECTION = 256  # tokens
+BLOCK = 64  # queries that share a choice
+STEP = 16  # every so many queries one votes
+SINK = 4  # first keys, exact for all queries
+SHARE = 16  # a query chooses one key for itself for so many of its block
+PART = 4  # a query searches one coordinate of so many
 
 
-@dataclass
-class Groups:
-    """Keys and values of earlier tokens, in groups.
+@dataclass(frozen=True)
+class Past:
+    """Holds what queries read; tables have room for S tokens, whatever lies behind the last one.
 
     Attributes:
-        counts: tokens in each group, `[B, Hk, n]`; 0 for spare ones.
-        key, value: their sums, `[B, Hk, n, d]` and `[B, Hk, n, dv]`, at least float32.
+        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
+        far_key, far_value: their sums over each section, `[B, Hk, F, d]` and `[B, Hk, F, dv]`.
+        samples: every 16th query, `[B, H, S/16, d]`.
+        coordinates: those in which queries search, int64 `[B, H, r]`.
+        index: these coordinates of the keys, `[B, H, S, r]`.
     """
 
-    counts: Tensor
     key: Tensor
     value: Tensor
-
-    def mean(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gives the mean of each group, given its sum, `key` or `value`."""
-        return (sums / self.counts.clamp(min=1).unsqueeze(-1)).to(dtype)
-
-    def joined(self, counts: Tensor, key: Tensor, value: Tensor) -> Groups:
-        """Gives these groups together with tokens that become groups of their own."""
-        pairs = ((self.counts, counts), (self.key, key), (self.value, value))
-        return Groups(*(torch.cat(pair, 2) for pair in pairs))
-
-    def fewer(self, cells: Tensor, number: int) -> Groups:
-        """Joins groups to larger ones, given the number of the new group of each, `[B, Hk, n]`."""
-        counts, key, value = sums_of(cells, number, self.counts.unsqueeze(-1), self.key, self.value)
-        return Groups(counts.squeeze(-1), key, value)
+    far_key: Tensor
+    far_value: Tensor
+    samples: Tensor
+    coordinates: Tensor
+    index: Tensor
 
 
 def attention(
-    features: Landmarks,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_landmarks: int,
-    *,
-    counts: Tensor,
-    scale: float,
-    block: int,
-    state: StreamState | None = None,
+    query: Tensor, key: Tensor, value: Tensor, past: Tensor, *, selected: int, scale: float, kernel: str
 ) -> Tensor:
-    """Attends from each token to its own block up to itself, and to the groups of all earlier tokens.
-
-    After a block its keys join the groups. If there are then more than M groups, they are grouped again, as the queries
-    of the block choose. So no token sees anything of a later token. Keys before the first query are groups of their own
-    until the end of the first block.
+    """Computes causal attention.
 
     Args:
-        query: `[B, Hk, G, L, d]`, those of one key head together.
-        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, S >= L; hidden ones are zeros, and at the end if S is L.
-        num_landmarks: M.
-        counts: 1 for keys that count and 0 for others, `[B, Hk, S]`.
+        query: `[B, H, L, d]`, padding at the end.
+        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, padding at the end.
+        past: how many keys come before the first query, int64 `[B]`; read only if L is less than S.
+        selected: K, keys that a block chooses.
         scale: of the logits.
-        block: length of a block.
-        state: what earlier tokens left, changed in place; S is then L. It holds groups and the tokens of the last block
-            if that block is not complete. Only the first piece gets gradients.
+        kernel: "auto", "torch" or "triton".
 
     Returns:
-        `[B, Hk, G, L, dv]`.
-
-    Raises:
-        ValueError: if the state was begun with other features, longer blocks or another batch.
+        `[B, H, L, dv]`.
     """
-    if state is not None and state.memory is not None:
-        return _next(features, (query, counts, key, value), num_landmarks, scale, block, state)
-    groups, parts, joining, rest = cut((query, counts, key, value), block, state)
-    outs = Pieces(query.shape[3])
-    for number, (tokens, own) in enumerate(zip(parts, joining, strict=True), 1):
-        outs.append(checkpointed(tokens[0], groups, tokens, scale))
-        if own.shape[2] == block and (state is not None or number < len(parts)):
-            groups, _ = regrouped(features, groups, (tokens[0], own, *tokens[2:]), num_landmarks, scale)
-    if state is not None:
-        # No graph, and no view of the whole prompt.
-        state.memory = Groups(*(tensor.detach() for tensor in (groups.counts, groups.key, groups.value)))
-        state.block = tuple(tensor.detach().clone() for tensor in rest)
-    return outs.joined()
+    batch, heads, length, width = query.shape
+    is_whole, slots = length == key.shape[2], (key.shape[2] + STEP - 1) // STEP
+    with torch.no_grad():
+        if is_whole:
+            past = torch.zeros_like(past)
+            samples = in_blocks(query, STEP)[..., 0, :] if is_exporting() else query[:, :, ::STEP]
+            voting = _first(query, BLOCK, STEP)
+        else:
+            # A query before those given is not known: the first one given also votes in the place of its block's first.
+            place = past.unsqueeze(1) + torch.arange(length, device=key.device)
+            slot = torch.where(place % STEP == 0, place // STEP, slots)
+            samples = written(query.new_zeros(batch, heads, slots, width), slot, query)
+            voting = query[:, :, :1]
+            write(samples, past.unsqueeze(1) // BLOCK * (BLOCK // STEP), voting)
+        kept = coordinates(voting, _first(key, BLOCK))
+        index = indexed(key, kept)
+    precision = torch.promote_types(key.dtype, torch.float32)
+    far_key, far_value = (in_blocks(tensor, SECTION).sum(3, dtype=precision) for tensor in (key, value))
+    known = Past(key, value, far_key, far_value, samples, kept, index)
+    return read_past(known, query, past, is_whole, selected, scale, kernel)
+
+
+def _first(rows: Tensor, number: int, step: int = 1) -> Tensor:
+    if not is_exporting():
+        return rows[:, :, :number:step]
+    place = torch.arange(0, number, step, device=rows.device)  # a slice would ask a tracer if there are as many
+    return rows.index_select(2, place.clamp(max=rows.shape[2] - 1))
+
+
+def coordinates(samples: Tensor, key: Tensor) -> Tensor:
+    """Finds the coordinates that vary most in the logits, `[B, H, r]`, of samples `[B, H, n, d]`, keys `[B, Hk, m, d]`.
+
+    By hand as good as the best directions, and without a decomposition (docs/papers/landmark_form.md).
+    """
+    precision = torch.promote_types(key.dtype, torch.float32)
+    of_query, of_key = samples.to(precision).square().mean(2), key.to(precision).var(2, correction=0)
+    weight = of_query.unflatten(1, (key.shape[1], -1)) * of_key.unsqueeze(2)
+    return weight.flatten(1, 2).topk(max(key.shape[3] // PART, 1)).indices.sort().values
+
+
+def indexed(key: Tensor, kept: Tensor) -> Tensor:
+    """Gives coordinates `[B, H, r]` of keys `[B, Hk, S, d]`: `[B, H, S, r]`."""
+    batch, heads, rank = kept.shape
+    index = kept.view(batch, key.shape[1], -1).unsqueeze(2).expand(-1, -1, key.shape[2], -1)
+    found = key.gather(3, index).unflatten(3, (-1, rank))
+    return found.transpose(2, 3).reshape(batch, heads, key.shape[2], rank)
+
+
+def write(table: Tensor, place: Tensor, rows: Tensor) -> None:
+    """Writes rows `[B, H, L, w]` into a table `[B, H, S, w]` at places `[B, L]`."""
+    table.scatter_(2, place[:, None, :, None].expand(-1, *rows.shape[1:2], -1, rows.shape[3]), rows.to(table.dtype))
+
+
+def written(table: Tensor, slot: Tensor, rows: Tensor) -> Tensor:
+    """Gives a table with rows at slots `[B, L]`; the slot behind the last one is for nothing."""
+    longer = pad(table, (0, 0, 0, 1))
+    write(longer, slot, rows)
+    return longer[:, :, :-1]
+
+
+def read_past(
+    known: Past, query: Tensor, past: Tensor, is_whole: bool, selected: int, scale: float, kernel: str
+) -> Tensor:
+    """Attends with queries `[B, H, L, d]` behind `past` `[B]` tokens, in blocks that begin at multiples of 64."""
+    batch, heads, length, width = query.shape
+    if is_whole:
+        rows, start = in_blocks(query, BLOCK), past
+    else:
+        start = past // BLOCK * BLOCK
+        number = -(-(length + BLOCK - 1) // BLOCK) * BLOCK
+        source = start.unsqueeze(1) + torch.arange(number, device=query.device) - past.unsqueeze(1)
+        source = source.clamp(0, length - 1)[:, None, :, None].expand(-1, heads, -1, width)
+        rows = query.gather(2, source).unflatten(2, (-1, BLOCK))
+    blocks = rows.flatten(0, 1)  # [N, Z, 64, d]
+    place = start.unsqueeze(1) + torch.arange(blocks.shape[1], device=query.device) * BLOCK  # [B, Z]
+    place = place.clamp(max=known.key.shape[2] - 1)  # the last block may be behind all
+    shared = votes(known, place, selected, kernel)
+    out = read_blocks(known, blocks, start, place // SECTION * SECTION, shared, scale, kernel)
+    out = out.flatten(1, 2).unflatten(0, (batch, heads))
+    if is_whole:
+        return first_rows(out, length)
+    place = (past - start).unsqueeze(1) + torch.arange(length, device=query.device)
+    return out.gather(2, place[:, None, :, None].expand(-1, heads, -1, out.shape[3]))
+
+
+def per_head(numbers: Tensor, heads: int) -> Tensor:
+    """Repeats numbers `[B, ...]` for all heads, int32 `[B H, ...]`."""
+    return numbers.to(torch.int32).repeat_interleave(heads, 0)
 
 
 @torch.no_grad()
-def _next(
-    features: Landmarks, fresh: Tokens, num_landmarks: int, scale: float, block: int, state: StreamState
+def votes(known: Past, place: Tensor, selected: int, kernel: str) -> Tensor:
+    """Chooses keys for blocks that begin at places `[B, Z]`, by four samples; the first keys too, int32 `[N, Z, K]`.
+
+    With fewer than K keys there is one place for each.
+    """
+    samples, every = known.samples, BLOCK // STEP
+    selected = selected if is_exporting() else min(selected, known.key.shape[2])
+    heads = samples.shape[1]
+    slot = place.unsqueeze(-1) // STEP - torch.arange(every, device=place.device)
+    there = (slot >= 0) & (slot < samples.shape[2])
+    index = slot.clamp(0, samples.shape[2] - 1).flatten(1)[:, None, :, None].expand(-1, heads, -1, samples.shape[3])
+    rows = samples.gather(2, index).unflatten(2, (place.shape[1], every))
+    voters = (rows * there[:, None, :, :, None].to(rows.dtype)).sum(3, keepdim=True).flatten(0, 1)
+    seen = per_head(place // SECTION * SECTION, heads)
+    shared = choose(voters, known.key.flatten(0, 1), seen, selected, kernel=kernel).squeeze(2)
+    sink = torch.arange(min(SINK, selected), device=place.device, dtype=torch.int32)
+    return torch.cat([torch.where(seen.unsqueeze(-1) > sink, sink, -1), shared[..., sink.shape[0] :]], 2)
+
+
+def read_blocks(
+    known: Past, blocks: Tensor, start: Tensor, seen: Tensor, shared: Tensor, scale: float, kernel: str
 ) -> Tensor:
-    """Attends with tokens that come after those of a state."""
-    begun, groups = state.block, state.memory
-    if not isinstance(groups, Groups) or groups.counts.shape[:2] != fresh[1].shape[:2] or length_of(begun) >= block:
-        raise ValueError(
-            "the state was begun with other features, longer blocks or another batch; begin again with a new "
-            "StreamState()."
-        )
-    groups = Groups(*(tensor.to(fresh[1].dtype) for tensor in (groups.counts, groups.key, groups.value)))
-    begun = tuple(earlier.to(later.dtype) for earlier, later in zip(begun, fresh, strict=False))
-    outs, start, length = [], 0, fresh[0].shape[3]
-    while start < length:
-        stop = min(start + block - length_of(begun), length)
-        now = (fresh[0][:, :, :, start:stop], *(tensor[:, :, start:stop] for tensor in fresh[1:]))
-        tokens = tuple(map(joined_tokens, begun, now)) if begun else tuple(tensor.clone() for tensor in now)
-        outs.append(_read(now[0], groups, tokens, scale))
-        begun = tokens
-        if length_of(tokens) == block:
-            done, begun = split_complete(tokens, block) if state.is_ragged else (tokens, ())
-            groups, _ = regrouped(features, groups, done, num_landmarks, scale)
-        start = stop
-    state.memory, state.block = groups, begun
-    return torch.cat(outs, 3)
+    """Attends with blocks of queries to what they choose, their own sections and the means of all earlier ones.
 
-
-def cut(tokens: Tokens, block: int, state: StreamState | None) -> tuple[Groups, list[Tokens], list[Tensor], Tokens]:
-    """Cuts the first piece of a sequence into blocks; see `attention` for the tensors.
+    Args:
+        known: what they read.
+        blocks: `[N, Z, R, d]`.
+        start: place of the first query, `[B]`.
+        seen: keys in closed sections before each block, `[B, Z]`.
+        shared: what the blocks chose, int32 `[N, Z, K]`.
+        scale, kernel: as for `attention`.
 
     Returns:
-        The groups of the keys before the first query, one each; the tokens of each block; which of them are in complete
-        blocks, as counts; the tokens that are not.
+        `[N, Z, R, dv]`.
     """
-    query, *others = tokens
-    past = others[0].shape[2] - query.shape[3]
-    groups = Groups(*(tensor[:, :, :past].to(others[0].dtype) for tensor in others))
-    fresh: Tokens = (query, *(tensor[:, :, past:] for tensor in others))
-    # Split at once: the gradient of a slice is as long as the whole.
-    parts = list(zip(query.split(block, 3), *(tensor.split(block, 2) for tensor in fresh[1:]), strict=True))
-    joining, rest = [part[1] for part in parts], parts[-1] if query.shape[3] % block else ()
-    if state is not None and state.is_ragged:
-        done, rest = split_complete(fresh, block)
-        joining = list(done[1].split(block, 2))
-    return groups, parts, joining, rest
-
-
-class Pieces:
-    """Pieces `[..., l, dv]` of an output of `length` tokens, one after the other.
-
-    If no gradient is needed, each piece is written to its place at once, so that no piece is held twice.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length, self.number = length, 0
-        self.apart: list[Tensor] = []
-        self.whole: Tensor | None = None
-
-    def append(self, piece: Tensor) -> None:
-        """Adds the next piece."""
-        if self.whole is None:
-            if self.apart or piece.requires_grad or not plain(piece):
-                self.apart.append(piece)
-                return
-            self.whole = piece.new_empty(*piece.shape[:-2], self.length, piece.shape[-1])
-        self.whole[..., self.number : self.number + piece.shape[-2], :] = piece
-        self.number += piece.shape[-2]
-
-    def joined(self) -> Tensor:
-        """Gives the whole output."""
-        return torch.cat(self.apart, -2) if self.whole is None else self.whole
-
-
-def length_of(tokens: Tokens) -> int:
-    """Counts the tokens."""
-    return tokens[1].shape[2] if tokens else 0
-
-
-def split_complete(tokens: Tokens, block: int) -> tuple[Tokens, Tokens]:
-    """Gives tokens of which only those in complete blocks count, and the other tokens; () if there are none."""
-    query, counts, key, value = tokens
-    waiting = Waiting.of(counts[:, 0] > 0, block)
-    done = (query, counts.masked_fill(waiting.kept.unsqueeze(1), 0.0), key, value)
-    if not waiting.order.shape[1]:
-        return done, ()
-    own = waiting.take(counts, 2).masked_fill(~waiting.is_there.unsqueeze(1), 0.0)
-    return done, (waiting.take(query, 3), own, waiting.take(key, 2), waiting.take(value, 2))
-
-
-def joined_tokens(earlier: Tensor, later: Tensor) -> Tensor:
-    """Joins tokens one after the other, `[..., T]` counts or `[..., T, w]` rows."""
-    return torch.cat([earlier, later], -1 if earlier.ndim == 3 else -2)
-
-
-def checkpointed(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Runs `_read`, again in the backward pass, since it would otherwise keep a mask of queries times keys."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-        return _read(rows, groups, tokens, scale)
-    out: Tensor = checkpoint(_read, rows, groups, tokens, scale, use_reentrant=False, preserve_rng_state=False)
-    return out
-
-
-def _read(rows: Tensor, groups: Groups, tokens: tuple[Tensor, ...], scale: float) -> Tensor:
-    """Computes the output of queries `[B, Hk, G, l, d]`, which belong to the last of the tokens."""
-    _, counts, key, value = tokens
-    far_key, far_value = (groups.mean(sums, key.dtype) for sums in (groups.key, groups.value))
-    pairs = ((far_key, key), (far_value, value), (groups.counts, counts))
-    every_key, every_value, every = (torch.cat(pair, 2) for pair in pairs)
-    flat, causal_rows = rows.flatten(2, 3), rows.shape[3]
-    out = attend_counted(flat, every_key, every_value, counts=every, scale=scale, causal_rows=causal_rows)
-    return out.unflatten(2, rows.shape[2:4])
-
-
-def regrouped(
-    features: Landmarks, groups: Groups, tokens: Tokens, number: int, scale: float
-) -> tuple[Groups, Tensor | None]:
-    """Gives the groups with a complete block in them, at most M, and the new group of each; None if none changed."""
-    rows, counts, key, value = tokens
-    joined = groups.joined(counts, key.to(groups.key.dtype), value.to(groups.key.dtype))
-    if joined.counts.shape[2] <= number:
-        return joined, None
-    real, there = _mask((counts > 0).repeat(1, 1, rows.shape[2])), _mask(joined.counts > 0)
-    # Not in half precision, whose groups would differ from those of the means that are kept.
-    means = joined.mean(joined.key, joined.key.dtype)
-    cells = features.cells(rows.flatten(2, 3), means, number, real, there, scale=scale, counts=joined.counts)
-    return joined.fewer(cells, number), cells
-
-
-def _mask(counted: Tensor) -> Tensor | None:
-    """Gives None if all tokens count, which saves time on a CPU; on a GPU this test would take longer."""
-    return None if on_cpu(counted) and bool(counted.all()) else counted
+    heads, sections = known.samples.shape[1], known.far_key.shape[2]
+    limit = per_head(seen, heads)
+    with torch.no_grad():
+        kept = known.coordinates.flatten(0, 1)[:, None, None].expand(*blocks.shape[:3], -1)
+        index = known.index.flatten(0, 1)
+        own = choose(blocks.gather(3, kept), index, limit, shared.shape[2] // SHARE, taken=shared, kernel=kernel)
+    far_key, far_value = ((t / SECTION).to(blocks.dtype).flatten(0, 1) for t in (known.far_key, known.far_value))
+    run, span = torch.ones_like(limit[:, 0]), torch.full_like(limit[:, 0], SECTION)
+    given = ChosenOperands(
+        query=blocks,
+        key=known.key.flatten(0, 1),
+        value=known.value.flatten(0, 1),
+        shared=shared,
+        own=own,
+        seen=limit,
+        far_key=far_key,
+        far_value=far_value,
+        far_log=log_left(shared, limit, run, span, sections, known.far_key.dtype),
+        first=per_head(start, heads),
+        run=run,
+        section=SECTION,
+        most=shared.shape[2],
+        scale=scale,
+    )
+    return chosen_attention(given, kernel)

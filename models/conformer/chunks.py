@@ -138,7 +138,7 @@ def check_chunks(encoder: Any, chunks: Chunks) -> None:
         name, options = layer_options(layer.self_attn, backend)
         if name is None:
             continue
-        config = FavorConfig.from_dict(options).for_backend(name)
+        config = FavorConfig.from_dict(options)
         family = registry.FAMILIES[feature_family(name, config)[0]]
         window = stored_choice(layer.self_attn).get("window", config.window)
         if window or family.selects_keys or not family.supports_state:

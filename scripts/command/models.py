@@ -23,12 +23,9 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--attn_implementation", help="backend; default: that of the model if it is one of favor, else landmark"
     )
-    parser.add_argument(
-        "--num_features", type=int, help="random features or landmarks per head; default: that of the model"
-    )
-    parser.add_argument(
-        "--window", type=int, help="tokens of a block in which attention is exact; default: that of the model"
-    )
+    parser.add_argument("--num_features", type=int, help="random features or means per head; default: of the model")
+    parser.add_argument("--selected_keys", type=int, help="keys that landmarks read exactly; default: of the model")
+    parser.add_argument("--window", type=int, help="tokens of an exact block of features; default: of the model")
     parser.add_argument(
         "--exact_below", help="exact attention below this number of keys, or auto; default: that of the model"
     )
@@ -36,7 +33,7 @@ def add_options(parser: Any) -> None:
 
 def chosen_options(arguments: Any) -> dict[str, Any]:
     """Gives the options of `favor.FavorConfig` that a user gave."""
-    names = ("num_features", "window", "exact_below")
+    names = ("num_features", "selected_keys", "window", "exact_below")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if str(given.get("exact_below", "")).isdigit():
         given["exact_below"] = int(given["exact_below"])

@@ -10,14 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
-from favor.landmark import causal as landmark_causal
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    """Causal landmarks without a window: 128 tokens would make most sequences here exact."""
-    monkeypatch.setattr(landmark_causal, "BLOCK", 12)
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
@@ -54,8 +46,6 @@ def test_equals_the_definition(name, is_causal, padded, length, key_length):
 )
 def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     """An epsilon anywhere in the normaliser fails here: weights of exp(-100) are ordinary at scale 4."""
-    if "+" in name and is_causal and dtype == torch.float32:
-        pytest.skip("pages are compared by 12 bits in float32 and by 41 in float64: nearly equal ones are other ones")
     low = [t.to(dtype) for t in inputs(256, key_heads=4, dim=32, value_dim=32, scale=scale)]
     exact = attend(*[t.double() for t in low], name=name, is_causal=is_causal)
     out = attend(*low, name=name, is_causal=is_causal)

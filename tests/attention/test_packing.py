@@ -4,14 +4,6 @@ import pytest
 import torch
 from reference import FAMILIES, attend, inputs
 
-from favor.landmark import causal as landmark_causal
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(landmark_causal, "BLOCK", 6)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 ROWS = [7, 1, 30, 0, 12]
 

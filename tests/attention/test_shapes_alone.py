@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import favor
-from favor.landmark import causal as landmark_causal
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 MODELS = {"encoder": lambda: BertModel(BertConfig(**SIZES)), "decoder": lambda: LlamaForCausalLM(LlamaConfig(**SIZES))}
@@ -18,11 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # it reads them all
 ]
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(landmark_causal, "BLOCK", 12)
 
 
 def passed(name, tensors, mask, is_causal):
@@ -40,7 +34,7 @@ def passed(name, tensors, mask, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_shapes_are_those_of_tensors_with_numbers(name, is_causal):
     """Also with padding, whose places cannot be known; and nothing fake is kept for later calls."""
-    tensors, mask = inputs(14, batch=1), torch.ones(1, 14, dtype=torch.bool)
+    tensors, mask = inputs(20, batch=1), torch.ones(1, 20, dtype=torch.bool)
     mask[0, :1] = False
     expected = passed(name, [tensor.clone() for tensor in tensors], mask, is_causal)
     assert passed(name, [tensor.to("meta") for tensor in tensors], mask.to("meta"), is_causal) == expected
@@ -60,13 +54,13 @@ def test_operations_of_the_kernels_are_those_of_their_products():
     ):
         query, key, value = (torch.empty(1, 2, 20, 4, device="meta") for _ in range(3))
         with FlopCounterMode(display=False) as counter:
-            favor.favor_attention(query, key, value, num_features=3, page_size=2, **options)
+            favor.favor_attention(query, key, value, num_features=10, **options)
         for operator, number in counter.get_flop_counts()["Global"].items():
             counted[str(operator), len(options)] = number
     product = 2 * 2 * 20 * 4  # of all rows of the two heads with one vector
-    assert counted["favor.linear_attention", 1] == product * 3 * 4
-    assert counted["favor.linear_attention", 2] == product * (3 * 4 + 5 * 2)
-    assert counted["favor.selected_attention", 2] == product * (3 + 6) * 2
+    assert counted["favor.linear_attention", 1] == product * 10 * 4
+    assert counted["favor.linear_attention", 2] == product * (10 * 4 + 5 * 2)
+    assert counted["favor.chosen_attention", 2] == product * 32 // 20 * (10 + 6) * 2  # in two blocks of 16 queries
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -14,7 +14,10 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 import torch
+
+from tests.small_sections import set_small_sections
 
 from . import attention, generation, invariants
 from .simplify import simplify, written
@@ -58,6 +61,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first call, to begin in the middle")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    set_small_sections(pytest.MonkeyPatch())
     draws, checks = PARTS[args.what]
     start, kinds, refused = time.perf_counter(), Counter(), 0
     for done in range(1, args.calls + 1):

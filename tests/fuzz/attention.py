@@ -31,7 +31,7 @@ class Call:
         packed: lengths of the queries and of the keys of packed sequences; `length` and `keys` then do not count.
         kind: of the keys, see `_keys`.
         given: whether parameters are given, and whether they are corrected.
-        selected: keys that are selected, keys of a page and queries of a block.
+        selected: keys that landmarks select.
         pieces: in how many pieces the call is repeated with a state.
     """
 
@@ -55,7 +55,7 @@ class Call:
     factorization: str = "auto"
     use_statistics: bool = True
     given: tuple[bool, bool] = (False, False)
-    selected: tuple[int, int, int] = (0, 0, 0)
+    selected: int = 0
     pieces: int = 0
     seed: int = 0
 
@@ -112,8 +112,8 @@ class Call:
     def is_exact(self) -> bool:
         """Whether it has to equal softmax attention."""
         keys = self.lengths[1]
-        is_fine = isinstance(self.family, Landmarks) and max(self.num_features, self.selected[0]) >= keys
-        return is_fine or self.window >= keys > 0
+        is_fine = (self.num_features >= keys and not self.is_causal) or self.selected >= keys
+        return (isinstance(self.family, Landmarks) and is_fine) or self.window >= keys > 0
 
     def mask(self) -> Tensor | None:
         """True for real keys, `[B, S]`; None if all are."""
@@ -156,7 +156,7 @@ class Call:
             "seed": self.seed % 2,
             "use_statistics": self.use_statistics,
             "state": StreamState() if self.pieces else None,
-            **dict(zip(("selected_keys", "page_size", "query_block"), self.selected, strict=True)),
+            "selected_keys": self.selected,
         }
         for index, name in enumerate(("parameters", "correction")):
             if self.given[index]:
@@ -226,9 +226,7 @@ def draw(choose: Choose) -> Call:
         given=(choose((False,) * 5 + (True,)), choose((False,) * 9 + (True,)))
         if family.takes_parameters
         else (False,) * 2,
-        selected=choose(((0, 0, 0), (16, 0, 0), (8, 2, 3), (256, 0, 0), (1, 1, 1), (5, 4, 2)))
-        if family.selects_keys
-        else (0, 0, 0),
+        selected=choose((0, 16, 8, 256, 1, 5)) if family.selects_keys else 0,
         pieces=choose((0, 2, 3, 5, length)) if can_stream else choose((0,) * 30 + (2,)),
         seed=choose(range(1000)),
     )

@@ -35,8 +35,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 # (backend, features)
 FAMILIES = (("favor+", None), ("landmark", None), ("favor#", "wderf"), ("favor#", "sderf"), ("favor++", None))
 WAYS = ("pieces", "greedy", "beams", "samples", "conversation", "steps")
-# (selected keys, keys of a page, queries of a block)
-SELECTED = ((8, 2, 3), (8, 1, 4), (12, 2, 4), (8, 4, 2), (9, 1, 1), (16, 4, 4), (64, 4, 4), (0, 0, 0))
+SELECTED = (8, 4, 12, 16, 9, 64, 1, 0)
 STEPS = ("read", "read", "read", "forget", "forget", "leave", "reorder", "select", "repeat", "copy", "pickle")
 _TOLERANCE = {"float64": 1e-6, "float32": 5e-3, "bfloat16": 0.3}
 
@@ -49,8 +48,7 @@ class Generation:
         lengths: real tokens of each row of the batch, which is padded at the left.
         pieces: into how many pieces the prompt is cut; of "pieces" only.
         steepness: factor of the keys, whose logits and features it makes large.
-        selected: keys that landmarks select, keys of a page and queries of a block; 0 for none.
-        keep: of the cache.
+        selected: keys that landmarks select, which have no window.
         steps: after the prompt; what is done, and a number of tokens, rows or repetitions.
     """
 
@@ -65,8 +63,7 @@ class Generation:
     steepness: float = 1.0
     dtype: str = "float64"
     seed: int = 0
-    selected: tuple[int, int, int] = (0, 0, 0)
-    keep: str = "all"
+    selected: int = 8
     steps: tuple[tuple[str, int], ...] = ()
 
 
@@ -88,11 +85,12 @@ def draw(choose: Callable[[Sequence[Any]], Any]) -> Generation:
         steepness=choose((1.0, 1.0, 5.0, 30.0)),
         dtype=choose(("float64", "float32", "bfloat16")) if way == "pieces" else "float64",  # no ties
         seed=choose(range(1000)),
+        selected=choose(SELECTED),
     )
 
 
 def draw_steps(choose: Callable[[Sequence[Any]], Any]) -> Generation:
-    """A run of steps. Sections are short, so that a few tokens complete them."""
+    """A run of steps. Blocks are short, so that a few tokens complete them."""
     longest = choose((30, 5, 18, 41, 1))
     family = choose((("landmark", None), ("landmark", None), ("landmark", None), ("favor+", None), ("favor#", "wderf")))
     is_padded = choose((False, True))
@@ -104,8 +102,7 @@ def draw_steps(choose: Callable[[Sequence[Any]], Any]) -> Generation:
         num_features=choose((5, 2, 8)),
         window=choose((4, 7, 8)),
         seed=choose(range(1000)),
-        selected=choose(SELECTED) if family[0] == "landmark" else (0, 0, 0),
-        keep=choose(("all", "all", "all", "state")),
+        selected=choose(SELECTED),
         steps=tuple((choose(STEPS), choose((1, 1, 1, 2, 1, 3, 5, 12, 40))) for _ in range(choose((8, 12, 16)))),
     )
 
@@ -132,10 +129,8 @@ def _model(call: Generation) -> PreTrainedModel:
             parameter.copy_(call.steepness * (parameter if parameter.ndim > 1 else torch.randn_like(parameter)))
     backend, features = call.family
     named = {} if features is None else {"features": features}
-    sizes = {"num_features": call.num_features, "window": call.window, "exact_below": 0}
-    if call.selected[0] or (call.way == "steps" and backend == "landmark"):
-        sizes |= dict(zip(("selected_keys", "page_size", "query_block"), call.selected, strict=True))
-    return favor.configure(model, backend, **named, **sizes)
+    sizes = {"selected_keys": call.selected} if backend == "landmark" else {"window": call.window}
+    return favor.configure(model, backend, num_features=call.num_features, exact_below=0, **named, **sizes)
 
 
 def _prompt(call: Generation) -> dict[str, Tensor]:
@@ -163,18 +158,12 @@ class _Tokens:
 
     Attributes:
         ids, mask: `[B, T]`.
-        section: tokens of a section, if the cache keeps all keys; else 0.
-        is_ragged: whether there was padding.
-        complete: tokens in complete sections.
-        keeps_last: whether the last of these can be taken out again.
+        is_kept: whether the cache keeps all keys.
     """
 
     ids: Tensor
     mask: Tensor
-    section: int
-    is_ragged: bool
-    complete: int = 0
-    keeps_last: bool = False
+    is_kept: bool
 
     @property
     def places(self) -> Tensor:
@@ -182,43 +171,28 @@ class _Tokens:
 
     @property
     def can_forget(self) -> int:
-        if not self.section:
-            return 0
-        if self.is_ragged:
-            return int((self.mask.sum(1) % self.section).min())
-        return self.ids.shape[1] - self.complete + self.keeps_last * self.section
+        return self.is_kept * int(self.mask.all(0).flip(0).long().cumprod(0).sum())
 
     def read(self, ids: Tensor) -> None:
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, torch.ones_like(ids)], 1)
-        self.count()
-
-    def count(self) -> None:
-        complete = self.ids.shape[1] // self.section * self.section if self.section else 0
-        self.complete, self.keeps_last = max(complete, self.complete), self.keeps_last or complete > self.complete
 
     def forget(self, number: int) -> None:
         left = self.ids.shape[1] - number
         self.ids, self.mask = self.ids[:, :left], self.mask[:, :left]
-        if left < self.complete:
-            self.complete, self.keeps_last = self.complete - self.section, False
 
     def rows(self, index: Tensor) -> None:
         self.ids, self.mask = self.ids[index], self.mask[index]
 
 
 def _check_steps(call: Generation, model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
-    cache, generator = favor.FavorCache(model.config, keep=call.keep), torch.Generator().manual_seed(call.seed)
-    keeps = call.selected[0] > 0 and call.keep == "all"
-    without = model if keeps or call.family[0] != "landmark" else favor.configure(copy.deepcopy(model), selected_keys=0)
-    mask = inputs["attention_mask"]
-    tokens = _Tokens(inputs["input_ids"], mask, call.window * keeps, is_ragged=not bool(mask.all()))
-    tokens.count()
-    _check_read(call, (model, without), cache, tokens, mask.shape[1])
+    cache, generator = favor.FavorCache(model.config), torch.Generator().manual_seed(call.seed)
+    tokens = _Tokens(*inputs.values(), is_kept=call.family[0] == "landmark")
+    _check_read(call, model, cache, tokens, tokens.ids.shape[1])
     for step, number in call.steps:
         rows = len(tokens.ids)
         if step == "read":
             tokens.read(torch.randint(3, 40, (rows, number), generator=generator))
-            _check_read(call, (model, without), cache, tokens, number)
+            _check_read(call, model, cache, tokens, number)
         elif step in ("forget", "leave"):
             length, number = tokens.ids.shape[1], number % (tokens.can_forget + 2)  # one more than is possible, too
             _check_crop(cache, tokens, -number if step == "forget" else length - number or length + 5)
@@ -237,13 +211,13 @@ def _check_steps(call: Generation, model: PreTrainedModel, inputs: dict[str, Ten
 
 
 def _check_read(
-    call: Generation, models: tuple[PreTrainedModel, ...], cache: favor.FavorCache, tokens: _Tokens, number: int
+    call: Generation, model: PreTrainedModel, cache: favor.FavorCache, tokens: _Tokens, number: int
 ) -> None:
     given = {"attention_mask": tokens.mask, "position_ids": tokens.places}
-    expected = models[1](tokens.ids, **given, use_cache=False).logits[:, -number:]
+    expected = model(tokens.ids, **given, use_cache=False).logits[:, -number:]
     given["position_ids"] = tokens.places[:, -number:]
     with torch.inference_mode() if number % 2 else torch.no_grad():  # what the one makes is used by the other
-        found = models[0](tokens.ids[:, -number:], **given, past_key_values=cache).logits
+        found = model(tokens.ids[:, -number:], **given, past_key_values=cache).logits
     real = tokens.mask[:, -number:].bool()
     _close(call, found[real], expected[real])
 

@@ -174,7 +174,7 @@ class _Run:
             self.close("in pieces", torch.cat(outs, 2), out)
 
     def check_exact(self, out: Tensor) -> None:
-        """As many landmarks as keys, or a window of all keys, is softmax attention."""
+        """As many means or selected keys as keys, or a window of all keys, is softmax attention."""
         if self.call.is_exact:
             query, key, value = (tensor.double() for tensor in self.tensors)
             key, value = (tensor.repeat_interleave(self.call.groups, 1) for tensor in (key, value))

@@ -14,7 +14,10 @@ def every_pair(**axes):
     return pytest.mark.parametrize(names, cases, ids=ids)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning"),
+    pytest.mark.usefixtures("small_sections"),
+]
 
 
 def run(model, architecture, padded):
@@ -61,8 +64,7 @@ def test_approaches_exact_attention(architecture, padded, backend):
 
 
 EXACT = {
-    # With a window; favor.eval.compatibility compares models without one.
-    "a landmark for every key": {"features": "landmark", "num_features": 100, "exact_below": 0, "window": 8},
+    "all keys are selected": {"features": "landmark", "num_features": 4, "exact_below": 0, "selected_keys": 100},
     "a window over the sequence": {"num_features": 64, "exact_below": 0, "window": 64},
     "exact_below": {"num_features": 64},
 }
@@ -87,8 +89,8 @@ BACKENDS = [
     "favor++",
     "favor#",
     "favor#@4",
-    "favor#:landmark",
-    "favor#:landmark@4",
+    "landmark",
+    "landmark@4",
     "favor_relu",
     "favor_elu",
 ]
@@ -102,27 +104,28 @@ def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backe
     if architecture.position_ids == "not taken":
         # Such a model gives tokens after left padding other positions, whatever the attention.
         side = "right"
-    backend, _, window = backend.partition("@")
-    backend, _, features = backend.partition(":")
-    ids = torch.randint(4, 40, (1, 13), generator=torch.Generator().manual_seed(3))
-    total = 20
-    start = total - 13 if side == "left" else 0
+    backend, _, size = backend.partition("@")
+    real, total = 19, 26
+    ids = torch.randint(4, 40, (1, real), generator=torch.Generator().manual_seed(3))
+    start = total - real if side == "left" else 0
     padded_ids = torch.randint(4, 40, (3, total), generator=torch.Generator().manual_seed(4))
-    padded_ids[1, start : start + 13] = ids
+    padded_ids[1, start : start + real] = ids
     mask = torch.zeros(3, total, dtype=torch.long)
-    mask[0], mask[1, start : start + 13] = 1, 1  # the third row is padding only
+    mask[0], mask[1, start : start + real] = 1, 1  # the third row is padding only
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
-    options = {"features": features or None, "num_features": 6 if features else 30, "window": int(window or 0)}
+    options = {"num_features": 30, "window": int(size or 0)}
+    if backend == "landmark":
+        options = {"num_features": 6, "selected_keys": int(size or 0)}
     model = architecture.build(backend, **options, exact_below=0)
-    weight = torch.randn(13, 32, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(real, 32, generator=torch.Generator().manual_seed(5))
     results = []
     for inputs, rows in (
         ({"input_ids": ids}, lambda out: out[0]),
-        ({"input_ids": padded_ids, "attention_mask": mask}, lambda out: out[1, start : start + 13]),
+        ({"input_ids": padded_ids, "attention_mask": mask}, lambda out: out[1, start : start + real]),
     ):
         if side == "left":
-            where = positions if "attention_mask" in inputs else torch.arange(13)[None]
+            where = positions if "attention_mask" in inputs else torch.arange(real)[None]
             inputs = {**inputs, "position_ids": where + int(architecture.position_ids[-1])}
         model.zero_grad()
         out = rows(model(**inputs).last_hidden_state)

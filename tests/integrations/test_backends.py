@@ -41,7 +41,7 @@ def test_aliases_are_the_same_attention():
 
 @pytest.mark.parametrize("selected_keys", [0, 4])
 def test_landmarks_under_their_older_spelling_are_the_same_attention(selected_keys):
-    sizes = {"num_features": 16, "exact_below": 0, "selected_keys": selected_keys, "page_size": 2}
+    sizes = {"num_features": 16, "exact_below": 0, "selected_keys": selected_keys}
     outs = [
         BERT.build(name, **sizes, **options)(**tokens(True)).last_hidden_state
         for name, options in (("landmark", {}), ("favor#", {"features": "landmark"}))
@@ -60,8 +60,8 @@ def test_options_are_those_of_the_family_that_the_backend_runs():
     ):
         with pytest.raises(ValueError, match=message):
             favor.configure(model, "favor#", **options)
-    with pytest.raises(ValueError, match="landmark attention has no Triton kernel"):
-        favor.configure(model, "landmark", kernel="triton", selected_keys=0)
+    with pytest.raises(ValueError, match=r"landmark has no window: .* raise selected_keys; got window=8"):
+        favor.configure(model, "landmark", window=8)
     assert model.config.favor == before
 
 
@@ -101,18 +101,9 @@ def test_options_are_merged_validated_and_stored():
         ({"features": "pos"}, ValueError, "features must be one of None, 'wderf', 'saderf'"),
         ({"features": "landmark", "statistics": "calibrated"}, ValueError, "landmark attention has no parameters"),
         ({"features": "landmark", "factorization": "cholesky"}, ValueError, "factorization of landmark must be one of"),
-        (
-            {"features": "landmark", "kernel": "triton", "selected_keys": 0},
-            ValueError,
-            "landmark attention has no Triton kernel",
-        ),
         ({"selected_keys": -1}, ValueError, "selected_keys must be at least 0, got -1"),
         ({"selected_keys": 1.5}, TypeError, "selected_keys must be an integer, got 1.5"),
         ({"selected_keys": True}, TypeError, "selected_keys must be an integer, got True"),
-        ({"page_size": -4}, ValueError, "page_size must be at least 0, got -4"),
-        ({"page_size": None}, TypeError, "page_size must be an integer, got None"),
-        ({"query_block": -1}, ValueError, "query_block must be at least 0, got -1"),
-        ({"query_block": "16"}, TypeError, "query_block must be an integer, got '16'"),
         ({"factorization": "svd"}, ValueError, "factorization must be one of 'auto', 'eigh'"),
         ({"statistics": "frozen"}, ValueError, "statistics must be one of 'batch', 'calibrated', 'corrected'"),
         ({"exact_below": "always"}, ValueError, "exact_below must be"),
@@ -135,9 +126,8 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert config.exact_threshold("cpu", True) == 100 * causal
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
-    assert config.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover_selecting["cpu"][1]
-    alone = favor.FavorConfig(num_features=100, selected_keys=0)
-    assert alone.exact_threshold("cpu", True, "landmark") == 100 * Landmarks.crossover["cpu"][1]
+    both = (config.exact_threshold("cpu", causal, "landmark") for causal in (False, True))
+    assert tuple(both) == Landmarks.crossover_keys["cpu"]  # whatever the number of means
     windowed = favor.FavorConfig(num_features=100, window=128)
     assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * Family.windowed["cpu"]
     assert windowed.exact_threshold("cpu", True) == 100 * causal
@@ -299,21 +289,18 @@ def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
 
 # With a window and without, and landmarks in both modes; weights of features: adapt/test_feature_weights.py.
 COMPILED = [
-    ("favor#", 7, "training"),
-    ("favor_elu", 0, "training"),
-    ("landmark", 0, "training"),
-    ("landmark", 7, "inference"),
+    ("favor#", {"window": 7}, "training"),
+    ("favor_elu", {}, "training"),
+    ("landmark", {"selected_keys": 6}, "training"),
+    ("landmark", {"selected_keys": 0}, "inference"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
-@pytest.mark.parametrize(("backend", "window", "mode"), COMPILED)
-def test_models_compile_without_graph_breaks(backend, window, mode):
-    options = {"num_features": 16, "exact_below": 0, "window": window}
-    if backend == "landmark":
-        backend, options = "favor#", {**options, "features": "landmark"}
-    model = BERT.build(backend, **options).train(mode == "training")
+@pytest.mark.parametrize(("backend", "options", "mode"), COMPILED)
+def test_models_compile_without_graph_breaks(backend, options, mode):
+    model = BERT.build(backend, num_features=16, exact_below=0, **options).train(mode == "training")
     model.encoder.layer = model.encoder.layer[:1]  # the next test compiles several
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -369,13 +356,14 @@ CROSS = {
 @ignore_fallback
 @pytest.mark.parametrize("features", [None, "landmark"])
 @pytest.mark.parametrize("name", CROSS)
+@pytest.mark.usefixtures("small_sections")
 def test_cross_attention_of_decoders_does_not_show_the_future(name, features):
     """Its queries are the decoder's tokens, so statistics over them would; not all decoders say that they are one."""
     model_class, config = CROSS[name]
     config = config()
     config.favor = {"features": features, "num_features": 6 if features else 16, "exact_below": 0}
-    if features:  # pages of few keys: what one query chooses must not be what a later one wants
-        config.favor |= {"selected_keys": 4, "page_size": 2, "query_block": 2}
+    if features:  # few keys: what one query chooses must not be what a later one wants
+        config.favor |= {"selected_keys": 4}
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="favor#").eval()
     ids = tokens(False)["input_ids"]

@@ -64,8 +64,8 @@ def test_parts_have_options_of_their_own_and_come_back_one_by_one():
     assert set(runs(model).values()) == {"landmark", "pos"}
     favor.configure(model, only="encoder", num_features=6)
     assert [model.config.favor_parts[part]["num_features"] for part in ("encoder", "decoder")] == [6, 8]
-    favor.configure(model, window=2)
-    assert [model.config.favor_parts[part]["window"] for part in ("encoder", "decoder")] == [2, 2]
+    favor.configure(model, seed=2)
+    assert [model.config.favor_parts[part]["seed"] for part in ("encoder", "decoder")] == [2, 2]
     favor.configure(model, "sdpa", only="encoder")
     assert {name for name, what in runs(model).items() if what == "exact"} == ENCODER
     favor.configure(model.model.decoder, "sdpa")
@@ -107,8 +107,7 @@ def test_options_without_a_backend_are_warned_of():
         ("landmark", {"orthogonal": False}),
         ("landmark", {"redraw_interval": 2}),
         ("favor+", {"selected_keys": 16}),
-        ("favor#", {"page_size": 4}),
-        ("favor_elu", {"query_block": 8}),
+        ("landmark", {"window": 8}),
     ],
 )
 def test_an_option_that_the_backend_does_not_read_is_refused(backend, option):
@@ -128,7 +127,7 @@ def test_features_may_be_named_by_their_backend():
 
 
 @pytest.mark.parametrize(
-    *pairs(architecture=ARCHITECTURES, backend=["sdpa", "favor#", "landmark"], length=[24, 4096]),
+    *pairs(architecture=ARCHITECTURES, backend=["sdpa", "favor#", "landmark"], length=[24, 8192]),
     ids=lambda value: getattr(value, "name", None),
 )
 def test_description_has_every_layer(architecture, backend, length):

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from small_sections import set_small_sections
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import context_parallel
@@ -48,7 +49,7 @@ def compare_with_one_process(mesh):
     for name, options in {
         "favor+": {},
         "window": {"window": 8},
-        "landmark": {"backend": "landmark"},
+        "landmark": {"backend": "landmark", "selected_keys": 4},
         "calibrated": {"backend": "favor#", "calibrated": True},
         "weights": {"calibrated": True},
         "compiled": {},
@@ -84,6 +85,7 @@ def refused_in_context_parallel(mesh):
 
 def in_parallel(rank, address):
     torch.set_num_threads(1)
+    set_small_sections(pytest.MonkeyPatch())
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     compare_with_one_process(mesh)

@@ -25,17 +25,19 @@ ROWS = [
 ]
 MASK = torch.tensor([[place in row for place in range(LENGTH)] for row in ROWS])
 KINDS = {"self": (LENGTH, 4), "grouped": (LENGTH, 2), "cached": (9, 4), "one": (1, 4), "other": (LENGTH + 5, 4)}
-OPTIONS = [{}, {"window": 4}, {"selected_keys": 4, "page_size": 2, "query_block": 2}, {"exact_heads": [1]}]
+OPTIONS = [{}, {"window": 4}, {"exact_heads": [1]}]
+pytestmark = pytest.mark.usefixtures("small_sections")
+FEW = {"num_features": 4, "selected_keys": 6}
 FAMILIES = ("favor+", "favor++", "favor#", "landmark", "favor_trig", "favor_elu")
 
 
 def attention(backend, causal, options):
     options = dict(options)
     heads = options.pop("exact_heads", [])
-    if backend != "landmark":
-        options = {name: value for name, value in options.items() if name == "window"}
     if backend in ("favor_trig", "favor_elu"):
         options = {}
+    if backend == "landmark":
+        options = {"selected_keys": options.get("window", 0)}
     module = BERT.build(backend, num_features=4, exact_below=BOUND, **options).encoder.layer[0].attention.self
     module.is_causal = module.is_decoder = causal
     change_state(module, choice={"exact_heads": heads, "key_heads": 4})
@@ -79,7 +81,7 @@ def test_a_row_is_what_it_is_alone(backend, causal, kind, options):
 @pytest.mark.parametrize("form", ["tokenizer's", "additive"])
 def test_an_embedding_does_not_depend_on_its_batch(form):
     """With the options that docs/guides/long_documents.md recommends, and fewer groups."""
-    model = BERT.build("landmark", num_features=4, selected_keys=0).double()  # linear from 16 keys on
+    model = BERT.build("landmark", **FEW, exact_below=16).double()
     lengths = torch.tensor([24, 15, 16, 3])
     mask = torch.arange(LENGTH) < lengths[:, None]
     ids = torch.randint(4, 40, (4, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -96,7 +98,7 @@ def test_an_embedding_does_not_depend_on_its_batch(form):
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_row_of_a_decoder_generates_what_it_generates_alone(cached):
     """A prompt becomes linear when it has enough tokens of its own, with and without a cache."""
-    model = next(a for a in ARCHITECTURES if a.name == "llama").build("landmark", num_features=4, exact_below=BOUND)
+    model = next(a for a in ARCHITECTURES if a.name == "llama").build("landmark", selected_keys=4, exact_below=BOUND)
     model = model.double()
     ids = torch.randint(4, 40, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = (16, 9, 4)
@@ -121,7 +123,7 @@ def test_a_row_of_a_decoder_generates_what_it_generates_alone(cached):
 
 
 def test_cross_attention_counts_the_keys_of_the_other_text():
-    model = next(a for a in ARCHITECTURES if a.name == "bart").build("landmark", num_features=4, exact_below=BOUND)
+    model = next(a for a in ARCHITECTURES if a.name == "bart").build("landmark", **FEW, exact_below=BOUND)
     model = model.double()
     ids = torch.randint(4, 40, (len(ROWS), LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(LENGTH) < torch.tensor([24, 7, 12, 11, 3, 1, 20, 13])[:, None]

@@ -77,14 +77,23 @@ def test_exported_program_takes_every_length(name, strict):
     assert not [node for graph in graphs for node in graph.graph.nodes if "favor" in str(node.target)]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("asked", [None, 6])
+def test_a_program_selects_keys_if_they_were_asked_for(asked, caplog):
+    """By operators of favor; by default it selects none, and says so."""
+    run = program_of(model_of("landmark", num_features=8, selected_keys=asked), strict=False).module()
+    model = model_of("landmark", num_features=8, selected_keys=asked or 0)
+    assert largest_difference(model, lambda batch: run(**batch).last_hidden_state, (40, 64, 7, 100)) < 1e-5
+    assert ("its landmarks select none" in caplog.text) == (asked is None)
+
+
 @of_exporters
 def test_onnx_runtime_gives_what_the_model_gives_at_every_length(tmp_path):
-    """Without a window: docs/recipes/onnx.md, and the next test."""
-    model = model_of("landmark", num_features=8, selected_keys=0, window=8)
+    model = model_of("landmark", num_features=8, selected_keys=0)
     run = onnx_session(model, tmp_path)
     assert largest_difference(model, run, (40, 64, 7)) < 1e-4
     assert largest_difference(model, run, (33,), padding="left") < 1e-4
-    other = model_of("landmark", num_features=2, selected_keys=0, window=8)
+    other = model_of("landmark", num_features=2, selected_keys=0)
     assert largest_difference(other, run, (64,)) > 1e-3
 
 

@@ -119,6 +119,23 @@ def test_a_saved_model_takes_up_its_backend_again(tmp_path, caplog):
     assert [layer.runs for layer in favor.describe(head).layers] == ["landmark"] * 2
 
 
+def test_options_that_landmarks_do_not_have_any_more_are_told_once_and_not_read(tmp_path, caplog):
+    favor.config._tell.cache_clear()
+    model = BERT.build("landmark", num_features=4, selected_keys=6, exact_below=0)
+    model.save_pretrained(tmp_path)
+    path, found = tmp_path / "config.json", []
+    config = json.loads(path.read_text())
+    config["favor"] |= {"page_size": 4, "query_block": 8, "window": 8}
+    path.write_text(json.dumps(config))
+    for _ in range(2):
+        found.append(hf.AutoModel.from_pretrained(tmp_path).eval()(**tokens(True)).last_hidden_state)
+    gone, window = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "options of an older version are left out: page_size, query_block." in gone
+    assert "landmark has no window any more, and window=8 is not read. Raise selected_keys instead." in window
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], model(**tokens(True)).last_hidden_state)
+
+
 def test_a_name_that_is_passed_wins_and_is_what_is_saved_next(tmp_path):
     BERT.build("landmark").save_pretrained(tmp_path)
     model = hf.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
@@ -222,7 +239,7 @@ MALFORMED = {
     "favor text": ({"favor": "x"}, "config.favor must be a dictionary of options"),
     "unhashable option": ({"favor": {"features": ["wderf"]}}, "features must be one of"),
     "absurd M": ({"favor": {"num_features": 10**9}}, "num_features must be at most"),
-    "absurd page": ({"favor": {"page_size": 10**15}}, "page_size must be at most 2147483647"),
+    "absurd K": ({"favor": {"selected_keys": 10**15}}, "selected_keys must be at most 2147483647"),
     "layers text": ({"favor_layers": "x"}, "config.favor_layers must be a dictionary"),
     "entry text": ({"favor_layers": {LAYER: "x"}}, "must be a dictionary, got 'x'"),
     "no heads": ({"favor_layers": {LAYER: {**ENTRY, "key_heads": None}}}, "key_heads must be an integer from 1"),

@@ -1,17 +1,15 @@
 """Selected keys in models: options, and generation with a cache that keeps the keys."""
 
-import logging
-
 import pytest
 import torch
-from pairwise import pairs
+from small_sections import set_small_sections
 from test_cache import CONFIGS, prompt
 from test_cache import generate as generate_any
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import favor
 
-OPTIONS = {"num_features": 6, "exact_below": 0, "window": 8, "selected_keys": 8, "page_size": 2, "query_block": 3}
+OPTIONS = {"exact_below": 0, "selected_keys": 8}
 
 
 def make(name="llama", **options):
@@ -28,7 +26,7 @@ def bert(**options):
 
 
 def generate(*args, **options):
-    """Without the padding token, whose embedding is 0: its query would find all pages equal."""
+    """Without the padding token, whose embedding is 0: its query would find all keys equal."""
     return generate_any(*args, **options, suppress_tokens=[0])
 
 
@@ -41,28 +39,38 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(*pairs(name=CONFIGS, lengths=[(11,), (19, 5, 9, 16)], window=[8, 7]))
-def test_generate_is_a_full_forward_pass(name, lengths, window):
+LENGTHS = [(name, lengths) for name in CONFIGS for lengths in ((41,), (49, 5, 29, 36))]
+
+
+@pytest.mark.parametrize(("name", "lengths"), [*LENGTHS, ("llama", (630, 5, 520))])
+def test_generate_is_a_full_forward_pass(name, lengths, monkeypatch):
     """As to the logits of each token; a full pass is causal, so one pass over all tokens gives them all."""
-    model, inputs = make(name, window=window), prompt(*lengths)
+    if max(lengths) < 256:
+        set_small_sections(monkeypatch)
+    model, inputs = make(name), prompt(*lengths)
     found = generate(model, favor.FavorCache(model.config), inputs)
     start = inputs["input_ids"].shape[1]
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 19), value=1)
     whole = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     expected = full(model, found.sequences[:, :-1], **whole)[:, start - 1 :]
     close(torch.stack(found.logits, 1).double(), expected)
-    without = full(make(name, window=window, selected_keys=0), found.sequences[:, :-1], **whole)[:, start - 1 :]
+    without = full(make(name, selected_keys=0), found.sequences[:, :-1], **whole)[:, start - 1 :]
     assert (without - expected).abs().max() > 1e-3
 
 
-def test_what_cannot_be_forgotten_is_named():
-    """`tests/fuzz` compares what is read, forgotten and reordered with a run without a cache."""
-    model, ids = make(), prompt(21)["input_ids"]
-    cache = favor.FavorCache(model.config)
+@pytest.mark.parametrize("forgotten", [1, 70, 300, 600])
+def test_forgotten_tokens_leave_nothing_behind(forgotten):
+    """In sections of 256 tokens: what follows is what follows in a cache that never saw them."""
+    model, ids = make(selected_keys=64), prompt(1000)["input_ids"]
+    caches, founds = [favor.FavorCache(model.config) for _ in range(2)], []
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot forget its last 14 tokens"):
-        cache.crop(-14)
+        model(ids[:, :640], past_key_values=caches[0])
+        caches[0].crop(-forgotten)
+        model(ids[:, : 640 - forgotten], past_key_values=caches[1])
+        for cache in caches:
+            pieces = ids[:, 640:].split([1, 7, 300, 1, 1, 50], 1)
+            founds.append(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1))
+    close(*founds)
 
 
 def test_nothing_is_forgotten_of_a_piece_that_is_padded_at_its_right():
@@ -85,31 +93,20 @@ def test_nothing_is_forgotten_of_a_piece_that_is_padded_at_its_right():
         cache.crop(-3)
 
 
-@pytest.mark.parametrize(("name", "assistant"), [("llama", True), ("gpt2", False), ("gemma3", True)])
-def test_assisted_generation(name, assistant):
-    model, inputs, helper = make(name), prompt(21), {"prompt_lookup_num_tokens": 4}
-    if assistant:
-        helper = {"assistant_model": make(name, num_features=2)}
-        helper["assistant_model"].generation_config.num_assistant_tokens = 3
+@pytest.mark.usefixtures("small_sections")
+@pytest.mark.parametrize(("name", "how"), [("llama", "assistant"), ("gpt2", "lookup"), ("gemma3", "beams")])
+def test_assisted_generation_and_beams(name, how):
+    model, inputs = make(name), prompt(45)
     options = {"max_new_tokens": 16, "do_sample": False, "suppress_tokens": [0]}  # as in `generate`
+    options |= {"num_beams": 3} if how == "beams" else {}
     expected = model.generate(**inputs, **options, use_cache=False)
-    found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config), **helper)
+    if how == "assistant":
+        options["assistant_model"] = make(name, selected_keys=4)
+        options["assistant_model"].generation_config.num_assistant_tokens = 3
+    elif how == "lookup":
+        options["prompt_lookup_num_tokens"] = 4
+    found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config))
     assert torch.equal(found, expected)
-
-
-def test_a_state_alone_selects_no_keys_and_says_so_once(caplog):
-    model, ids = make(), prompt(40)["input_ids"]
-    sizes, founds = set(), []
-    with caplog.at_level(logging.WARNING, logger="favor"), torch.no_grad():
-        cache = favor.FavorCache(model.config, keep="state")
-        for token in ids.split(1, 1):
-            founds.append(model(token, past_key_values=cache).logits)
-            if cache.get_seq_length() in (16, 24, 32, 40):
-                sizes.add(cache.nbytes)
-    assert len(sizes) == 1
-    told = [record.message for record in caplog.records if "keeps no keys" in record.message]
-    assert len(told) == 1
-    close(torch.cat(founds, 1), full(make(selected_keys=0), ids))
 
 
 def test_the_kept_keys_are_counted():
@@ -118,11 +115,6 @@ def test_the_kept_keys_are_counted():
     with torch.no_grad():
         model(ids, past_key_values=cache)
     assert cache.nbytes > 2 * 40 * 2 * (8 + 8) * 4  # two layers, two key heads, keys and values of width 8
-
-
-def test_another_keep_is_refused():
-    with pytest.raises(ValueError, match="keep must be one of 'all', 'state'; got 'some'"):
-        favor.FavorCache(keep="some")
 
 
 def test_by_default_many_keys_are_selected():
@@ -138,8 +130,18 @@ def test_by_default_many_keys_are_selected():
         assert not torch.allclose(none(ids).last_hidden_state, wanted, atol=1e-2)
 
 
-def test_the_older_spelling_selects_none_by_default():
-    assert favor.FavorConfig(features="landmark").for_backend("favor#").selected("landmark", False) == 0
-    assert favor.FavorConfig().for_backend("landmark").selected("landmark", False) == 256
-    asked = favor.FavorConfig(features="landmark", selected_keys=8).for_backend("favor#")
-    assert asked.selected("landmark", True) == 8
+def test_the_number_of_selected_keys_is_that_of_the_kind_of_layer():
+    """Under each name of the backend and in direct calls."""
+    for config in (favor.FavorConfig(), favor.FavorConfig(features="landmark")):
+        assert [config.selected("landmark", is_causal) for is_causal in (False, True)] == [768, 1024]
+    assert favor.FavorConfig(selected_keys=8).selected("landmark", True) == 8
+    query, key, value = torch.randn(3, 1, 2, 1200, 8, generator=torch.Generator().manual_seed(0))
+    for is_causal, number in ((False, 768), (True, 1024)):
+        outs = [
+            favor.favor_attention(
+                query, key, value, features="landmark", num_features=50, is_causal=is_causal, **options
+            )
+            for options in ({}, {"selected_keys": number}, {"selected_keys": number - 256})
+        ]
+        assert torch.equal(outs[0], outs[1])
+        assert not torch.equal(outs[0], outs[2])

@@ -77,18 +77,22 @@ class BackendArguments:
         "landmark, favor+, favor++, favor#, another of favor.BACKENDS, sdpa or eager. Default: that of the checkpoint, "
         "else the model's own.",
     )
-    num_features: int | None = option(None, "Random features per head. Default: the checkpoint's, else 256.")
+    num_features: int | None = option(
+        None, "Random features, or means of landmarks in encoders, per head. Default: the checkpoint's, else 256."
+    )
     features: str | None = option(
         None, "Features of favor#: wderf (default), cderf, sderf, saderf, aderf, or landmark."
     )
     factorization: str | None = option(None, "How favor# factors: auto (default), eigh, cholesky, newton_schulz.")
-    window: int | None = option(None, "Tokens of a block in which attention is exact. Default 0: no blocks.")
+    window: int | None = option(
+        None, "Tokens of a block in which attention is exact. Default 0: none. Not for landmark."
+    )
     statistics: str | None = option(None, "batch (default), or what the checkpoint stores: calibrated or corrected.")
     exact_below: str | None = option(
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
     selected_keys: int | None = option(
-        None, "Keys that landmarks attend to exactly. Default: 256 for landmark, else 0."
+        None, "Keys that each block of queries reads exactly, for landmark. Default: 768, in causal layers 1,024."
     )
     redraw_interval: int | None = option(
         None, "Forward passes after which random features are drawn anew. Default 0: never."

@@ -1,7 +1,7 @@
 r"""Continue the training of a causal language model, such as LLaMA, with exact or FAVOR attention.
 
     accelerate launch -m favor.train.clm --model_name_or_path DIR --train_file book.txt --max_length 1024 \
-        --attn_implementation favor# --features landmark --window 128 --exact_below 0 --output_dir out/adapted
+        --attn_implementation favor# --features landmark --exact_below 0 --output_dir out/adapted
 
 A decoder that was trained with softmax attention adapts in this way to the estimate of it. Features other than
 landmarks need parameters that do not come from the sequence itself: run `favor.calibrate` on the model first, and add

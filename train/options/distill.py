@@ -56,9 +56,12 @@ class DistillArguments:
     split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
     join_seconds: float = option(28.0, "Consecutive utterances of a chapter are joined up to this length.")
     attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, favor+ or landmark.")
-    num_features: int = option(256, "Random features per head.")
+    num_features: int = option(256, "Random features, or means of landmarks in encoders, per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
-    window: int = option(0, "Tokens of a block in which attention is exact; 0: no blocks.")
+    window: int = option(0, "Tokens of a block in which attention is exact; 0: none. Not for landmark.")
+    selected_keys: int | None = option(
+        None, "Keys that each block of queries reads exactly, for landmark. Default: 768, in causal layers 1,024."
+    )
     exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
     layers: str = option(
         "all",
@@ -189,7 +192,7 @@ class DistillArguments:
                 f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
                 + did_you_mean(self.attn_implementation, registry.BACKENDS)
             )
-        landmarks = not self.family.takes_parameters
+        landmarks = self.family.selects_keys
         if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
             raise ValueError(
                 "landmarks have no parameters to learn: leave out attention_steps, feature_weights and statistics; "
@@ -210,8 +213,8 @@ class DistillArguments:
         if self.exact_heads and self.layers == "auto":
             raise ValueError("layers auto chooses exact heads itself: leave exact_heads out, or set layers to all")
         directions = self.learn_directions and self.attention_steps
-        learns = landmarks or self.family.needs_statistics or self.feature_weights or directions
-        if not (learns and self.family.supports_window):
+        learns = self.family.needs_statistics or self.feature_weights or directions
+        if not landmarks and not (learns and self.family.supports_window):
             raise ValueError(
                 "attn_implementation must be favor#, favor++ or landmark, or favor+ with learn_directions or "
                 f"feature_weights, got {self.attn_implementation!r}"
@@ -259,7 +262,7 @@ class DistillArguments:
     def options(self) -> dict[str, Any]:
         """Gives the options of the backend."""
         exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
-        names = ("num_features", "features", "window", "seed")
+        names = ("num_features", "features", "window", "selected_keys", "seed")
         return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
 
 

@@ -45,7 +45,7 @@ def convert(
             whose diagnostic rho says that M features cannot estimate them (rho > log M, see
             `favor.features.Parameters.rho`) keep exact attention, worst first, as far as the budget allows; layers with
             such heads that must still be estimated take wider windows, as far as the rest of the budget allows. For
-            landmarks, each layer takes the `window`, `num_features` and `selected_keys` with which the error of all
+            landmarks, each layer takes the `num_features` and `selected_keys` with which the error of all
             heads, measured on the data, is smallest; layers of encoders may stay exact. Options that are named in the
             call are not chosen: all layers share their values.
         flop_budget: for "auto", operations of all attention layers as a fraction of those of exact attention. The
@@ -69,7 +69,7 @@ def convert(
         >>> data = [torch.arange(400).view(2, 200)]
         >>> model = favor.convert(BertModel(tiny), "landmark", dataloader=data, layers="auto", flop_budget=0.6)
         >>> sorted(model.config.favor_layers["encoder.layer.0.attention.self"])
-        ['num_features', 'selected_keys', 'window']
+        ['num_features', 'selected_keys']
 
         Random features, with parameters that are stored in the model:
 

@@ -33,7 +33,7 @@ class Costs:
         return 4 * self.length**2 * self.head_dim[layer]
 
     def linear(self, layer: int, window: int, num_features: int | None = None, selected_keys: int = 0) -> int:
-        """Counts 8 L M d operations for the features (landmarks 6), and 4 L d for each key of a block or selected."""
+        """Counts 8 L M d operations for features (4 for means), and 4 L d for each key of a block or selected."""
         number = self.num_features if num_features is None else num_features
         exact_keys = min(window, self.length) + min(selected_keys, self.length)
         return self.length * self.head_dim[layer] * (self.per_feature * number + 4 * exact_keys)

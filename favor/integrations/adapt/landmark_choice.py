@@ -1,4 +1,4 @@
-"""Landmarks, window and selected keys of each layer, chosen by measured errors under a budget of operations."""
+"""Means and selected keys of each layer, chosen by measured errors under a budget of operations."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from favor.config import FavorConfig
 from favor.integrations.adapt.costs import Costs
 from favor.integrations.adapt.observe import Observation, observe_batches, relative_error
 from favor.integrations.layer import decodes
-from favor.landmark.causal import BLOCK
+from favor.landmark.causal import SECTION
 from favor.registry import Family
 
 
 class Setting(NamedTuple):
     """Options of a layer; the names are those of `FavorConfig`."""
 
-    window: int
     num_features: int
     selected_keys: int
 
 
 # What is tried for the options that are not fixed.
-VALUES = {"window": (0, 64, 128), "num_features": (64, 128, 256), "selected_keys": (0, 128, 256)}
+VALUES = {"num_features": (64, 128, 256), "selected_keys": (0, 128, 256, 512, 1024)}
 
 
 class LayerErrors:
@@ -37,10 +36,10 @@ class LayerErrors:
         config: its other options.
         settings: what is tried.
         errors: by layer and setting, the sum over heads for each sequence. The setting None is exact attention; causal
-            layers do not have it, since a cache of fixed size cannot hold it.
+            layers do not have it, since no state holds it.
         heads: by layer, the numbers of query heads and of key heads.
         head_dim: by layer.
-        blocks: by layer, the tokens that see each other exactly where no window is set; 0 in layers of encoders.
+        blocks: by layer, the tokens that see each other exactly; 0 in layers of encoders.
         longest: number of keys of the longest sequence.
     """
 
@@ -56,11 +55,12 @@ class LayerErrors:
         """Adds the errors of one call of a layer."""
         errors = self.errors.setdefault(seen.layer, {} if seen.is_causal else {None: [0.0]})
         self.heads[seen.layer], self.head_dim[seen.layer] = (seen.query.shape[1], seen.key.shape[1]), seen.key.shape[3]
-        self.blocks[seen.layer] = BLOCK if seen.is_causal else 0
+        self.blocks[seen.layer] = SECTION if seen.is_causal else 0
         self.longest = max(self.longest, seen.key.shape[2])
         settings = self.settings
-        if not seen.is_self_attention:  # such a layer has no window
-            settings = list(dict.fromkeys(setting._replace(window=0) for setting in settings))
+        if seen.is_causal:  # such a layer does not read the number of means
+            number = settings[0].num_features
+            settings = list(dict.fromkeys(setting._replace(num_features=number) for setting in settings))
         for setting in settings:
             out = favor_attention(
                 seen.query,
@@ -71,8 +71,6 @@ class LayerErrors:
                 is_causal=seen.is_causal,
                 scale=seen.scale,
                 use_statistics=not decodes(seen.module),
-                page_size=self.config.page_size,
-                query_block=self.config.query_block,
                 kernel=self.config.kernel,
                 **setting._asdict(),
             )
@@ -135,7 +133,7 @@ def choose_landmarks(
 def _cost(costs: Costs, layer: int, setting: Setting | None, block: int) -> int:
     if setting is None:
         return costs.exact(layer)
-    return costs.linear(layer, setting.window or block, setting.num_features, setting.selected_keys)
+    return costs.linear(layer, block, 0 if block else setting.num_features, setting.selected_keys)
 
 
 def cheapest_error(

@@ -28,8 +28,9 @@ class StreamState:
         block: tensors of the tokens in the block that is not complete: with a window their key, value and key bias.
         is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
         window: length of the exact blocks of positive features; 0 for none.
-        shown: for selected keys, how many last tokens no sequence of the batch hides. Only these can be forgotten:
-            behind a piece that is padded at its right, the tokens of the state are not those of the batch's columns.
+        tokens: how many tokens there were, with padding.
+        shown: for landmarks, how many last tokens no sequence of the batch hides. Only these can be forgotten: behind a
+            piece that is padded at its right, the tokens of the state are not those of the batch's columns.
 
     Example:
         >>> import torch, favor
@@ -44,6 +45,7 @@ class StreamState:
     block: tuple[Tensor, ...] = ()
     is_ragged: bool = False
     window: int = 0
+    tokens: int = 0
     shown: int = 0
 
     def note(self, mask: Tensor | None, length: int, will_forget: bool) -> None:
@@ -55,6 +57,7 @@ class StreamState:
             will_forget: whether `shown` is needed, for which the mask of a piece is read.
         """
         self.is_ragged = self.is_ragged or mask is not None
+        self.tokens += length
         self.shown += length
         if not will_forget or mask is None or length == 1:
             return

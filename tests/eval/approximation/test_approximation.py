@@ -188,10 +188,10 @@ def test_repeated_positions_of_a_decoder_are_no_packed_sequences(backend):
 
 
 def test_backends_with_options_of_their_own():
-    texts = ["landmark:num_features=32,window=4", "favor#:sderf:factorization=newton_schulz", "favor+:orthogonal=False"]
+    texts = ["favor+:num_features=32,window=4", "favor#:sderf:factorization=newton_schulz", "favor+:orthogonal=False"]
     found = [v for v in variants_of(texts, [8, 16], [0]) if v.is_backend]
     assert found == [
-        Variant("landmark", None, 32, 4),
+        Variant("favor+", None, 32, 4),
         Variant("favor#", "sderf", 8, 0, more=(("factorization", "newton_schulz"),)),
         Variant("favor#", "sderf", 16, 0, more=(("factorization", "newton_schulz"),)),
         Variant("favor+", None, 8, 0, more=(("orthogonal", False),)),
@@ -206,6 +206,18 @@ def test_backends_with_options_of_their_own():
     different = favor.favor_attention(o.query, o.key, o.value, **options)
     assert (out - different).abs().max() > 1e-3
     HeadErrors(found, seed=3)(o)  # every option reaches the estimator
+
+
+def test_landmarks_have_selected_keys_and_no_window():
+    """They are softmax attention with as many selected keys as keys, and not with fewer."""
+    found = [v for v in variants_of(["landmark"], [3], [0, 4], [6, 12]) if v.is_backend]
+    assert found == [Variant("landmark", None, 3, 0, more=(("selected_keys", number),)) for number in (6, 12)]
+    with pytest.raises(ValueError, match="landmark has no window"):
+        variants_of(["landmark:window=4"], [3], [0])
+    o, errors = seen(), HeadErrors(found)
+    errors(o)
+    means = [torch.stack(errors.errors[variant][0]).mean() for variant in found]
+    assert means[1] < 1e-6 < 1e-2 < means[0]
 
 
 def test_no_option_is_left_of_the_variant_before(bert_folder):
@@ -235,7 +247,7 @@ def test_backends_that_are_refused(text, message):
 
 def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
     """With all operations every layer is exact."""
-    monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
+    monkeypatch.setattr(landmark_choice, "VALUES", {"num_features": (2,), "selected_keys": (0,)})
     options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
     converted = favor.convert(BertModel.from_pretrained(bert_folder), "landmark", num_features=5, selected_keys=0)
     number = converted.encoder.layer[0].attention.self.favor_layer.number
@@ -247,7 +259,7 @@ def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch
     _, default, stored, cheap, exact = json.loads((tmp_path / "chosen.json").read_text())["variants"]
     assert (stored["label"], stored["num_features"]) == ("landmark (converted)", 0)
     assert max(stored["by_head"][0]) < 1e-5 < 1e-3 < min(stored["by_head"][1])
-    assert cheap["chosen"] == [{"window": 0, "num_features": 2, "selected_keys": 0}] * 2
+    assert cheap["chosen"] == [{"num_features": 2, "selected_keys": 0}] * 2
     assert cheap["error"] > exact["error"] == 0
     assert exact["score"] == pytest.approx(1, abs=1e-6)
     # The default of `landmark` selects keys, more than these samples have, for single heads as for the whole model.
@@ -270,7 +282,7 @@ def test_report_by_length(bert_folder, text, tmp_path):
         "--query_samples",
         "50",
     ]
-    more = ["--backends", "favor+", "landmark:window=200", "--output_dir", str(tmp_path), "--name", "by_length"]
+    more = ["--backends", "favor+", "landmark:selected_keys=30", "--output_dir", str(tmp_path), "--name", "by_length"]
     assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
     found = json.loads((tmp_path / "by_length.json").read_text())
     assert found["facts"]["positions"] == "repeat every 128 tokens in longer samples"
@@ -280,13 +292,12 @@ def test_report_by_length(bert_folder, text, tmp_path):
         heads = np.array(entry["by_head"])
         expected = [heads.mean(), np.quantile(heads, 0.5), np.quantile(heads, 0.9), heads.max()]
         assert [entry[name] for name in ("error", "p50", "p90", "max")] == pytest.approx(expected, abs=1e-4)
-    for length in (24, 200):
-        assert by_name["landmark", length]["error"] < 1e-5 < by_name["favor+", length]["error"]
-        assert by_name["landmark", length]["score"] == pytest.approx(1.0, abs=1e-6)
+    assert by_name["landmark", 24]["error"] < 1e-5 < by_name["landmark", 200]["error"]
+    assert by_name["landmark", 200]["error"] < by_name["favor+", 200]["error"]
+    assert by_name["landmark", 24]["score"] == pytest.approx(1.0, abs=1e-6)
     lines = (tmp_path / "by_length.md").read_text().splitlines()
     assert "| mean error (p90) | M | window | L = 24 | L = 200 |" in lines
-    assert "| `landmark` | 8 | 200 | 0.000 (0.000) | 0.000 (0.000) |" in lines
-    assert any(
-        line.startswith("| `landmark` | 8 | 200 | 200 | 0.000 | 0.000 | 0.000 | 0.000 | 100% |") for line in lines
-    )
+    name = "| `landmark:selected_keys=30` | 8 | -"
+    assert any(line.startswith(f"{name} | 0.000 (0.000) | 0.") for line in lines)
+    assert any(line.startswith(f"{name} | 24 | 0.000 | 0.000 | 0.000 | 0.000 | 100% |") for line in lines)
     assert (tmp_path / "by_length.png").stat().st_size > 10_000

@@ -116,14 +116,14 @@ def test_landmarks_that_are_all_keys_are_told_of(classifier, evaluate):
     rows, _, report = evaluate(classifier(["negative", "positive"]), "sst2", "--exact_below", "0")
     assert list(rows) == ["sdpa", "landmark, exact_below 0"]
     assert rows["landmark, exact_below 0"]["exact_samples"] == 0
-    assert "no fewer landmarks or selected keys than ALL of 12 samples have tokens (up to 256)" in report
+    assert "no fewer means or selected keys than ALL of 12 samples have tokens (up to 768)" in report
 
 
 def test_both_halves_of_mnli(classifier, evaluate, glue_folder):
     folder, data = classifier(["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]), load_glue("mnli", glue_folder)
     rows, content, report = evaluate(folder, "mnli")
     assert rows["landmark"]["exact_samples"] == 1
-    assert "fewer keys than exact_below = 2048" in report
+    assert "fewer keys than exact_below = 2560" in report
     halves = [score(outputs(folder, data, split), data, [2, 1, 0], split)["accuracy"] for split in data.evaluation]
     assert rows["sdpa"]["metrics"] == dict(zip(("accuracy", "accuracy_mismatched"), halves, strict=True))
     assert content["samples"] == {"validation_matched": 5, "validation_mismatched": 5}

@@ -88,7 +88,7 @@ def test_a_part_of_several_answers_counts_as_much(tokenizer, haystack):
     assert found["score"] == 0.75
 
 
-@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:num_features=64"])
+@pytest.mark.parametrize("text", ["sdpa", "exact", "landmark:selected_keys=64"])
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(name, text, tokenizer, haystack, request):
     model, variant = request.getfixturevalue(name), Variant.parse(text)

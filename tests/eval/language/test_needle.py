@@ -10,7 +10,7 @@ from favor.eval.language import needle, needle_report
 @pytest.fixture
 def words(folder, novel_file, tmp_path):
     sizes = ["--lengths", "150", "300", "--cases", "4", "--depths", "2", "--tasks", "single"]
-    variants = ["--backends", "exact", "landmark:num_features=32"]
+    variants = ["--backends", "exact", "landmark:selected_keys=32"]
     return [str(folder), "--text", str(novel_file), *sizes, *variants, "--output_dir", str(tmp_path / "out")]
 
 
@@ -27,7 +27,7 @@ def test_writes_tables_and_a_heat_map(words, tmp_path):
     assert [(c["task"], c["variant"], c["length"]) for c in cells] == [
         (task, variant, length)
         for task in ("single", "multikey")
-        for variant in ("exact", "landmark:num_features=32")
+        for variant in ("exact", "landmark:selected_keys=32")
         for length in (500, 600)
     ]
     assert [c["answers"] for c in cells] == [4] * 4 + [16] * 4
@@ -35,7 +35,7 @@ def test_writes_tables_and_a_heat_map(words, tmp_path):
     assert (tmp_path / "out" / "needle.png").stat().st_size > 1000
     text = (tmp_path / "out" / "needle.md").read_text()
     assert "## multikey" in text
-    assert "landmark:num_features=32 finds at least 95 % of what exact finds" in text
+    assert "landmark:selected_keys=32 finds at least 95 % of what exact finds" in text
 
 
 def test_a_run_that_was_stopped_goes_on_and_gives_the_same(words, tmp_path, monkeypatch):

@@ -9,12 +9,12 @@ from favor.eval.language.variants import Variant, variants
 
 
 def test_options_and_cache_are_read():
-    variant = Variant.parse("landmark:num_features=64,window=32,cache=dynamic")
-    assert (variant.backend, variant.cache) == ("landmark", "dynamic")
+    variant = Variant.parse("favor+:num_features=64,window=32,cache=dynamic")
+    assert (variant.backend, variant.cache) == ("favor+", "dynamic")
     assert (variant.options["num_features"], variant.options["window"], variant.options["exact_below"]) == (64, 32, 0)
     assert Variant.parse("favor#:features=sderf,orthogonal=false").options["orthogonal"] is False
     assert Variant.parse("landmark", "dynamic").cache == "dynamic"
-    assert Variant.parse("landmark").cache == "all"
+    assert Variant.parse("landmark").cache == "state"
     assert Variant.parse("exact").cache == "dynamic"
 
 
@@ -23,10 +23,11 @@ def test_options_and_cache_are_read():
     [
         ("softmax", "must be one of exact, sdpa"),
         ("sdpa:window=3", "takes no options"),
-        ("landmark:window", "KEY=VALUE"),
-        ("landmark:windoww=3", "Did you mean 'window'"),
-        ("landmark:cache=disk", "cache must be one of"),
-        ("landmark:window=-1", "at least 0"),
+        ("favor+:window", "KEY=VALUE"),
+        ("favor+:windoww=3", "Did you mean 'window'"),
+        ("landmark:cache=all", "cache must be one of"),
+        ("favor+:window=-1", "at least 0"),
+        ("landmark:window=64", "has no window"),
         ("favor+:features=sderf", "features"),
     ],
 )
@@ -41,9 +42,9 @@ def test_exact_attention_comes_first_and_nothing_twice():
 
 
 def test_nothing_is_left_of_the_variant_before(llama):
-    for text, window in (("landmark:window=32", 32), ("landmark", 0), ("exact", 0)):
+    for text, window, keys in (("favor+:window=32", 32, None), ("landmark:selected_keys=9", 0, 9), ("exact", 0, None)):
         Variant.parse(text).apply(llama)
-        assert llama.config.favor["window"] == window
+        assert (llama.config.favor["window"], llama.config.favor["selected_keys"]) == (window, keys)
     Variant.parse("sdpa").apply(llama)
     assert llama.config._attn_implementation == "sdpa"
 
@@ -57,6 +58,6 @@ def test_exact_is_softmax_attention_in_layers_with_and_without_a_window(gemma):
             pieces = [gemma(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 59), (59, 60))]
         found[variant.label] = torch.cat(pieces, 1)
         assert isinstance(cache, DynamicCache)
-        assert isinstance(cache, favor.FavorCache) == (variant.cache == "all")
+        assert isinstance(cache, favor.FavorCache) == (variant.cache == "state")
     torch.testing.assert_close(found["exact"], found["sdpa"], rtol=1e-4, atol=1e-4)
     assert (found["favor+:num_features=4"] - found["sdpa"]).abs().max() > 1e-2

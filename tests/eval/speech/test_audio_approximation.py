@@ -100,7 +100,8 @@ def test_errors_of_a_whisper(corpus, whisper_folder, tmp_path):
             exact = scaled_dot_product_attention(*parts, scale=1.0)
             for name, features in (("landmark", "landmark"), ("favor+", "pos")):
                 layer = encoder.layers[number].self_attn.favor_layer.number
-                out = favor.favor_attention(*parts, features=features, num_features=4, layer=layer, scale=1.0)
+                options = {"num_features": 4, "selected_keys": 0, "layer": layer, "scale": 1.0}
+                out = favor.favor_attention(*parts, features=features, **options)
                 errors[name].append([float((out - exact)[0, h].norm() / exact[0, h].norm()) for h in range(2)])
     entries = {entry["backend"]: entry for entry in found["variants"]}
     for name, own in errors.items():
@@ -120,7 +121,7 @@ def test_errors_of_a_whisper(corpus, whisper_folder, tmp_path):
 
 
 def test_settings_of_each_layer(corpus, whisper_folder, tmp_path, monkeypatch):
-    values = {"window": (0, 5), "num_features": (4, 8), "selected_keys": (0, 16)}
+    values = {"num_features": (4, 8), "selected_keys": (0, 16)}
     monkeypatch.setattr(landmark_choice, "VALUES", values)
     words = ["--seconds", "0.8", "--samples", "2", "--backends", "landmark:selected_keys=0"]
     budgets = ["--flop_budgets", "0.3", "0.5", "1", "--choose_on", "train"]
@@ -153,15 +154,13 @@ def test_other_audio_models(corpus, tmp_path):
         "--samples",
         "2",
         "--backends",
-        "landmark:window=1000",
+        "landmark:selected_keys=1000",
         "landmark:selected_keys=0",
     ]
     lengths = {}
     for name in ("conformer", "wav2vec2"):
         found, _ = run(tmp_path / name, corpus, tmp_path, *words)
-        wide, bare = (
-            [e for e in found["variants"] if e["window"] == each and e["backend"] == "landmark"] for each in (1000, 0)
-        )
+        wide, bare = ([e for e in found["variants"] if e["more"] == [["selected_keys", each]]] for each in (1000, 0))
         assert [entry["error"] for entry in wide] == pytest.approx([0, 0], abs=1e-5)
         assert min(entry["error"] for entry in bare) > 1e-3
         assert bare[0]["length"] < bare[1]["length"]

@@ -198,18 +198,18 @@ def test_rows_are_compared_piece_by_piece():
 
 
 def test_the_table(folder, tmp_path, monkeypatch):
-    """Exact attention against words counted here; landmarks with a window over all frames are equal to it.
+    """Exact attention against words counted here; landmarks that select all frames are equal to it.
 
     So are layers that chose under a budget for exact attention.
     """
-    monkeypatch.setattr(landmark_choice, "VALUES", {"window": (0,), "num_features": (2,), "selected_keys": (0,)})
+    monkeypatch.setattr(landmark_choice, "VALUES", {"num_features": (2,), "selected_keys": (0,)})
     chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
     chapter.mkdir(parents=True)
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
         soundfile.write(chapter / f"7-1-{i}.wav", sound(seconds, i), RATE)
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
     words = ["--data_dir", str(tmp_path), "--split", "dev", "--piece_seconds", "2", "3", "--max_new_tokens", "8"]
-    more = ["--backends", "landmark:window=1500", "favor+", "--windows", "0", "--num_features", "8"]
+    more = ["--backends", "landmark:selected_keys=1500", "favor+", "--windows", "0", "--num_features", "8"]
     more += ["--flop_budgets", "1", "--choose_on", "dev"]
     out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]
     assert whisper.main([str(folder), *words, *more, *out]) == 0
@@ -237,7 +237,7 @@ def test_the_table(folder, tmp_path, monkeypatch):
     assert len(rough["head_errors"]) == 4
     assert rough["attention"] == "favor+"
     text = (tmp_path / "out" / "whisper.md").read_text()
-    assert f"| `landmark` | 8 | 1500 | {100 * exact['wer']:.2f} |" in text
+    assert f"| `landmark:selected_keys=1500` | 8 | - | {100 * exact['wer']:.2f} |" in text
     assert str(tmp_path) not in text
     assert (tmp_path / "out" / "whisper.png").stat().st_size > 1000
     # Error rates that an earlier result has are taken from it.

@@ -140,17 +140,15 @@ def test_a_wrong_gradient_is_found(name, elsewhere):
     assert check.worst.endswith(f"of {name}")
 
 
-FORMULAS = [("landmark@0", "landmark@8"), ("landmark@16", "landmark@24")]
-FORMULAS += [(name, "landmark@0") for name in ("pos", "gerf", "saderf", "aderf", "sderf")]
+FORMULAS = [("landmark+0", "landmark+48"), ("landmark+64", "landmark+80"), ("pos@8", "pos@16")]
+FORMULAS += [(name, "landmark") for name in ("pos", "gerf", "saderf", "aderf", "sderf")]
 
 
-@pytest.mark.parametrize(
-    ("causal", "name", "wrong"),
-    [*((causal, *names) for causal in (False, True) for names in FORMULAS), (False, "landmark+64", "landmark+80")],
-)
+@pytest.mark.parametrize(("name", "wrong"), FORMULAS)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 def test_the_formula_is_what_is_computed_and_nothing_else(causal, name, wrong):
-    cell = Cell(200, causal, True, heads=4, key_heads=2, head_dim=8, num_features=24)
+    cell = Cell(600, causal, True, heads=4, key_heads=2, head_dim=8, num_features=24)
     inputs = cell.inputs()[:3]
     options = {"causal": causal, "backward": True}
     prepared = speed_methods.Favor(name).prepare(cell)
@@ -159,9 +157,19 @@ def test_the_formula_is_what_is_computed_and_nothing_else(causal, name, wrong):
     assert not reference.compare(other.attend, prepared.rows, *inputs, **options).passed
 
 
-@pytest.mark.parametrize("name", ["pos+64", "landmark@16+64", "landmark+64@16", "landmark+x"])
-def test_only_landmarks_without_a_window_take_selected_keys(name):
-    with pytest.raises(ValueError, match=r"landmark\+KEYS"):
+@pytest.mark.parametrize("causal", [False, True])
+def test_landmarks_alone_select_as_many_keys_as_by_default(causal):
+    cell = Cell(2100, causal, False, heads=1, key_heads=1, head_dim=8, num_features=64)
+    inputs = cell.inputs()[:3]
+    found = [speed_methods.Favor(name).prepare(cell).attend(*inputs) for name in ("landmark", "landmark+2100")]
+    assert torch.equal(found[0], favor_attention(*inputs, features="landmark", num_features=64, is_causal=causal))
+    assert not torch.allclose(*found, atol=1e-3)
+    assert speed_methods.Favor("landmark").prepare(cell).check(cell, *inputs).passed
+
+
+@pytest.mark.parametrize("name", ["pos+64", "landmark@16", "landmark+64@16", "landmark+", "landmark+x", "pos@", "none"])
+def test_only_landmarks_take_selected_keys_and_only_features_a_window(name):
+    with pytest.raises(ValueError, match=r"alone, as NAME@WINDOW or as landmark\+KEYS"):
         speed_methods.Favor(name)
 
 

@@ -25,10 +25,10 @@ WINDOWED = {
     80: (("float16", 64, True, False), ("float32", 128, False, True)),
     90: (("bfloat16", 64, False, True), ("bfloat16", 128, True, False)),
 }
-# Type and width of keys that are selected.
-SELECTED = {
-    80: (("bfloat16", 256), ("float32", 128)),
-    90: (("bfloat16", 64), ("float16", 256)),
+# Type and width of keys that are chosen, queries of a block, and tokens of a section (0: no near keys).
+CHOSEN = {
+    80: (("bfloat16", 256, 64, 256), ("float32", 128, 16, 0)),
+    90: (("bfloat16", 64, 64, 256), ("float16", 256, 1, 256)),
 }
 
 
@@ -39,7 +39,7 @@ PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients
 NAMES = {
     "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "_steep_output"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
-    "selected": {"_read", "_gradients", "_best", "_decide", "_means", "_of_tokens", "_follow"},
+    "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
     "transducer": {"_ways_to", "_add_ways_from"},
 }
 
@@ -71,44 +71,32 @@ def compile_transducer(capability):
         yield from kernels.items()
 
 
-def compile_selected(capability):
-    """Compiles the kernels of selected keys."""
+def compile_chosen(capability):
+    """Compiles the kernels of chosen keys: the search of blocks, the search of each query, and attention."""
     import torch
     from ahead import compiling
 
-    from favor.kernels.gpu import search as triton_search
-    from favor.kernels.gpu import selected as triton_selected
-    from favor.kernels.operands import SelectedOperands
+    from favor.kernels.gpu import chosen
+    from favor.kernels.operands import ChosenOperands
 
-    for kind, width in SELECTED[capability]:
+    def places(*shape):
+        return torch.zeros(shape, dtype=torch.int32)
+
+    for kind, width, rows, section in CHOSEN[capability]:
 
         def tokens(*shape, width=width, kind=kind):
-            return torch.zeros(1, *shape, width, dtype=getattr(torch, kind))
+            return torch.zeros(*shape, width, dtype=getattr(torch, kind))
 
-        means = (torch.ones(1, 1, 4), tokens(1, 4), tokens(1, 4))
-        chosen = (torch.zeros(1, 1, 1, size, dtype=torch.int64) for size in (2, 8, 2))
-        pages = (tokens(8).float(), torch.zeros(1, 8))
-        inputs = (tokens(1, 1, 32), *means, *means, tokens(8), tokens(8), *chosen, 4, 1, 0, width**-0.5)
-        given = SelectedOperands(*inputs)
+        query, key, shared = tokens(2, 2, rows), tokens(1, 512), places(2, 2, 32)
+        marks = (shared, places(2, 2, rows, 4), places(2, 2))
+        far = (tokens(1, 2), tokens(1, 2), torch.zeros(2, 2, 2))
+        given = ChosenOperands(query, key, key, *marks, *far, places(2), places(2) + 1, section, 32, width**-0.5)
         with compiling(capability) as kernels:
-            out, lse = triton_selected.forward(given)
-            triton_selected.backward(out, given, out, lse)
-            join(tokens(512), 256)
-            triton_search.best_of_classes(tokens(2, 16), *pages, torch.zeros(1, 2), 64, 128, 11)
+            out, lse = chosen.forward(given)
+            chosen.backward(out, given, out, lse)
+            chosen.choose(query, key, given.seen, None, 64)
+            chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
         yield from kernels.items()
-
-
-def join(key, number):
-    """Joins two sections to groups, whose keys and values are the same."""
-    import torch
-
-    from favor.kernels.gpu import deciding, joining
-
-    real, square = torch.ones(key.shape[:2]), torch.zeros(1, 2, key.shape[2], key.shape[2])
-    moved = deciding.decide(square[:, :, :32], square, key, real, square[0, 0, :8], number)
-    joining.means(moved, key, real, number, 3)
-    joining.of_tokens(moved, torch.zeros(1, 3, number, key.shape[2]), number)
-    joining.follow(moved, real, torch.zeros(1, 2, 64, dtype=torch.int64), torch.zeros(2), 4, number)
 
 
 def compile_windowed(capability):
@@ -185,7 +173,7 @@ def passes(rows, matrix):
 if __name__ == "__main__":
     from ahead import RECORD
 
-    kinds = {"plain": compile_all, "windowed": compile_windowed, "selected": compile_selected}
+    kinds = {"plain": compile_all, "windowed": compile_windowed, "chosen": compile_chosen}
     kinds["transducer"] = compile_transducer
     found = {
         f"{kind} {capability}": dict(compile_kind(capability))

@@ -18,7 +18,7 @@ OPTIONS = [
     {"features": "sderf"},
     {"features": "wderf", "window": 64},
     {"features": "landmark"},
-    {"features": "landmark", "window": 64},
+    {"features": "landmark", "is_causal": True},
 ]
 
 

@@ -113,7 +113,7 @@ def test_a_state_goes_on_with_what_it_was_begun_with(first, change):
         )
 
     attend(5, **first)
-    with pytest.raises(ValueError, match="the state was begun with other features"):
+    with pytest.raises(ValueError, match="the state was begun with other"):
         attend(1, **change)
 
 
@@ -122,7 +122,8 @@ def test_a_state_goes_on_with_what_it_was_begun_with(first, change):
 def test_pieces_of_another_type(features, dtypes):
     generator, state, found = torch.Generator().manual_seed(0), StreamState(), []
     rows = torch.randn(3, 1, 2, 20, 8, generator=generator, dtype=torch.float64).bfloat16()
-    options = {"features": features, "num_features": 8, "window": 6, "is_causal": True}
+    options = {"features": features, "num_features": 8, "is_causal": True}
+    options |= {"window": 6} if features == "pos" else {}
     for piece, dtype in zip(rows.split([13, 7], 3), dtypes, strict=True):
         out = favor.favor_attention(*piece.to(dtype), **options, state=state)
         assert out.dtype == dtype

@@ -175,7 +175,7 @@ def test_long_recordings(place, monkeypatch):
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
-    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--window", "8", "--output_dir", str(place)]
+    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--selected_keys", "8", "--output_dir", str(place)]
     assert whisper_ctc_long.main(words) == 0
     cells = json.loads((place / "whisper_ctc_long.json").read_text())["cells"]
     assert [(cell["minutes"], cell["way"]) for cell in cells] == [(m, way) for m in (0.03, 0.05) for way in WAYS]

@@ -49,11 +49,11 @@ def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
 
 
 def test_a_linear_backend_is_trained_and_kept(train, tmp_path):
-    results = train(attn_implementation="landmark", num_features=16, window=8, exact_below=0)
+    results = train(attn_implementation="landmark", num_features=16, selected_keys=8, exact_below=0)
     assert results["attn_implementation"] == "landmark"
     again = WhisperForCTC.from_pretrained(tmp_path / "run")
     assert again.config._attn_implementation == "landmark"
-    assert again.config.favor["num_features"] == 16
+    assert (again.config.favor["num_features"], again.config.favor["selected_keys"]) == (16, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from favor.train.text.samples import samples
 
 EXACT = {"attn_implementation": "sdpa"}
 PLUS = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
-LANDMARKS = {"attn_implementation": "favor#", "features": "landmark", "num_features": 8, "window": 8, "exact_below": 0}
+LANDMARKS = {"attn_implementation": "favor#", "features": "landmark", "selected_keys": 16, "exact_below": 0}
+LONGER = {"max_length": 320, "per_device_train_batch_size": 2}  # landmarks read the last 256 tokens exactly
 CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0, "statistics": "calibrated"}
 
 
@@ -23,7 +24,7 @@ CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below":
 def decoder_folder(text, tmp_path_factory):
     """A LLaMA with random weights, and a tokenizer that makes one token of every word of the text."""
     folder = tmp_path_factory.mktemp("decoder")
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 320}
     small_decoder.main(options({"text": text, "output_dir": folder, **sizes}))
     return folder
 
@@ -35,7 +36,7 @@ def learn(decoder_folder, text, tmp_path):
     return caller(clm.main, tmp_path, settings | {"per_device_train_batch_size": 8, "learning_rate": 1e-2})
 
 
-@pytest.mark.parametrize("backend", [PLUS, LANDMARKS, CALIBRATED], ids=["favor+", "landmarks", "favor#"])
+@pytest.mark.parametrize("backend", [PLUS, LANDMARKS | LONGER, CALIBRATED], ids=["favor+", "landmarks", "favor#"])
 def test_it_learns_how_frequent_words_are_and_no_more(backend, learn, decoder_folder, text, tmp_path):
     # The words are drawn alike, so that less than log 14 is only for those who see the next one.
     folder = decoder_folder
