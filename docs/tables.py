@@ -13,7 +13,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMENT = re.compile(r"<!-- made: (\w+)(.*?) -->")
-LABELS = {"favor:pos": "favor+", "favor:wderf@128": "favor#, window 128", "favor:sderf": "sderf"}
+LABELS = {
+    "favor:pos": "favor+",
+    "favor:wderf@128": "favor#, window 128",
+    "favor:sderf": "sderf",
+    "favor:landmark": "landmark",
+}
 SHOWN = 3  # digits
 
 
@@ -53,13 +58,11 @@ def speed(words: str) -> str:
 
 
 def label(method: str) -> str:
-    """A name for a method of the speed benchmark, such as `favor:landmark+256/8`."""
-    found = re.fullmatch(r"favor:landmark(?:@(\d+))?(?:\+(\d+))?(?:/(\d+))?", method)
+    """A name for a method of the speed benchmark, such as `favor:landmark+256`."""
+    found = re.fullmatch(r"favor:landmark\+(\d+)", method)
     if not found:
         return LABELS.get(method, method)
-    window, selected, page = found.groups()
-    parts = ["landmark", f"window {window}" if window else "", f"{selected} selected keys" if selected else ""]
-    return ", ".join(part for part in (*parts, f"pages of {page}" if page else "") if part)
+    return f"landmark, {found[1]} selected keys" if int(found[1]) else "landmark, means alone"
 
 
 def number(cell: dict[str, Any] | None) -> str:
