@@ -48,9 +48,11 @@ def speed(words: str) -> str:
     for length, row in sorted(timed.items()):
         lines.append(f"| {length:,} | " + " | ".join(number(row.get(method)) for method in methods) + " |")
     settings, versions = content["settings"], content["versions"]
+    older = {"batch_size": "per_device_eval_batch_size", "heads": "num_attention_heads"}  # names in older files
+    batch, heads = (settings.get(now, settings.get(before)) for before, now in older.items())
     lines += [
         "",
-        f"Batch {settings['batch_size']}, {settings['heads']} heads of width {settings['head_dim']}, "
+        f"Batch {batch}, {heads} heads of width {settings['head_dim']}, "
         f"M = {settings['num_features']}; {content['machine']}; torch {versions['torch']}; seed {content['seed']}. "
         f"[Times, memory, and the command](../eval/results/{name}.md)",
     ]
