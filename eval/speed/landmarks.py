@@ -70,7 +70,7 @@ def _nodes(sample: Sample, query: Tensor, key: Tensor, means: int, selected: int
     if not selected:
         return torch.zeros(len(left), length, dtype=torch.bool, device=key.device), node, left
     rows, repeated = rows.flatten(0, 1), lengths.repeat_interleave(groups)
-    place = order_of(rows, key.unsqueeze(1).repeat_interleave(groups, 0), repeated, repeated).view(-1, length)
+    place = order_of(rows, key.unsqueeze(1), repeated, lengths).view(-1, length)
     blocks = pad(rows.flatten(0, 1)[place], (0, 0, 0, -length % bidirectional.BLOCK))
     blocks = blocks.unflatten(1, (-1, bidirectional.BLOCK))
     size, selected = torch.full_like(lengths, run), min(selected, length)

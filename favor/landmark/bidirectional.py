@@ -69,7 +69,7 @@ def attention(
     block, place = 1, None
     if together:
         block = BLOCK
-        place = order_of(rows, key.unsqueeze(1).repeat_interleave(groups, 0), of_query, of_rows)
+        place = order_of(rows, key.unsqueeze(1), of_query, of_key)
         rows = rows.flatten(0, 1).index_select(0, place).view(rows.shape)
     blocks = in_blocks(rows, block)
     if is_exporting():

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from favor.kernels.chosen import choose, chosen_attention, log_left
 from favor.kernels.dispatch import is_exporting
@@ -27,14 +26,14 @@ SHARE = 16  # a query chooses one key for itself for so many of its block
 PART = 4  # a query searches one coordinate of so many
 
 
-@dataclass(frozen=True)
+@dataclass
 class Past:
     """Holds what queries read; tables have room for S tokens, whatever lies behind the last one.
 
     Attributes:
         key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
         far_key, far_value: their sums over each section, `[B, Hk, F, d]` and `[B, Hk, F, dv]`.
-        samples: every 16th query, `[B, H, S/16, d]`.
+        samples: every 16th query, `[B, H, S/16, d]`; there may be one place more, for nothing.
         coordinates: those in which queries search, int64 `[B, H, r]`.
         index: these coordinates of the keys, `[B, H, S, r]`.
     """
@@ -75,7 +74,8 @@ def attention(
             # A query before those given is not known: the first one given also votes in the place of its block's first.
             place = past.unsqueeze(1) + torch.arange(length, device=key.device)
             slot = torch.where(place % STEP == 0, place // STEP, slots)
-            samples = written(query.new_zeros(batch, heads, slots, width), slot, query)
+            samples = query.new_zeros(batch, heads, slots + 1, width)
+            write(samples, slot, query)
             voting = query[:, :, :1]
             write(samples, past.unsqueeze(1) // BLOCK * (BLOCK // STEP), voting)
         kept = coordinates(voting, _first(key, BLOCK))
@@ -115,13 +115,6 @@ def indexed(key: Tensor, kept: Tensor) -> Tensor:
 def write(table: Tensor, place: Tensor, rows: Tensor) -> None:
     """Writes rows `[B, H, L, w]` into a table `[B, H, S, w]` at places `[B, L]`."""
     table.scatter_(2, place[:, None, :, None].expand(-1, *rows.shape[1:2], -1, rows.shape[3]), rows.to(table.dtype))
-
-
-def written(table: Tensor, slot: Tensor, rows: Tensor) -> Tensor:
-    """Gives a table with rows at slots `[B, L]`; the slot behind the last one is for nothing."""
-    longer = pad(table, (0, 0, 0, 1))
-    write(longer, slot, rows)
-    return longer[:, :, :-1]
 
 
 def read_past(

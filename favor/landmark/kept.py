@@ -15,23 +15,15 @@ from favor.landmark.causal import BLOCK, PART, SECTION, STEP, Past
 
 
 @dataclass
-class Kept:
+class Kept(Past):
     """Holds what earlier tokens leave behind, with room for whole sections of S tokens.
 
     Attributes:
         length: tokens of each sequence, int64 `[B]`.
-        key, value, far_key, far_value, samples, coordinates, index: as in `favor.landmark.causal.Past`.
         shared: what the block of the last token chose, int32 `[B, H, K]`; K is 0 if that is not known.
     """
 
     length: Tensor
-    key: Tensor
-    value: Tensor
-    far_key: Tensor
-    far_value: Tensor
-    samples: Tensor
-    coordinates: Tensor
-    index: Tensor
     shared: Tensor
 
     @classmethod
@@ -45,25 +37,20 @@ class Kept:
             value=value[:, :, :0],
             far_key=key[:, :, :0].to(precision),
             far_value=value[:, :, :0].to(precision),
-            samples=query[:, :, :0],
+            samples=torch.zeros_like(query[:, :, :1]),
             coordinates=torch.arange(rank, device=key.device).expand(batch, heads, rank).contiguous(),
             index=query[:, :, :0, :rank],
             shared=torch.empty(batch, heads, 0, dtype=torch.int32, device=key.device),
         )
 
-    @property
-    def past(self) -> Past:
-        """Gives what queries read."""
-        return Past(*(getattr(self, field.name) for field in fields(Past)))
-
     def grow(self, tokens: int) -> None:
-        """Makes room for so many tokens in all; then the coordinates are found again."""
+        """Makes room for so many tokens in all."""
         missing = -(-tokens // SECTION) * SECTION - self.key.shape[2]
         if missing <= 0:
             return
-        for name, step in (("key", 1), ("value", 1), ("samples", STEP), ("far_key", SECTION), ("far_value", SECTION)):
+        steps = {"key": 1, "value": 1, "index": 1, "samples": STEP, "far_key": SECTION, "far_value": SECTION}
+        for name, step in steps.items():
             setattr(self, name, pad(getattr(self, name), (0, 0, 0, missing // step)))
-        self.find_coordinates()
 
     def find_coordinates(self) -> None:
         """Finds in which coordinates queries search, by the first 64 tokens, and indexes the keys."""
@@ -73,6 +60,8 @@ class Kept:
     def append(self, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Tensor:
         """Writes tokens `[B, H or Hk, L, .]` behind the others, the first `counts` `[B]` of which are no padding.
 
+        Their coordinates are still missing in the index.
+
         Returns:
             The place of each, `[B, L]`.
         """
@@ -80,9 +69,8 @@ class Kept:
         place = self.length.unsqueeze(1) + step
         causal.write(self.key, place, key)
         causal.write(self.value, place, value)
-        causal.write(self.index, place, causal.indexed(key, self.coordinates))
-        slot = torch.where(place % STEP == 0, place // STEP, self.samples.shape[2])
-        self.samples = causal.written(self.samples, slot, query)
+        slot = torch.where(place % STEP == 0, place // STEP, self.samples.shape[2] - 1)
+        causal.write(self.samples, slot, query)
         there = (step < counts.unsqueeze(1))[:, None, :, None]
         section = (place // SECTION)[:, None, :, None]
         for sums, rows in ((self.far_key, key), (self.far_value, value)):
@@ -141,17 +129,19 @@ def attention(
         out = causal.attention(query, key, value, kept.length, selected=selected, scale=scale, kernel=kernel)
     with torch.no_grad():
         kept.grow(state.tokens)
-        place = kept.append(query.detach(), key.detach(), value.detach(), counts)[:, 0]
-        # The first 64 tokens decide; shorter rows of a batch may have had fewer when there was made room last.
+        place = kept.append(query.detach(), key.detach(), value.detach(), counts)
+        # The first 64 tokens decide; shorter rows of a batch may have had fewer until now.
         before = state.tokens - length
         if begun is None or ((state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK):
             kept.find_coordinates()
+        else:
+            causal.write(kept.index, place, causal.indexed(key.detach(), kept.coordinates))
         if begun is None or length > 1:
             kept.shared = kept.shared[:, :, :0]
         if begun is not None and length == 1:
-            out = _one(kept, query, place, state, selected, scale, kernel)
+            out = _one(kept, query, place[:, 0], state, selected, scale, kernel)
         elif begun is not None:
-            out = causal.read_past(kept.past, query, place, False, selected, scale, kernel)
+            out = causal.read_past(kept, query, place[:, 0], False, selected, scale, kernel)
     state.memory = kept
     return out
 
@@ -184,8 +174,8 @@ def _one(
     if state.is_ragged:  # a GPU would wait for an answer
         begins = not on_cpu(place) or bool((begin == place).any())
     if begins or not kept.shared.shape[2]:
-        kept.shared = causal.votes(kept.past, begin.unsqueeze(1), selected, kernel).view(batch, heads, -1)
+        kept.shared = causal.votes(kept, begin.unsqueeze(1), selected, kernel).view(batch, heads, -1)
     shared, seen = kept.shared.flatten(0, 1).unsqueeze(1), (place // SECTION * SECTION).unsqueeze(1)
     blocks = query.flatten(0, 1)[:, None]
-    out = causal.read_blocks(kept.past, blocks, place, seen, shared, scale, kernel)
+    out = causal.read_blocks(kept, blocks, place, seen, shared, scale, kernel)
     return out.view(batch, heads, 1, -1)

@@ -23,9 +23,9 @@ def order_of(rows: Tensor, others: Tensor, lengths: Tensor, other_lengths: Tenso
 
     Args:
         rows: `[N, L, d]`.
-        others: `[N, G, S, d]`, the other side; of G heads in turn.
+        others: `[N', G, S, d]`, the other side; of G heads in turn. N is a multiple of N', and N/N' heads share them.
         lengths: how many first rows count, `[N]`; the others come last.
-        other_lengths: of `others`, `[N]`.
+        other_lengths: of `others`, `[N']`.
 
     Returns:
         Places of rows among those of all heads, int64 `[N L]`: row r of head n is at n L + r.
@@ -50,7 +50,7 @@ def sampled(rows: Tensor, lengths: Tensor, number: int) -> Tensor:
 
 def _sort(rows: Tensor, others: Tensor, lengths: Tensor, other_lengths: Tensor) -> Tensor:
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    queries = sampled(others, other_lengths, SAMPLED).to(dtype)
+    queries = sampled(others, other_lengths, SAMPLED).to(dtype).repeat_interleave(rows.shape[0] // others.shape[0], 0)
     centres = sampled(rows.unsqueeze(1), lengths, CENTRES).to(dtype)
     rank = _splits(centres @ queries.mT).argsort(-1)
     place = _spaced(lengths, CENTRES)
