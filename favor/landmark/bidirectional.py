@@ -163,12 +163,13 @@ class Nodes:
         count = (lengths.unsqueeze(-1) - first).clamp(min=0).minimum(size).to(precision)
         node = (torch.arange(key.shape[1], device=key.device) // size).clamp(max=number - 1)
         index = (node + torch.arange(key.shape[0], device=key.device).unsqueeze(-1) * number).flatten()
-        raised = key.to(precision)
-        rows = torch.cat([raised, value.to(precision), raised.detach().square()], 2).flatten(0, 1)
-        total = rows.new_zeros(count.numel(), rows.shape[1]).index_add(0, index, rows).view(*count.shape, -1)
-        widths = (key.shape[2], value.shape[2], key.shape[2])
-        mean, mean_value, square = (total / count.clamp(min=1).unsqueeze(-1)).split(widths, 2)
-        variance = square.detach() - mean.detach().square()
+        raised, divisor = key.to(precision), count.clamp(min=1).unsqueeze(-1)
+        mean, mean_value, square = (
+            (rows.new_zeros(count.numel(), rows.shape[2]).index_add(0, index, rows.flatten(0, 1)).view(*count.shape, -1))
+            / divisor
+            for rows in (raised, value.to(precision), raised.detach().square())
+        )
+        variance = square - mean.detach().square()
         return cls(count, mean.to(key.dtype), mean_value.to(key.dtype), variance)
 
 
