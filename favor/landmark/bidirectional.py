@@ -164,11 +164,11 @@ class Nodes:
         node = (torch.arange(key.shape[1], device=key.device) // size).clamp(max=number - 1)
         index = (node + torch.arange(key.shape[0], device=key.device).unsqueeze(-1) * number).flatten()
         raised, divisor = key.to(precision), count.clamp(min=1).unsqueeze(-1)
-        mean, mean_value, square = (
-            (rows.new_zeros(count.numel(), rows.shape[2]).index_add(0, index, rows.flatten(0, 1)).view(*count.shape, -1))
-            / divisor
+        sums = (
+            rows.new_zeros(count.numel(), rows.shape[2]).index_add(0, index, rows.flatten(0, 1)).view(*count.shape, -1)
             for rows in (raised, value.to(precision), raised.detach().square())
         )
+        mean, mean_value, square = (own / divisor for own in sums)
         variance = square - mean.detach().square()
         return cls(count, mean.to(key.dtype), mean_value.to(key.dtype), variance)
 
