@@ -10,6 +10,7 @@ from typing import Any
 from favor.eval.common import report
 from favor.eval.common.program import add_results, device_or_default
 from favor.eval.language.records import Records
+from favor.eval.language.variants import variants
 from favor.train.common.program import Parser
 
 CACHES = ("auto", "dynamic", "state")
@@ -56,8 +57,6 @@ def options(parser: Parser, name: str) -> None:
 def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line; sorts `lengths`, makes `variants` of `backends`, opens the records of `NAME.jsonl`."""
     arguments = parser.parse_args(words)
-    from favor.eval.language.variants import variants
-
     arguments.lengths = sorted(set(arguments.lengths))
     arguments.device = device_or_default(arguments.device)
     try:
