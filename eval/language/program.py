@@ -10,10 +10,8 @@ from typing import Any
 from favor.eval.common import report
 from favor.eval.common.program import add_results, device_or_default
 from favor.eval.language.records import Records
-from favor.eval.language.variants import variants
+from favor.eval.language.variants import CACHES, variants
 from favor.train.common.program import Parser
-
-CACHES = ("auto", "dynamic", "state")
 
 
 def options(parser: Parser, name: str) -> None:
