@@ -63,7 +63,7 @@ def parsers():
                 walk(member, [*words, word])
                 continue
             with pytest.raises(ParsedError):
-                import_module(member.options).parse_arguments(["word"])
+                import_module(member.module).parse_arguments(["word"])
             found[" ".join([*words, word])] = found["last"]
 
     with pytest.MonkeyPatch.context() as patch:

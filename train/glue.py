@@ -1,12 +1,26 @@
-"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention."""
+r"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
+
+    accelerate launch -m favor.train.glue --model_name_or_path bert-base-uncased --task_name mrpc \
+        --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/mrpc
+
+Without `--data_dir` the task comes from the hub (`nyu-mll/glue`). The output folder gets the model of the last
+step, its tokenizer, `all_results.json` and a model card. With `--seeds` each seed has a folder of its own, and the
+output folder gets mean and standard deviation. `accelerate launch` decides whether the program runs on a CPU, one GPU
+or several.
+
+With `--teacher` the model also learns from one that was fine-tuned on the task with exact attention: from its hidden
+states and its predictions.
+"""
 
 from __future__ import annotations
 
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import torch
@@ -17,18 +31,69 @@ from transformers import AutoModelForSequenceClassification
 
 import favor
 from favor.train.common import checkpoint, loop, report
-from favor.train.common.arguments import DEFAULT_SEED
+from favor.train.common.arguments import (
+    DEFAULT_SEED,
+    FREE,
+    ArgumentGroups,
+    DataArguments,
+    HeadArguments,
+    ModelArguments,
+    TrainArguments,
+    option,
+)
 from favor.train.common.lock import releases_locks
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.pretrained import check_model, check_positions, load_tokenizer
 from favor.train.common.program import program
-from favor.train.options.glue import Arguments, parse_arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
 from favor.train.text.glue_labels import rows_set
 from favor.train.text.glue_loaders import cut_off, make_loaders
 from favor.train.text.glue_models import load_model, load_teacher
 from favor.train.text.metrics import load_glue_metric
+
+
+@dataclass
+class TeacherArguments:
+    """An exact model to learn from."""
+
+    teacher: str | None = option(None, "Folder or hub name of a model that was fine-tuned with exact attention.")
+    task_weight: float = option(1.0, "Weight of the loss of the task, with a teacher.")
+    logits_weight: float = option(1.0, "Weight of the divergence from the teacher's predictions.")
+    hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states of all layers.")
+    temperature: float = option(1.0, "Temperature of both predictions where they are compared.")
+
+    def __post_init__(self) -> None:
+        """Checks the values; raises ValueError."""
+        weights = {name: getattr(self, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
+        for name, weight in weights.items():
+            if weight < 0:
+                raise ValueError(f"{name} must not be negative, got {weight}")
+        if not any(weights.values()):
+            raise ValueError("task_weight, logits_weight and hidden_weight are all 0, so there is nothing to learn")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be greater than 0, got {self.temperature}")
+        changed = [name for name in (*weights, "temperature") if getattr(self, name) != 1]
+        if self.teacher is None and changed:
+            raise ValueError(f"{', '.join(changed)} needs a teacher: add --teacher DIR")
+
+
+@dataclass
+class Arguments(ArgumentGroups):
+    """All arguments of a fine-tuning; `settings` leaves out the seeds."""
+
+    free: ClassVar[tuple[str, ...]] = (*FREE, "seed", "seeds")
+
+    model: ModelArguments
+    data: DataArguments
+    train: TrainArguments
+    head: HeadArguments
+    teacher: TeacherArguments
+
+
+def parse_arguments(words: Sequence[str] | None) -> Arguments:
+    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
+    return Arguments.parse(words, __doc__, "favor-glue")
 
 
 def prepare_run(

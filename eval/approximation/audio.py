@@ -20,7 +20,7 @@ from favor.eval.approximation import model as whole
 from favor.eval.approximation.measure import measure_inputs
 from favor.eval.approximation.report import Measured
 from favor.eval.approximation.variants import Variant
-from favor.eval.options.whisper_convert import PACKAGE
+from favor.eval.speech.whisper_convert import PACKAGE
 from favor.train.common.pretrained import load_exact
 from favor.train.speech.data import read_audio
 from favor.train.speech.distill_data import encoder_of

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from favor.train.common.program import did_you_mean
 from favor_command.names import in_new_words
 
@@ -191,8 +193,6 @@ def available_cores() -> int:
 
 def machine() -> str:
     """Says in words the CPU's model and cores, and the GPUs."""
-    import torch
-
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 
 def device_or_default(given: str | None) -> str:
     """Gives the device that the user chose, else cuda if there is a GPU, else cpu."""
-    import torch
-
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from favor.eval.common import launch
 
 DATA = "DATA"
@@ -71,8 +73,6 @@ def local_names(argv: Sequence[str]) -> list[str]:
 
 def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
     """Gives command, machine and versions."""
-    import torch
-
     known = launch.versions()
     versions = {name: known[name] for name in ("python", "favor", "torch")}
     return {

@@ -22,8 +22,8 @@ from favor.decomposition.power_rules import PowerParameters
 from favor.decomposition.rows import RowSource, batch_rows
 from favor.decomposition.stochastic_base import StochasticPower
 from favor.eval.common import report
-from favor.eval.options.decomposition import FEATURES
 
+FEATURES = 50
 TARGETS = (1e-4, 1e-8)
 # Exact methods need more passes: they may use this many times those of the others.
 PATIENCE = 5

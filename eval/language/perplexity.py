@@ -1,4 +1,12 @@
-"""Perplexity of a causal language model on long texts, by length and attention, also of the second half alone."""
+"""Perplexity of a causal language model on long texts, by length and attention, also of the second half alone.
+
+    python -m favor.eval.language.perplexity MODEL --texts novels.txt.xz --lengths 2048 4096
+
+MODEL is a folder, or "gemma" (Gemma 3 270M from packages of PyPI: an optional experiment under its own terms of use).
+Samples are evenly spaced over each text. Exact attention comes first. For each other variant the table says by how much
+its perplexity is greater, with the standard error of the difference, paired by sample. The results of each sample are
+kept in NAME.jsonl, so that the same command continues where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +25,24 @@ from torch import Tensor
 from favor.eval.common import report
 from favor.eval.language import program as shared
 from favor.eval.language.models import load
-from favor.eval.options.perplexity import NAME, parse_arguments
-from favor.train.common.program import program
+from favor.train.common.program import Parser, program
 from favor.train.text.samples import samples
+
+NAME = "favor.eval.language.perplexity"
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
+    parser = Parser(NAME, __doc__)
+    shared.options(parser, "perplexity")
+    add = parser.add_argument
+    add("--texts", nargs="+", required=True, metavar="TEXT", help="texts: UTF-8, plain, .gz or .xz")
+    add("--samples", type=int, default=8, help="samples of each text and length")
+    arguments = shared.prepare(parser, words)
+    if min(arguments.lengths) < 4 or arguments.samples < 1:
+        parser.error("--lengths must be at least 4 and --samples at least 1")
+    return arguments
+
 
 # Tokens whose logits are computed at a time: a vocabulary may have 262,144 entries, too many for all tokens at once.
 SLICE = 256

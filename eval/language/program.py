@@ -10,9 +10,8 @@ from typing import Any
 from favor.eval.common import report
 from favor.eval.common.program import add_results, device_or_default
 from favor.eval.language.records import Records
+from favor.eval.language.variants import CACHES, variants
 from favor.train.common.program import Parser
-
-CACHES = ("auto", "dynamic", "state")
 
 
 def options(parser: Parser, name: str) -> None:
@@ -56,8 +55,6 @@ def options(parser: Parser, name: str) -> None:
 def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line; sorts `lengths`, makes `variants` of `backends`, opens the records of `NAME.jsonl`."""
     arguments = parser.parse_args(words)
-    from favor.eval.language.variants import variants
-
     arguments.lengths = sorted(set(arguments.lengths))
     arguments.device = device_or_default(arguments.device)
     try:

@@ -11,9 +11,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import favor
 from favor.config import FavorConfig, feature_family
-from favor.eval.language.program import CACHES
 from favor.train.common.program import did_you_mean
 
+CACHES = ("auto", "dynamic", "state")
 EXACT, SDPA = "exact", "sdpa"
 # More keys than any text here has.
 ALWAYS = 2**40

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from favor.eval.common.pretrained import minilm_path
-from favor.eval.options.head_optimizer import IMAGES
 from favor.integrations.modules import evaluating
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import read_text
@@ -22,6 +21,7 @@ from favor_command.saved import load_model, load_processor
 
 WORD = re.compile(r"\w+|[^\w\s]")
 UNKNOWN = 0
+IMAGES = "fashion_mnist_10k.npz"
 
 
 @dataclass(frozen=True)

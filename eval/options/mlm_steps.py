@@ -18,7 +18,7 @@ from pathlib import Path
 
 from favor.eval.common import launch
 from favor.train.common.program import Parser
-from favor.train.options.mlm import Arguments
+from favor.train.mlm import Arguments
 
 OWN = ("--attn_implementation", "--features", "--output_dir", "--resume", "--overwrite_output_dir")
 

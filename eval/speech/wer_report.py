@@ -11,11 +11,11 @@ from typing import Any
 
 from favor.eval.common import report
 from favor.eval.glue.table import DASH
-from favor.eval.options.wer_by_features import EXACT, UNIFORM
 from favor.train.common.checkpoint import RESULTS
 from favor_command.names import in_new_words
 
 RECORD = "arm.json"
+EXACT, UNIFORM = "sdpa", "uniform_mean"
 NAMES = {EXACT: "exact", UNIFORM: "mean over time"}
 STAGES = {"converted": "As converted, without training", "trained": "After training"}
 METRICS = ("wer", "cer")

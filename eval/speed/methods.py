@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from favor import features as families
 from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
-from favor.eval.options.speed import GROUPS
 from favor.eval.speed import reference
 from favor.eval.speed.cell import Attend, Cell, run_pass
 from favor.eval.speed.landmarks import landmark_rows
@@ -33,6 +32,7 @@ SDPA = {
     "math": SDPBackend.MATH,
 }
 PERFORMER_CHUNKS = 128
+GROUPS = ("favor", "sdpa", "eager", "performer", "fla")
 
 
 @dataclass(frozen=True)

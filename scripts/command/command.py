@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec
 from typing import NoReturn
 
 from favor_command.program import COMMAND, DEBUG, MENDABLE, did_you_mean, end, in_one_line_errors
@@ -43,32 +42,9 @@ def run(words: Sequence[str]) -> NoReturn:
         name = f"{name} {word}"
     sys.argv = [name, *([DEBUG] if debug else []), *rest]
     with in_one_line_errors(name, debug, BEFORE):
-        if set(HELP) & set(rest):
-            explain_program(found.options)
         program = import_module(found.module)
     program.cli()
     sys.exit(0)
-
-
-def explain_program(options: str) -> None:
-    """Prints the options of a program and ends this process; returns if the program has no module of options.
-
-    `import favor` takes seconds, because it imports torch and transformers. So an empty package is put in its
-    place, and its code is not executed. Its modules can still be imported, and modules of options need nothing else.
-
-    Args:
-        options: name of the module with the program's `parse_arguments`.
-    """
-    package, before = options.partition(".")[0], set(sys.modules)
-    spec = find_spec(package)
-    if spec is not None and package not in before:
-        sys.modules[package] = module_from_spec(spec)
-    if find_spec(options) is not None:
-        import_module(options).parse_arguments(HELP[1:])
-    # No module of options: the program explains itself, which needs the whole package.
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == package:
-            del sys.modules[name]
 
 
 def member(name: str, folder: Folder, word: str) -> Program | Folder:

@@ -17,15 +17,6 @@ class Program:
     module: str
     line: str
 
-    @property
-    def options(self) -> str:
-        """The module whose `parse_arguments` reads the command line: `favor.eval.options.speed` for `favor eval speed`.
-
-        It imports neither torch nor transformers.
-        """
-        names = self.module.removesuffix(".__main__").split(".")
-        return ".".join([*names[:2], "options", names[-1]]) if names[0] == "favor" else self.module
-
 
 Groups = dict[str, dict[str, "Program | Folder"]]
 

@@ -1,8 +1,10 @@
-"""Words of the command line that the measuring programs refuse, before anything else is imported."""
+"""Words of the command line that the measuring programs refuse."""
 
 from importlib import import_module
 
 import pytest
+
+from favor_command.programs import EVAL, ROOT
 
 REFUSED = [
     ("approximation --text a.txt --seconds 3", "--seconds is not for text"),
@@ -76,5 +78,5 @@ REFUSED = [
 def test_words_that_are_refused(words, message, capsys):
     program, *rest = words.split()
     with pytest.raises(SystemExit):
-        import_module(f"favor.eval.options.{program}").parse_arguments(rest)
+        import_module(ROOT.members().get(program, EVAL.members().get(program)).module).parse_arguments(rest)
     assert message in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel
 
 from favor.train.common.batches import EpochSampler, mix
-from favor.train.options.distill import DistillArguments
 from favor.train.speech.data import Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.text.distill_data import check_number
 from favor_command.saved import load_processor
+
+if TYPE_CHECKING:
+    from favor.train.distill import DistillArguments
 
 INPUTS = ("input_features", "input_values")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from favor.train.common.batches import mix
 from favor.train.mlm import MaskedTexts
-from favor.train.options.distill import DistillArguments
 from favor.train.text.language import VisitSampler
 from favor.train.text.pairs import IGNORED, Pairs
 from favor.train.text.samples import around, samples
+
+if TYPE_CHECKING:
+    from favor.train.distill import DistillArguments
 
 MASKED = 0.15
 

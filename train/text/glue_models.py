@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
@@ -12,10 +12,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from favor.train.common.arguments import ModelArguments
 from favor.train.common.pretrained import load_switched
 from favor.train.common.teacher import Teacher
-from favor.train.options.glue import TeacherArguments
 from favor.train.text.glue_data import Task
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of, rows_set, set_labels
 from favor_command import saved
+
+if TYPE_CHECKING:
+    from favor.train.glue import TeacherArguments
 
 RENAME = "if they mean the same, write the names of the task into id2label of its config.json"
 NEW_HEAD = f"{RENAME}; --ignore_mismatched_sizes trains a new head"

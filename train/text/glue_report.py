@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -18,9 +18,11 @@ from transformers.utils import cached_file
 
 from favor.models.stored_backend import keeps_backend
 from favor.train.common import report
-from favor.train.options.glue import Arguments
 from favor.train.text.glue_data import HUB_ID, GlueData, Task
 from favor.train.text.metrics import load_glue_metric
+
+if TYPE_CHECKING:
+    from favor.train.glue import Arguments
 
 # A line of every card that this program writes, and the name of a card where another README.md is not to be lost.
 MARK, OTHER_CARD = "Attention backend", "MODEL_CARD.md"

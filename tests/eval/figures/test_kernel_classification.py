@@ -12,7 +12,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from favor import features
 from favor.eval import kernel_classification as program
 from favor.eval.figures import kernel_data, kernel_report
-from favor.eval.options.kernel_classification import METHODS
+from favor.eval.kernel_classification import METHODS
 
 SCALE = 0.5
 

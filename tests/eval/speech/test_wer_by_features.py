@@ -15,9 +15,8 @@ from tiny_speech import save_model, write_corpus
 
 from favor.eval import asr as evaluation
 from favor.eval import wer_by_features as program
-from favor.eval.options.wer_by_features import parse_arms
 from favor.eval.speech import wer_report as report
-from favor.eval.wer_by_features import training_words
+from favor.eval.wer_by_features import parse_arms, training_words
 from favor.models.conformer import ConformerForCTC
 
 SCORES = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from favor.attention.functional import favor_attention
-from favor.eval.options.speed import DIRECTIONS, PASSES
 from favor.eval.speed import __main__ as speed
 from favor.eval.speed import measure, reference, report
 from favor.eval.speed import methods as speed_methods
 from favor.eval.speed import models as speed_models
+from favor.eval.speed.__main__ import DIRECTIONS, PASSES
 from favor.eval.speed.cell import Cell, run_pass
 
 TINY = ["--lengths", "32", "64", "--num_features", "16", "--num_attention_heads", "2", "--head_dim", "16"]

@@ -12,8 +12,8 @@ from transformers import AutoModelForCTC, AutoProcessor
 
 from favor.models.conformer import ConformerConfig
 from favor.train import asr
+from favor.train.asr import parse_arguments
 from favor.train.common.average import weight_average
-from favor.train.options.asr import parse_arguments
 
 SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "favor#", "num_features": 16}
 SETTINGS |= {"exact_below": 0, "per_device_train_batch_seconds": 8, "max_train_steps": 6, "learning_rate": 2e-3}

@@ -14,10 +14,10 @@ from tiny_whisper import SPECIAL, make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.language.models import load as load_language_model
-from favor.eval.options.whisper_ctc_long import WAYS
 from favor.eval.speech import rescoring
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
+from favor.eval.whisper_ctc_long import WAYS
 from favor.models.conformer import ConformerProcessor, WordLexicon, write_arpa
 from favor.train import asr
 from favor.train.common.arguments import BackendArguments

@@ -16,7 +16,7 @@ import favor.models
 from favor import features
 from favor.integrations.adapt.observe import Observation
 from favor.train import distill
-from favor.train.options.distill import parse_arguments
+from favor.train.distill import parse_arguments
 from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts, growing_lengths
 from favor.train.text.samples import samples

@@ -28,7 +28,7 @@ from favor.train import glue
 from favor.train.common import checkpoint
 from favor.train.common.optimizers import make_optimizer
 from favor.train.common.teacher import logits_loss
-from favor.train.options.glue import Arguments
+from favor.train.glue import Arguments
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, load_glue
 from favor.train.text.metrics import load_glue_metric

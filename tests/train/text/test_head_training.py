@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
 from favor.train.common.optimizers import find_head, make_optimizer
-from favor.train.options.glue import Arguments
+from favor.train.glue import Arguments
 
 BOUND = {"head_optimizer": "softmax_bound"}
 

@@ -19,7 +19,7 @@ from transformers import (
 import favor.models  # noqa: F401  registers Performer BERT
 from favor.train import mlm
 from favor.train.common.pretrained import check_positions
-from favor.train.options.mlm import Arguments
+from favor.train.mlm import Arguments
 from favor.train.text import language
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from favor.train.options.distill import parse_arguments
+from favor.train.distill import parse_arguments
 from favor.train.text.distill_data import Texts
 from favor.train.text.pairs import IGNORED, Pairs
 
