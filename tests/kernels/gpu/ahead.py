@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import subprocess
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -42,11 +45,24 @@ def _type_of(value):
 
 
 def compile_one(source, capability, options):
-    """Compiles a kernel, checks that it fits into shared memory, and gives its name and instruction."""
+    """Compiles a kernel, checks that it fits into shared memory, and gives its name, instruction, registers and spills.
+
+    Spills are the bytes of a thread's registers that lie in memory.
+    """
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, kernel.metadata
-    return f"{kernel.metadata.name}:{'wgmma' if 'wgmma' in kernel.asm['ptx'] else 'other'}"
+    registers, spills = _resources(kernel.asm["cubin"])
+    return f"{kernel.metadata.name}:{'wgmma' if 'wgmma' in kernel.asm['ptx'] else 'other'}:{registers}:{spills}"
+
+
+def _resources(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        program = triton.knobs.nvidia.cuobjdump.path
+        said = subprocess.check_output([program, "--dump-resource-usage", file.name], text=True)
+    return (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))
 
 
 @contextmanager
@@ -56,7 +72,8 @@ def compiling(capability):
     All configurations of an autotuned kernel are compiled. Outputs of the host functions hold nothing meaningful.
 
     Yields:
-        A dictionary: for each kernel, by its hash, its name and the instruction that multiplies matrices.
+        A dictionary: for each kernel, by its hash, its name, the instruction that multiplies matrices, the registers
+        of a thread, and the bytes that it spills.
     """
     compiled = {}
 
