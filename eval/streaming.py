@@ -19,12 +19,7 @@ from torch import Tensor
 import favor
 from favor.eval.common import report
 from favor.eval.options.streaming import EXACT, START_SECONDS, parse_arguments
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerStream,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerStream
 from favor.train.common.program import program
 from favor_command.saved import load_model, load_processor
 

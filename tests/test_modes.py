@@ -13,7 +13,8 @@ from transformers import BertConfig, BertModel
 import favor
 from favor.eval import asr
 from favor.eval.optim.head_tasks import HeadTask
-from favor.models.conformer import ConformerForCTC, ConformerForTransducer, ConformerProcessor
+from favor.models.conformer import ConformerForCTC, ConformerForTransducer
+from favor.models.speech import ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train import distill
 from favor.train.speech import pseudo_labels

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from favor.eval.options.language_model import parse_arguments
 from favor.eval.speech.texts import transcripts
-from favor.models.conformer import normalize_transcript, write_arpa
+from favor.models.speech import normalize_transcript, write_arpa
 from favor.train.common.program import program
 from favor.train.text.samples import read_text
 

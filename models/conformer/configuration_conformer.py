@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import LasrEncoderConfig
 
+from favor.models.speech.encoder import Count
 from favor.models.stored_backend import StoredBackend
 
-# Padding of labels, which no loss counts.
-IGNORED = -100
 TRANSDUCER = "ConformerForTransducer"
 PREDICTION_NETWORKS = ("lstm", "stateless")
-Count = TypeVar("Count", int, Tensor)
 
 PRESETS: dict[str, dict[str, Any]] = {
     # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from favor.models.conformer.feature_extraction_conformer import check_rate, check_sizes, waveforms
+from favor.models.speech.audio.waveforms import check_rate, check_sizes, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from favor.models.conformer.encoder_layers import PaddedBatchNorm
+from favor.models.speech.encoder import PaddedBatchNorm
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 
 

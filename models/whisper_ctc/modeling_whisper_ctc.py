@@ -17,13 +17,12 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.models.conformer.configuration_conformer import Count
-from favor.models.conformer.ctc_alignment import ctc_emissions
-from favor.models.conformer.modeling_conformer import ConformerModelOutput, ctc_loss, frame_counts, right_padded
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission
-from favor.models.conformer.transcription import Transcribes
-from favor.models.conformer.word_search import Scorer, search_emissions
+from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
+from favor.models.speech.search.alignment import ctc_emissions
+from favor.models.speech.search.choice import Scorer, search_emissions
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.transcription import Transcribes
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
@@ -67,7 +66,7 @@ class WhisperCTCEncoder(WhisperEncoder):
     @capture_outputs
     def forward(  # type: ignore[override]
         self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> ConformerModelOutput:
+    ) -> EncoderOutput:
         """Encodes log-mel features.
 
         Args:
@@ -91,7 +90,7 @@ class WhisperCTCEncoder(WhisperEncoder):
             if self.training and self.layerdrop > 0 and torch.rand([]) < self.layerdrop:
                 continue
             hidden_states = layer(hidden_states, mask, **kwargs)
-        return ConformerModelOutput(last_hidden_state=self.layer_norm(hidden_states), attention_mask=real)
+        return EncoderOutput(last_hidden_state=self.layer_norm(hidden_states), attention_mask=real)
 
     def subsample(self, input_features: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]` and their mask `[B, L]`."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from favor.models.conformer import NgramModel, write_arpa
+from favor.models.speech import NgramModel, write_arpa
 
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 

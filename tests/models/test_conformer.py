@@ -11,15 +11,9 @@ from tiny_speech import SIZES, make_processor
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
 
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerModel,
-    transducer_greedy,
-    transducer_loss,
-)
-from favor.models.conformer.encoder_layers import PaddedBatchNorm
+from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerModel
+from favor.models.speech import transducer_greedy, transducer_loss
+from favor.models.speech.encoder import PaddedBatchNorm
 
 BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "favor_relu")
 

@@ -7,14 +7,8 @@ import torch
 from tiny_speech import FIXED, features, in_pieces, make_processor
 
 import favor
-from favor.models.conformer import (
-    Chunks,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerModel,
-    EndpointRules,
-    feed_streams,
-)
+from favor.models.conformer import Chunks, ConformerForCTC, ConformerForTransducer, ConformerModel, feed_streams
+from favor.models.speech import EndpointRules
 
 NEVER = EndpointRules(None, None, None)
 

@@ -10,8 +10,7 @@ from transformers.audio_utils import mel_filter_bank
 
 from favor.models.conformer import feature_extraction_conformer as frontend
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.tokenization_conformer import train_tokenizer
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
 
 TEXTS = ["A CAT SAT", "THE DOG RAN FAR", "CATS AND DOGS"]

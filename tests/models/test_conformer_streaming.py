@@ -8,14 +8,8 @@ from small_sections import set_small_sections
 from tiny_speech import FIXED, features, in_pieces
 
 import favor
-from favor.models.conformer import (
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerModel,
-    ctc_greedy,
-    transducer_greedy,
-)
+from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer, ConformerModel
+from favor.models.speech import ctc_greedy, transducer_greedy
 
 
 def build(kind, backend, **options):

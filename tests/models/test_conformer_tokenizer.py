@@ -10,7 +10,7 @@ import sentencepiece
 import torch
 from transformers import Wav2Vec2CTCTokenizer
 
-from favor.models.conformer.tokenization_conformer import ConformerTokenizer, normalize_transcript, train_tokenizer
+from favor.models.speech import ConformerTokenizer, normalize_transcript, train_tokenizer
 
 MODELS = [("unigram", 80), ("bpe", 80), ("char", None)]
 SYLLABLES = ("BA", "KO", "LI", "TRU", "N", "SHE", "'S", "OU", "GH", "A", "EX", "QUI")

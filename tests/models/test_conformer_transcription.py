@@ -8,15 +8,8 @@ import soundfile
 import torch
 from tiny_speech import RATE, build, make_processor
 
-from favor.models.conformer import (
-    ConformerForCTC,
-    ConformerForTransducer,
-    Span,
-    ctc_greedy,
-    join_segments,
-    join_words,
-    transducer_greedy,
-)
+from favor.models.conformer import ConformerForCTC, ConformerForTransducer
+from favor.models.speech import Span, ctc_greedy, join_segments, join_words, transducer_greedy
 
 LENGTHS = (0.9, 2.0, 0.4, 1.3, 0.7)
 

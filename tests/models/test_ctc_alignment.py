@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from favor.models.conformer import ctc_align, ctc_emissions, ctc_greedy
+from favor.models.speech import ctc_align, ctc_emissions, ctc_greedy
 
 
 def random_logits(*shape, seed=0, scale=2.0):

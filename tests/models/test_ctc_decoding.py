@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from favor.models.conformer.ctc_decoding import ctc_greedy, ctc_prefix_beam
+from favor.models.speech import ctc_greedy, ctc_prefix_beam
 
 
 def random_logits(*shape, seed=0, scale=2.0):

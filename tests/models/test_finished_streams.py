@@ -9,10 +9,9 @@ from favor.models.conformer import (
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
-    ConformerProcessor,
     feed_streams,
-    train_tokenizer,
 )
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 
 OF_WHISPER = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}

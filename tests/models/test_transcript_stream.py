@@ -14,11 +14,10 @@ from favor.models.conformer import (
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
-    ConformerProcessor,
-    EndpointRules,
     feed_streams,
     transcript_stream,
 )
+from favor.models.speech import ConformerProcessor, EndpointRules
 
 KINDS = (ConformerForCTC, ConformerForTransducer)
 BLANK = {ConformerForCTC: 1.0, ConformerForTransducer: 0.5}  # so that all is there: tokens, words and silence

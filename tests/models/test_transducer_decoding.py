@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from favor.models.conformer.transducer_decoding import transducer_beam, transducer_emissions, transducer_greedy
+from favor.models.speech import transducer_beam, transducer_emissions, transducer_greedy
 
 
 class Recurrent(nn.Module):

@@ -7,8 +7,8 @@ from processes import run_two
 from torch.nn.parallel import DistributedDataParallel
 from transducer_truth import TanhJoint, batch
 
-from favor.models.conformer.transducer_lattice import Lattice
-from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+from favor.models.speech import joint_transducer_loss, transducer_loss
+from favor.models.speech.transducer.lattice import Lattice
 
 
 def make(dropout=0.0, dtype=torch.float64):

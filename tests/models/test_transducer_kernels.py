@@ -9,8 +9,8 @@ import torch
 from transducer_truth import TanhJoint, batch, by_enumeration, losses
 
 from favor.kernels import dispatch
-from favor.models.conformer import transducer_lattice
-from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+from favor.models.speech import joint_transducer_loss, transducer_loss
+from favor.models.speech.transducer import lattice as transducer_lattice
 
 # The package has a function of that name.
 MODULE = importlib.import_module(transducer_loss.__module__)
@@ -45,7 +45,7 @@ def test_triton_is_the_same_as_torch(frames, labels, poisoned):
 
 
 def test_sums_over_lattices_with_closed_ways(poisoned):
-    from favor.models.conformer import triton_transducer
+    from favor.models.speech.transducer import lattice_gpu as triton_transducer
 
     torch.manual_seed(0)
     blank, label = (torch.randn(9, 3, 5, dtype=torch.float64, device=DEVICE) for _ in range(2))

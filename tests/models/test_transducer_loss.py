@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transducer_truth import batch, by_enumeration, by_nodes, losses
 
-from favor.models.conformer import transducer_autograd
-from favor.models.conformer.transducer_loss import transducer_loss
+from favor.models.speech import transducer_loss
+from favor.models.speech.transducer import autograd as transducer_autograd
 
 INF, NAN = float("inf"), float("nan")
 

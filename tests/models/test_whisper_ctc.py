@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.whisper.modeling_whisper import sinusoids
 
 import favor
-from favor.models.conformer import (
+from favor.models.speech import (
     ConformerProcessor,
     Pronunciations,
     Transcript,
@@ -28,12 +28,11 @@ from favor.models.conformer import (
     ctc_emissions,
     ctc_greedy,
     join_words,
-    lexicon_beam,
     train_tokenizer,
-    word_beam,
-    word_search,
     write_arpa,
 )
+from favor.models.speech.search import choice as word_search
+from favor.models.speech.search import lexicon_beam, word_beam
 from favor.models.whisper_ctc import (
     WhisperCTCConfig,
     WhisperCTCFeatureExtractor,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_speech import build, make_processor, says_each_frame
 
-from favor.models.conformer import (
-    ConformerForTransducer,
+from favor.models.conformer import ConformerForTransducer
+from favor.models.speech import (
     NgramModel,
     WordLexicon,
     WordScorer,
@@ -21,12 +21,11 @@ from favor.models.conformer import (
     ctc_prefix_beam,
     ctc_word_beam,
     join_words,
-    lexicon_beam,
     train_tokenizer,
-    word_beam,
     write_arpa,
 )
-from favor.models.conformer.word_search import search_emissions
+from favor.models.speech.search import lexicon_beam, word_beam
+from favor.models.speech.search.choice import search_emissions
 
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from favor.models.conformer.transducer_lattice import Cells, Lattice, slices
+from favor.models.speech.transducer.lattice import (
+    Cells,
+    Lattice,
+    slices,
+)
 
-# Logits that are converted to probabilities at a time: few enough for a CPU's cache, enough to fill a GPU.
 PIECE = {"cpu": 1 << 18}
 LARGE_PIECE = 1 << 23
 Joint = Callable[[Tensor, Tensor], Tensor]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from favor.models.conformer.ctc_alignment import ctc_align
-from favor.models.conformer.ctc_decoding import Hypothesis, check_beam, check_blank, checked_log_probs
-from favor.models.conformer.spans import Emission
+from favor.models.speech.search.alignment import ctc_align
+from favor.models.speech.search.common import Hypothesis, check_beam, check_blank, checked_log_probs
+from favor.models.speech.transcript.spans import Emission
 
 
 class Piece(NamedTuple):

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.models.conformer.transducer_autograd import FromLogits, FromNetworks, Joint, Network, Task, probe
-from favor.models.conformer.transducer_lattice import KERNELS, pick
+from favor.models.speech.transducer.autograd import FromLogits, FromNetworks, Joint, Network, Task, probe
+from favor.models.speech.transducer.lattice import KERNELS, pick
 
 REDUCTIONS = ("none", "mean", "sum", "mean_volume")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -70,7 +70,7 @@ def transducer_loss(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer.transducer_loss import transducer_loss
+        >>> from favor.models.speech import transducer_loss
         >>> logits = torch.zeros(1, 2, 2, 4)  # two alignments of three steps, each of probability 4^-3
         >>> transducer_loss(logits, torch.tensor([[3]]), torch.tensor([2]), torch.tensor([1]))
         tensor(3.4657)
@@ -132,7 +132,7 @@ def joint_transducer_loss(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import joint_transducer_loss
+        >>> from favor.models.speech import joint_transducer_loss
         >>> hidden, prediction = torch.randn(1, 6, 4), torch.randn(1, 3, 4)
         >>> lengths = torch.tensor([6]), torch.tensor([2])
         >>> bool(joint_transducer_loss(hidden, prediction, torch.add, torch.tensor([[1, 2]]), *lengths) > 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from favor._parts import needs
-from favor.models.conformer.ngram import LN10, NgramModel
-from favor.models.conformer.tokenization_conformer import SPACE, ConformerTokenizer
+from favor.models.speech.search.ngram import LN10, NgramModel
+from favor.models.speech.transcript.tokenizer import SPACE, ConformerTokenizer
 
 LM_WEIGHT, WORD_SCORE, HOTWORD_WEIGHT = 0.5, 1.5, 10.0
 RARE = -7 * LN10  # least log probability of a hotword that the language model does not know: that of a rare word
@@ -61,7 +61,7 @@ class WordScorer:
             or for words that the tokenizer cannot write.
 
     Example:
-        >>> from favor.models.conformer import WordScorer, train_tokenizer
+        >>> from favor.models.speech import WordScorer, train_tokenizer
         >>> tokenizer = train_tokenizer(["GOOD DAY"], "char")
         >>> scorer = WordScorer(tokenizer, hotwords=["DAY"], hotword_weight=3)
         >>> [scorer.score(tokenizer(text).input_ids) for text in ("GOOD DAY", "DAY DAY", "GOOD DAYS")]

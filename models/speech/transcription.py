@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from favor.integrations.modules import evaluating
-from favor.models.conformer.audio import file_seconds, read_file
-from favor.models.conformer.chunks import Chunks
-from favor.models.conformer.ctc_decoding import check_beam
-from favor.models.conformer.endpoints import EndpointRules
-from favor.models.conformer.ngram import NgramModel
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
-from favor.models.conformer.spans import Emission, Span, in_seconds, join_segments, join_words
-from favor.models.conformer.transcript_stream import TranscriptStream
-from favor.models.conformer.word_scores import WordScorer, check_searches_words
-from favor.models.conformer.word_search import searched_words
+from favor.models.speech.audio.files import file_seconds, read_file
+from favor.models.speech.search.choice import searched_words
+from favor.models.speech.search.common import check_beam
+from favor.models.speech.search.ngram import NgramModel
+from favor.models.speech.search.scores import WordScorer, check_searches_words
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcript.pronunciations import Pronunciations, lexicon_of
+from favor.models.speech.transcript.spans import Emission, Span, in_seconds, join_segments, join_words
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")
@@ -38,7 +35,7 @@ class Transcript:
             `return_timestamps` asked for; empty without it.
 
     Example:
-        >>> from favor.models.conformer import Span, Transcript
+        >>> from favor.models.speech import Span, Transcript
         >>> Transcript(text="GOOD DAY", spans=[Span("GOOD", 0.4, 0.6, 0.9), Span("DAY", 0.8, 1.0, 0.7)]).spans[1].start
         0.8
     """
@@ -79,7 +76,7 @@ class Transcript:
 
 
 class Transcribes:
-    """The methods `transcribe` and `transcribe_stream` of the models that recognise speech."""
+    """The method `transcribe` of the models that recognise speech."""
 
     @torch.no_grad()
     def transcribe(
@@ -145,7 +142,7 @@ class Transcribes:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         join_segments([], pause)  # checks it before the work begins
-        processor = processor or _processor_of(self.name_or_path)
+        processor = processor or processor_of(self.name_or_path)
         if beam_size is not None:
             check_beam(beam_size)
         lexicon = lexicon_of(lexicon, self.name_or_path)
@@ -185,29 +182,8 @@ class Transcribes:
                     found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)
         return [found[index] for index in range(len(recordings))]
 
-    def transcribe_stream(
-        self: Any,
-        processor: ConformerProcessor | None = None,
-        rules: EndpointRules | None = None,
-        reset_encoder: bool = False,
-        chunks: Chunks | None = None,
-    ) -> TranscriptStream:
-        """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
 
-        Args:
-            processor: features and tokens of the model. Default None: the one in the folder of the model.
-            rules: when an utterance ends. Default None: `EndpointRules()`.
-            reset_encoder: whether the encoder forgets all audio at an end point. Default False.
-            chunks: in which a model runs that is not causal. Default None: the model is causal.
-
-        Raises:
-            ValueError: without a processor, if the model is in training mode or is not causal and has no chunks, or if
-                features depend on the whole utterance.
-        """
-        return TranscriptStream(self, processor or _processor_of(self.name_or_path), rules, reset_encoder, chunks)
-
-
-def _processor_of(folder: str) -> ConformerProcessor:
+def processor_of(folder: str) -> ConformerProcessor:
     """The processor that was saved with a model."""
     if not folder:
         raise ValueError(

@@ -69,7 +69,7 @@ class Lattice:
             kernel: as `pick` returns it.
         """
         if kernel == "triton":
-            from favor.models.conformer import triton_transducer
+            from favor.models.speech.transducer import lattice_gpu as triton_transducer
 
             ways = triton_transducer.ways_to(self._blank, self._label)
         else:
@@ -88,7 +88,7 @@ class Lattice:
             dtype: of the probabilities.
         """
         if kernel == "triton":
-            from favor.models.conformer import triton_transducer
+            from favor.models.speech.transducer import lattice_gpu as triton_transducer
 
             triton_transducer.add_ways_from(self._blank, self._label)
         else:

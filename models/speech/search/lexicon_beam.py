@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from favor._parts import needs
-from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
-from favor.models.conformer.ngram import LN10, NgramModel
-from favor.models.conformer.piece_search import PieceSearch
-from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.tokenization_conformer import SPACE, ConformerTokenizer
-from favor.models.conformer.word_beam import THRESHOLD
-from favor.models.conformer.word_scores import LM_WEIGHT, WORD_SCORE, checked_weight
+from favor.models.speech.search.common import Hypothesis, checked_lengths
+from favor.models.speech.search.ngram import LN10, NgramModel
+from favor.models.speech.search.pieces import PieceSearch
+from favor.models.speech.search.scores import LM_WEIGHT, WORD_SCORE, checked_weight
+from favor.models.speech.search.word_beam import THRESHOLD
+from favor.models.speech.transcript.pronunciations import Pronunciations
+from favor.models.speech.transcript.tokenizer import SPACE, ConformerTokenizer
 
 LEXICON_BEAM = 200
 PIECE = 1500  # frames searched at once: 30 seconds of 20 ms
@@ -55,7 +55,7 @@ class WordLexicon:
 
     Example:
         >>> import tempfile
-        >>> from favor.models.conformer import WordLexicon, train_tokenizer, write_arpa
+        >>> from favor.models.speech import WordLexicon, train_tokenizer, write_arpa
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = write_arpa(["GOOD DAY", "GOOD MORNING"], f"{folder}/lm.arpa")
         ...     print(WordLexicon(train_tokenizer(["GOOD MORNING DAY"], "char"), path).words)
@@ -175,7 +175,7 @@ def ctc_lexicon_beam(
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from favor.models.conformer import WordLexicon, ctc_lexicon_beam, train_tokenizer, write_arpa
+        >>> from favor.models.speech import WordLexicon, ctc_lexicon_beam, train_tokenizer, write_arpa
         >>> tokenizer = train_tokenizer(["HOLD", "COLD"], "char")
         >>> logits = torch.full((1, 5, len(tokenizer)), -9.0)
         >>> logits[0, range(5), tokenizer("COLD").input_ids] = 1.0

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import generate_merges
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from favor._parts import needs
-from favor.models.conformer.spans import Emission, Span, join_words
+from favor.models.speech.transcript.spans import Emission, Span, join_words
 
 if TYPE_CHECKING:
     import sentencepiece
@@ -63,7 +63,7 @@ class ConformerTokenizer(TokenizersBackend):
     piece such as " GOO" if the tokens are word pieces. With `group_tokens=False` the unit is tokens and not frames.
 
     Example:
-        >>> from favor.models.conformer import train_tokenizer
+        >>> from favor.models.speech import train_tokenizer
         >>> tokenizer = train_tokenizer(["good morning", "good evening"], "char")
         >>> tokenizer.decode(tokenizer("good").input_ids, group_tokens=False)
         'good'
@@ -173,7 +173,7 @@ def train_tokenizer(
             says the largest or smallest possible.
 
     Example:
-        >>> from favor.models.conformer import train_tokenizer
+        >>> from favor.models.speech import train_tokenizer
         >>> type(train_tokenizer(["good morning", "good evening"], "char")).__name__
         'ConformerTokenizer'
     """

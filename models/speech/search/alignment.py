@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from favor.models.conformer.configuration_conformer import IGNORED
-from favor.models.conformer.ctc_decoding import check_blank, checked_lengths, checked_log_probs
-from favor.models.conformer.spans import Emission
+from favor.models.speech.encoder import IGNORED
+from favor.models.speech.search.common import check_blank, checked_lengths, checked_log_probs
+from favor.models.speech.transcript.spans import Emission
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def ctc_emissions(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ctc_emissions
+        >>> from favor.models.speech import ctc_emissions
         >>> [(one.token, one.start, one.end) for one in ctc_emissions(9 * torch.eye(3)[None, [0, 1, 1, 0, 2]], [5])[0]]
         [(1, 1, 3), (2, 4, 5)]
     """
@@ -80,7 +80,7 @@ def ctc_align(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ctc_align
+        >>> from favor.models.speech import ctc_align
         >>> [(one.token, one.start, one.end) for one in ctc_align(torch.eye(3)[None, [0, 1, 1, 2]], [4], [[1, 2]])[0]]
         [(1, 1, 3), (2, 3, 4)]
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, LasrProcessor
 
-from favor.models.conformer.configuration_conformer import IGNORED
+from favor.models.speech.encoder import IGNORED
 
 
 class ConformerProcessor(LasrProcessor):
@@ -21,7 +21,8 @@ class ConformerProcessor(LasrProcessor):
 
     Example:
         >>> import numpy as np
-        >>> from favor.models.conformer import ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
+        >>> from favor.models.conformer import ConformerFeatureExtractor
+        >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> tokenizer = train_tokenizer(["good morning", "good evening"], "char")
         >>> processor = ConformerProcessor(ConformerFeatureExtractor(), tokenizer)
         >>> sorted(processor(audio=np.zeros(16000, dtype=np.float32), sampling_rate=16000, text="good"))

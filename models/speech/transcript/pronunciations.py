@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from favor.models.conformer.tokenization_conformer import SPACE, SPECIAL, ConformerTokenizer
+from favor.models.speech.transcript.tokenizer import SPACE, SPECIAL, ConformerTokenizer
 
 LEXICON_FILE = "lexicon.txt"
 BETWEEN = "-"  # between the phonemes of a word
@@ -34,7 +34,7 @@ class Pronunciations:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from favor.models.conformer import Pronunciations
+        >>> from favor.models.speech import Pronunciations
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder) / "lexicon.txt"
         ...     _ = path.write_text("GOOD\tG UH D\nDAY\tD EY\n")

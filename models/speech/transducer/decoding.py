@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from favor.models.conformer.ctc_decoding import Hypothesis, Prefixes, check_beam, checked_lengths
-from favor.models.conformer.spans import Emission
+from favor.models.speech.search.common import Hypothesis, Prefixes, check_beam, checked_lengths
+from favor.models.speech.transcript.spans import Emission
 
 BLANK = 0
 DIVERGED = "the model's logits must be numbers, got NaN. Has the model diverged?"
@@ -58,7 +58,8 @@ def transducer_greedy(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_greedy
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
+        >>> from favor.models.speech import transducer_greedy
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
         >>> with torch.no_grad():
         ...     len(transducer_greedy(model, torch.randn(2, 5, 128), [5, 3]))
@@ -93,7 +94,8 @@ def transducer_emissions(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_emissions
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
+        >>> from favor.models.speech import transducer_emissions
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
         >>> with torch.no_grad():
         ...     len(transducer_emissions(model, torch.randn(2, 5, 128), [5, 3]))
@@ -160,7 +162,8 @@ def transducer_beam(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer, transducer_beam
+        >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
+        >>> from favor.models.speech import transducer_beam
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
         >>> with torch.no_grad():
         ...     len(transducer_beam(model, torch.randn(2, 5, 128), [5, 3]))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from favor._parts import needs
-from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
-from favor.models.conformer.piece_search import PieceSearch
-from favor.models.conformer.word_scores import Context, WordScorer
+from favor.models.speech.search.common import Hypothesis, checked_lengths
+from favor.models.speech.search.pieces import PieceSearch
+from favor.models.speech.search.scores import Context, WordScorer
 
 BEAM_SIZE = 50
 TOKENS = 32  # the most probable ones of each frame are tried
@@ -58,7 +58,7 @@ def ctc_word_beam(
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import WordScorer, ctc_word_beam, train_tokenizer
+        >>> from favor.models.speech import WordScorer, ctc_word_beam, train_tokenizer
         >>> tokenizer = train_tokenizer(["HOLD", "COLD"], "char")
         >>> logits = torch.full((1, 5, len(tokenizer)), -9.0)
         >>> logits[0, range(5), tokenizer("COLD").input_ids] = 1.0

@@ -1,6 +1,6 @@
 """The two sums over a Transducer's lattice in Triton: one program per sequence, which holds one diagonal at a time.
 
-The functions take the tensors of those in `favor.models.conformer.transducer_lattice`. Neighbours on a diagonal reach
+The functions take the tensors of those in `favor.models.speech.transducer.lattice`. Neighbours on a diagonal reach
 each other by `tl.gather`; log probabilities are loaded one step ahead, since nothing else keeps a step waiting.
 """
 
@@ -74,7 +74,7 @@ def _add_ways_from(blank, label, steps, last, batch, width, BLOCK: tl.constexpr)
 
 
 def ways_to(blank: Tensor, label: Tensor) -> Tensor:
-    """Computes `transducer_lattice.ways_to` for contiguous float64 tensors."""
+    """Computes `lattice.ways_to` for contiguous float64 tensors."""
     steps, batch, width = blank.shape
     ways = blank.new_empty((steps + 1, batch, width + 1))
     ways[:, :, 0] = -torch.inf
@@ -84,7 +84,7 @@ def ways_to(blank: Tensor, label: Tensor) -> Tensor:
 
 
 def add_ways_from(blank: Tensor, label: Tensor) -> None:
-    """Computes `transducer_lattice.add_ways_from` for contiguous float64 tensors."""
+    """Computes `lattice.add_ways_from` for contiguous float64 tensors."""
     steps, batch, width = blank.shape
     block = triton.next_power_of_2(width)
     last = (steps - 1) * batch * width

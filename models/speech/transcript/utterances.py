@@ -1,11 +1,35 @@
-"""End points: the rules by which an utterance of a stream is over."""
+"""Utterances of a stream, and the rules by which one is over."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from favor.models.speech.transcript.spans import Span
+
 # Times are whole numbers of frames, up to the rounding of floats.
 _ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A stretch of speech between two end points.
+
+    Attributes:
+        text: what is said.
+        start: where its first word begins, in seconds since the stream began.
+        end: where its last word ends.
+        words: with times and confidences, as `model.transcribe(..., return_timestamps="word")` gives them.
+
+    Example:
+        >>> from favor.models.speech import Span, Utterance
+        >>> Utterance(text="YES", start=0.4, end=0.6, words=[Span("YES", 0.4, 0.6, 0.9)]).words[0].confidence
+        0.9
+    """
+
+    text: str
+    start: float
+    end: float
+    words: list[Span]
 
 
 @dataclass(frozen=True)
@@ -26,7 +50,7 @@ class EndpointRules:
         ValueError: for times that are no numbers above 0.
 
     Example:
-        >>> from favor.models.conformer import EndpointRules
+        >>> from favor.models.speech import EndpointRules
         >>> EndpointRules(rule2_min_trailing_silence=0.8).hold(silence=0.8, length=3.0, has_tokens=True)
         True
     """

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from favor.models.conformer.ctc_alignment import GreedyEmissions, ctc_emissions
-from favor.models.conformer.ctc_decoding import Hypothesis, checked_lengths
-from favor.models.conformer.lexicon_beam import LEXICON_BEAM, LexiconSearch, WordLexicon, ctc_lexicon_beam
-from favor.models.conformer.piece_search import WordEmissions
-from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.spans import Emission
-from favor.models.conformer.word_beam import BEAM_SIZE, WordSearch, ctc_word_beam
-from favor.models.conformer.word_scores import WordScorer, check_searches_words
+from favor.models.speech.search.alignment import GreedyEmissions, ctc_emissions
+from favor.models.speech.search.common import Hypothesis, checked_lengths
+from favor.models.speech.search.lexicon_beam import LEXICON_BEAM, LexiconSearch, WordLexicon, ctc_lexicon_beam
+from favor.models.speech.search.pieces import WordEmissions
+from favor.models.speech.search.scores import WordScorer, check_searches_words
+from favor.models.speech.search.word_beam import BEAM_SIZE, WordSearch, ctc_word_beam
+from favor.models.speech.transcript.pronunciations import Pronunciations
+from favor.models.speech.transcript.spans import Emission
 
 Scorer: TypeAlias = WordScorer | WordLexicon
 

@@ -19,7 +19,7 @@ class Emission:
         word: that begins with this token, if the search knows words by their pronunciation; else empty.
 
     Example:
-        >>> from favor.models.conformer import Emission
+        >>> from favor.models.speech import Emission
         >>> Emission(token=7, start=3, end=5, confidence=0.9).end
         5
     """
@@ -42,7 +42,7 @@ class Span:
         confidence: between 0 and 1; see `join_words` and `join_segments` for words and segments.
 
     Example:
-        >>> from favor.models.conformer import Span
+        >>> from favor.models.speech import Span
         >>> Span(text="GOOD", start=0.4, end=0.6, confidence=0.9).text
         'GOOD'
     """
@@ -69,7 +69,7 @@ def join_words(pieces: Sequence[Span]) -> list[Span]:
         piece; spaces do not count.
 
     Example:
-        >>> from favor.models.conformer import Span, join_words
+        >>> from favor.models.speech import Span, join_words
         >>> [word.text for word in join_words([Span("GO", 0, 1, 0.9), Span("OD", 1, 2, 0.8), Span(" DAY", 4, 6, 0.9)])]
         ['GOOD', 'DAY']
     """
@@ -96,7 +96,7 @@ def join_segments(words: Sequence[Span], pause: float) -> list[Span]:
         ValueError: for a pause that is no number of at least 0.
 
     Example:
-        >>> from favor.models.conformer import Span, join_segments
+        >>> from favor.models.speech import Span, join_segments
         >>> words = [Span("GOOD", 0.0, 0.3, 0.9), Span("DAY", 0.4, 0.6, 0.7), Span("YES", 2.0, 2.2, 0.5)]
         >>> [segment.text for segment in join_segments(words, pause=0.5)]
         ['GOOD DAY', 'YES']
