@@ -247,7 +247,7 @@ def test_no_more_cells_at_a_time_than_allowed(max_cells):
         ({"joint": lambda h, p: h @ torch.ones(5, 7).double()}, ValueError, r"got torch.float64 \[2, 1, 7\]"),
         ({"joint": lambda h, p: (h.sum(-1) + p.sum(-1)).long()}, ValueError, r"joint must turn \[1, 1, 5\] and"),
         ({"max_cells": 0}, ValueError, "max_cells must be at least 1, got 0"),
-        ({"kernel": "library"}, ValueError, "kernel must be one of 'auto', 'torch', 'triton' here; got 'library'"),
+        ({"kernel": "library"}, ValueError, "kernel must be one of 'auto', 'torch', 'triton'; got 'library'"),
         ({"reduction": "both"}, ValueError, "reduction must be one of"),
         ({"blank": 7}, ValueError, "blank must be an id from 0 to 6, got 7"),
     ],

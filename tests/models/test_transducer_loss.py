@@ -265,7 +265,7 @@ def bad(**changes):
         ({"reduction": "batch"}, ValueError, "reduction must be one of 'none', .* got 'batch'"),
         ({"clamp": 0.0}, ValueError, "clamp must be positive, or None for no limit; got 0.0"),
         ({"clamp": -1.0}, ValueError, "clamp must be positive"),
-        ({"kernel": "cuda"}, ValueError, "kernel must be one of 'auto', 'torch', 'triton', 'library' here; got 'cuda'"),
+        ({"kernel": "cuda"}, ValueError, "kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"),
     ],
 )
 def test_errors(changes, error, message):

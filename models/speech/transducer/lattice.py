@@ -18,7 +18,7 @@ from torch import Tensor
 
 from favor.kernels import dispatch
 
-KERNELS = ("auto", "torch", "triton", "library")
+KERNELS = ("auto", "torch", "triton")
 WIDEST = 1024
 INF = float("inf")
 Cells = tuple[int, slice, slice]
@@ -69,9 +69,9 @@ class Lattice:
             kernel: as `pick` returns it.
         """
         if kernel == "triton":
-            from favor.models.speech.transducer import lattice_gpu as triton_transducer
+            from favor.models.speech.transducer import lattice_gpu
 
-            ways = triton_transducer.ways_to(self._blank, self._label)
+            ways = lattice_gpu.ways_to(self._blank, self._label)
         else:
             ways = ways_to(self._blank, self._label)
         return ways[-1, :, -1].clone(), ways
@@ -88,9 +88,9 @@ class Lattice:
             dtype: of the probabilities.
         """
         if kernel == "triton":
-            from favor.models.speech.transducer import lattice_gpu as triton_transducer
+            from favor.models.speech.transducer import lattice_gpu
 
-            triton_transducer.add_ways_from(self._blank, self._label)
+            lattice_gpu.add_ways_from(self._blank, self._label)
         else:
             add_ways_from(self._blank, self._label)
         self._blank += ways[:-1, :, 1:]
@@ -142,8 +142,8 @@ def pick(kernel: str, device: torch.device, width: int) -> str:
     Raises:
         ValueError: for an unknown name, or if Triton is asked for and cannot run.
     """
-    if kernel not in KERNELS[:3]:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS[:3]))} here; got {kernel!r}.")
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
     if kernel == "torch" or (kernel == "auto" and device.type != "cuda"):
         return "torch"
     problem = dispatch.available()["triton"]

@@ -14,16 +14,13 @@ for End-to-End Speech Recognition", arXiv:1909.12415), so that no log probabilit
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from favor.models.speech.transducer.autograd import FromLogits, FromNetworks, Joint, Network, Task, probe
-from favor.models.speech.transducer.lattice import KERNELS, pick
+from favor.models.speech.transducer.lattice import pick
 
 REDUCTIONS = ("none", "mean", "sum", "mean_volume")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -58,8 +55,7 @@ def transducer_loss(
         clamp: if given, entries of the gradient of each sequence's loss with respect to the logits are limited to
             [-clamp, clamp], before they are multiplied with the gradient of that loss, as torchaudio does.
         kernel: for the sums over alignments, "auto" (default: Triton on CUDA if it is installed and U < 1024, else
-            torch), "torch" or "triton". Or "library", torchaudio's function for all of it, which takes float32; on a
-            CPU it is over ten times slower.
+            torch), "torch" or "triton".
 
     Returns:
         `[B]` or (), in the type of the logits, but float32 for float16 and bfloat16.
@@ -76,13 +72,12 @@ def transducer_loss(
         tensor(3.4657)
     """
     _check_floating("logits", logits, "[B, T, U + 1, V]")
-    _check_options(reduction, clamp, kernel, KERNELS)
-    chosen = _choose(kernel, logits)
+    _check_options(reduction, clamp)
+    chosen = pick(kernel, logits.device, logits.shape[2])
     differentiable = torch.is_grad_enabled() and logits.requires_grad
     frames, labels, ids = _checked(targets, logit_lengths, target_lengths, logits.shape, blank)
     task = Task(ids.to(logits.device), frames, labels, blank, clamp, chosen, differentiable)
-    losses = _library_losses(task, logits) if chosen == "library" else FromLogits.apply(task, logits)
-    return _reduced(losses, reduction, task)
+    return _reduced(FromLogits.apply(task, logits), reduction, task)
 
 
 def joint_transducer_loss(
@@ -147,7 +142,7 @@ def joint_transducer_loss(
         )
     if max_cells < 1:
         raise ValueError(f"max_cells must be at least 1, got {max_cells}.")
-    _check_options(reduction, clamp, kernel, KERNELS[:3])
+    _check_options(reduction, clamp)
     chosen = pick(kernel, hidden.device, prediction.shape[1])
     vocabulary, parameters = probe(joint, hidden, prediction)
     shape = (*hidden.shape[:2], prediction.shape[1], vocabulary)
@@ -167,13 +162,11 @@ def _check_floating(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must be {layout} with no dimension of size 0, got {[*tensor.shape]}.")
 
 
-def _check_options(reduction: str, clamp: float | None, kernel: str, kernels: Sequence[str]) -> None:
+def _check_options(reduction: str, clamp: float | None) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}.")
     if clamp is not None and not clamp > 0:
         raise ValueError(f"clamp must be positive, or None for no limit; got {clamp}.")
-    if kernel not in kernels:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, kernels))} here; got {kernel!r}.")
 
 
 def _checked(
@@ -205,43 +198,6 @@ def _checked(
             f"{targets[row, column].item()} at [{row}, {column}]."
         )
     return *counts, torch.nn.functional.pad(targets.long().masked_fill(~known, 0), (0, 1))
-
-
-def _choose(kernel: str, logits: Tensor) -> str:
-    """Chooses the kernel that runs: "torch", "triton" or "library"; raises ValueError if it cannot."""
-    if kernel != "library":
-        return pick(kernel, logits.device, logits.shape[2])
-    problem = f"it takes float32, got {logits.dtype}" if logits.dtype != torch.float32 else ""
-    if not problem and isinstance(found := _library(), str):
-        problem = found
-    if problem:
-        raise ValueError(f'kernel="library" cannot run: {problem}. Use kernel="auto" or "torch".')
-    return kernel
-
-
-@functools.cache
-def _library() -> Callable[..., Tensor] | str:
-    """Gives the function of torchaudio, or the reason why there is none."""
-    try:
-        return importlib.import_module("torchaudio.functional").rnnt_loss
-    except Exception as error:  # A build for another torch or without a CUDA library fails in many ways.
-        return f"torchaudio.functional.rnnt_loss cannot be imported ({type(error).__name__}: {error})"
-
-
-def _library_losses(task: Task, logits: Tensor) -> Tensor:
-    """Computes losses `[B]` by torchaudio, which allows no padding that all sequences share."""
-    function: Any = _library()
-    frames, labels = (torch.tensor(n, dtype=torch.int32, device=logits.device) for n in (task.frames, task.labels))
-    longest, most = max(task.frames), max(task.labels)
-    return function(
-        logits[:, :longest, : most + 1].contiguous(),
-        task.targets[:, :most].int().contiguous(),
-        frames,
-        labels,
-        blank=task.blank,
-        clamp=-1.0 if task.clamp is None else task.clamp,
-        reduction="none",
-    )
 
 
 def _reduced(losses: Tensor, reduction: str, task: Task) -> Tensor:
