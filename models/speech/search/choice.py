@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from favor.models.speech.search.alignment import GreedyEmissions, ctc_emissions
 from favor.models.speech.search.common import Hypothesis, checked_lengths
-from favor.models.speech.search.lexicon_beam import LEXICON_BEAM, LexiconSearch, WordLexicon, ctc_lexicon_beam
-from favor.models.speech.search.pieces import WordEmissions
+from favor.models.speech.search.lexicon_beam import LEXICON_BEAM, LexiconSearch, WordLexicon
+from favor.models.speech.search.pieces import PieceSearch, WordEmissions, search_rows
 from favor.models.speech.search.scores import WordScorer, check_searches_words
-from favor.models.speech.search.word_beam import BEAM_SIZE, WordSearch, ctc_word_beam
+from favor.models.speech.search.word_beam import BEAM_SIZE, WordSearch
 from favor.models.speech.transcript.pronunciations import Pronunciations
 from favor.models.speech.transcript.spans import Emission
 
@@ -29,10 +30,14 @@ def search_words(
     logits: Tensor, lengths: Tensor | Sequence[int], scorer: Scorer, beam_size: int | None = None, blank: int = 0
 ) -> list[list[Hypothesis]]:
     """Runs `ctc_word_beam` for a `WordScorer` and `ctc_lexicon_beam` for a `WordLexicon`."""
+    return search_rows(logits, lengths, partial(_begin, logits.shape[-1], scorer, beam_size, blank))
+
+
+def _begin(labels: int, scorer: Scorer, beam_size: int | None, blank: int) -> PieceSearch:
     size = usual_beam(scorer) if beam_size is None else beam_size
     if isinstance(scorer, WordLexicon):
-        return ctc_lexicon_beam(logits, lengths, scorer, size, blank)
-    return ctc_word_beam(logits, lengths, scorer, size, blank)
+        return LexiconSearch(labels, scorer, size, blank)
+    return WordSearch(labels, scorer, size, blank)
 
 
 def begin_search(
@@ -51,12 +56,7 @@ def begin_search(
     Raises:
         ValueError: for a blank or a beam size out of range, or another number of tokens than labels.
     """
-    if scorer is None:
-        return GreedyEmissions(blank)
-    size = usual_beam(scorer) if beam_size is None else beam_size
-    if isinstance(scorer, WordLexicon):
-        return WordEmissions(LexiconSearch(labels, scorer, size, blank))
-    return WordEmissions(WordSearch(labels, scorer, size, blank))
+    return GreedyEmissions(blank) if scorer is None else WordEmissions(_begin(labels, scorer, beam_size, blank))
 
 
 @torch.no_grad()

@@ -28,6 +28,10 @@ class Hypothesis:
     log_prob: float
     words: tuple[str, ...] = ()
 
+    def then(self, after: Hypothesis) -> Hypothesis:
+        """Puts the text of the frames that follow behind."""
+        return Hypothesis(self.tokens + after.tokens, self.log_prob + after.log_prob, self.words + after.words)
+
 
 class Prefixes:
     """Token sequences as nodes of a tree, so that a sequence is one number however long it is; the empty one is 0.

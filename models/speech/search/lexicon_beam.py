@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from favor._parts import needs
-from favor.models.speech.search.common import Hypothesis, checked_lengths
+from favor.models.speech.search.common import Hypothesis
 from favor.models.speech.search.ngram import LN10, NgramModel
-from favor.models.speech.search.pieces import PieceSearch
+from favor.models.speech.search.pieces import PieceSearch, search_rows
 from favor.models.speech.search.scores import LM_WEIGHT, WORD_SCORE, checked_weight
 from favor.models.speech.search.word_beam import THRESHOLD
 from favor.models.speech.transcript.pronunciations import Pronunciations
@@ -185,12 +185,8 @@ def ctc_lexicon_beam(
         >>> tokenizer.decode(ctc_lexicon_beam(logits, [5], lexicon)[0][0].tokens, group_tokens=False)
         'COLD'
     """
-    found = []
-    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
-        search = LexiconSearch(logits.shape[-1], lexicon, beam_size, blank, piece)
-        before = functools.reduce(_joined, (part.best for part in search.add(row[:length])), Hypothesis([], 0.0))
-        found.append([_joined(before, one) for one in search.rest().found])
-    return found
+    begin = functools.partial(LexiconSearch, logits.shape[-1], lexicon, beam_size, blank, piece)
+    return search_rows(logits, lengths, begin)
 
 
 class LexiconSearch(PieceSearch):
@@ -212,11 +208,6 @@ class LexiconSearch(PieceSearch):
 
     def go_on(self, best: Hypothesis) -> None:
         """Does nothing."""
-
-
-def _joined(before: Hypothesis, after: Hypothesis) -> Hypothesis:
-    """Puts two texts together."""
-    return Hypothesis(before.tokens + after.tokens, before.log_prob + after.log_prob, before.words + after.words)
 
 
 def _middle_of_blanks(row: Tensor, blank: int) -> int:

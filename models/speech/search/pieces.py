@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from favor.models.speech.search.alignment import ctc_align
-from favor.models.speech.search.common import Hypothesis, check_beam, check_blank, checked_log_probs
+from favor.models.speech.search.common import Hypothesis, check_beam, check_blank, checked_lengths, checked_log_probs
 from favor.models.speech.transcript.spans import Emission
+
+NOTHING = Hypothesis([], 0.0)
 
 
 class Piece(NamedTuple):
@@ -109,6 +112,27 @@ class PieceSearch(ABC):
             )
             for one in ctc_align(piece.log_probs[None], [frames], tokens, blank=self.blank)[0]
         ]
+
+
+def search_rows(
+    logits: Tensor, lengths: Tensor | Sequence[int], begin: Callable[[], PieceSearch]
+) -> list[list[Hypothesis]]:
+    """Searches whole rows.
+
+    Args:
+        logits: `[B, L, V]`.
+        lengths: frames of each row `[B]`.
+        begin: makes the search of a row.
+
+    Returns:
+        Hypotheses of each row, the best first; they differ after the last cut only.
+    """
+    found = []
+    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
+        search = begin()
+        before = functools.reduce(Hypothesis.then, (piece.best for piece in search.add(row[:length])), NOTHING)
+        found.append([before.then(one) for one in search.rest().found])
+    return found
 
 
 class WordEmissions:

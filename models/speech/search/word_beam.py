@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from favor._parts import needs
-from favor.models.speech.search.common import Hypothesis, checked_lengths
-from favor.models.speech.search.pieces import PieceSearch
+from favor.models.speech.search.common import Hypothesis
+from favor.models.speech.search.pieces import PieceSearch, search_rows
 from favor.models.speech.search.scores import Context, WordScorer
 
 BEAM_SIZE = 50
@@ -69,13 +69,8 @@ def ctc_word_beam(
         HOLD
         COLD
     """
-    found = []
-    for row, length in zip(logits, checked_lengths("logits", logits, lengths), strict=True):
-        search = WordSearch(logits.shape[-1], scorer, beam_size, blank, piece)
-        best = [part.best for part in search.add(row[:length])]
-        before, score = [token for one in best for token in one.tokens], sum(one.log_prob for one in best)
-        found.append([Hypothesis(before + one.tokens, score + one.log_prob) for one in search.rest().found])
-    return found
+    begin = functools.partial(WordSearch, logits.shape[-1], scorer, beam_size, blank, piece)
+    return search_rows(logits, lengths, begin)
 
 
 class WordSearch(PieceSearch):
@@ -128,7 +123,7 @@ def _decode(
     return found
 
 
-@cache
+@functools.cache
 def _adapter() -> Any:
     """The class that the decoder asks for scores; a function, as its base class is in an optional package."""
     from flashlight.lib.text.decoder import LM, LMState
