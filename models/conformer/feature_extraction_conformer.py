@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, LasrFeatureExtractor
 
-from favor.models.speech.audio.waveforms import check_rate, check_sizes, waveforms
+from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
 
 NORMALIZE = ("utterance", "none")
 # Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.
@@ -193,13 +193,10 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
                 another shape.
             TypeError: for samples that are not floats.
         """
-        self._check(sampling_rate, return_attention_mask)
+        check_call(sampling_rate, self.sampling_rate, return_attention_mask)
         normalize = None if do_normalize is None else NORMALIZE[0 if do_normalize else 1]
-        frames = []
-        for waveform in waveforms(raw_speech, self.win_length):
-            if dither:
-                waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
-            frames.append(self.scale(self.log_mel(waveform, device), normalize).cpu())
+        given = waveforms(raw_speech, self.win_length, dither, generator)
+        frames = [self.scale(self.log_mel(one, device), normalize).cpu() for one in given]
         padded = self.pad(
             BatchFeature({"input_features": frames}),
             padding=padding,
@@ -212,9 +209,3 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         mask = padded["attention_mask"]
         padded["attention_mask"] = mask.bool() if isinstance(mask, Tensor) else np.asarray(mask, dtype=bool)
         return padded
-
-    def _check(self, sampling_rate: int | None, return_attention_mask: bool | None) -> None:
-        """Refuses arguments that would give wrong features or none."""
-        check_rate(sampling_rate, self.sampling_rate)
-        if return_attention_mask is False:
-            raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")

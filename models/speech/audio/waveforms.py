@@ -51,19 +51,27 @@ def check_sizes(feature_size: int, sampling_rate: int, hop_length: int, n_fft: i
         )
 
 
-def check_rate(given: int | None, expected: int) -> None:
-    """Raises ValueError for a sampling rate that is not the expected one; warns if none was given."""
+def check_call(given: int | None, expected: int, return_attention_mask: bool | None) -> None:
+    """Raises ValueError for another sampling rate than the expected one, or without a mask; warns without a rate."""
+    if return_attention_mask is False:
+        raise ValueError("return_attention_mask=False: padding needs the mask; leave it at None.")
     if given is None:
         logger.warning_once(f"no sampling_rate was given: the audio is taken to have {expected} Hz.")
     elif given != expected:
         raise ValueError(
-            f"sampling_rate must be {expected}, got {given}: resample the audio first, with "
-            "favor.models.speech.resample."
+            f"sampling_rate must be {expected}, got {given}: resample the audio, with favor.models.speech.resample."
         )
 
 
-def waveforms(raw: Any, least: int) -> list[Tensor]:
-    """Checks one or several waveforms of at least `least` samples and gives them as float32 tensors `[n]`."""
+def waveforms(raw: Any, least: int, dither: float = 0.0, generator: torch.Generator | None = None) -> list[Tensor]:
+    """Checks one or several waveforms and gives them as float32 tensors `[n]`.
+
+    Args:
+        raw: floats in [-1, 1] of one waveform, `[n]`, or several, `[B, n]` or a list of `[n]`.
+        least: samples that each must have.
+        dither: standard deviation of Gaussian noise that is added. Default 0.
+        generator: of that noise. Default None: torch's.
+    """
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]
     else:
@@ -84,7 +92,7 @@ def waveforms(raw: Any, least: int) -> list[Tensor]:
             )
         if not waveform.isfinite().all():
             raise ValueError(f"raw_speech must be finite, waveform {index} holds NaN or infinity.")
-    return several
+    return [one + dither * torch.randn(one.shape, generator=generator) for one in several] if dither else several
 
 
 def _tensor(values: Any) -> Tensor:
