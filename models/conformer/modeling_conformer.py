@@ -24,12 +24,9 @@ from favor.models.conformer.encoder_layers import ConformerAttention, ConformerB
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.transcript_stream import TranscriptStream
 from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
-from favor.models.speech.search.alignment import ctc_emissions
-from favor.models.speech.search.choice import Scorer, search_emissions
 from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.spans import Emission
 from favor.models.speech.transcript.utterances import EndpointRules
-from favor.models.speech.transcription import Transcribes, processor_of
+from favor.models.speech.transcription import TranscribesCTC, processor_of
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -182,7 +179,7 @@ class ConformerModel(ConformerPreTrainedModel):
         return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
+class ConformerForCTC(TranscribesCTC, ConformerPreTrainedModel):
     """Conformer encoder with a linear CTC head (Graves et al. 2006).
 
     Example:
@@ -247,21 +244,10 @@ class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
             loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
 
-    @torch.no_grad()
-    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
-        """Tokens of each row by greedy search, with frames and confidences; see `ctc_emissions`."""
+    def frame_logits(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gives logits `[B, L, vocab_size]`, and how many frames of each row are real, `[B]`."""
         encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state)
-        return ctc_emissions(logits, frame_counts(encoded), self.config.pad_token_id)
-
-    @torch.no_grad()
-    def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
-    ) -> list[list[Emission]]:
-        """Tokens of each row by `search_words`, with frames and confidences."""
-        encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state)
-        return search_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
+        return self.ctc_head(encoded.last_hidden_state), frame_counts(encoded)
 
 
 AutoConfig.register(ConformerConfig.model_type, ConformerConfig, exist_ok=True)

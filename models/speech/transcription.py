@@ -13,7 +13,7 @@ from torch import Tensor
 
 from favor.integrations.modules import evaluating
 from favor.models.speech.audio.files import file_seconds, read_file
-from favor.models.speech.search.choice import searched_words
+from favor.models.speech.search.choice import Scorer, search_emissions, searched_words
 from favor.models.speech.search.common import check_beam
 from favor.models.speech.search.ngram import NgramModel
 from favor.models.speech.search.scores import WordScorer, check_searches_words
@@ -161,6 +161,7 @@ class Transcribes:
         if scorer is None and beam_size not in (None, 1):
             check_searches_words(self, "beam_size")
             scorer = WordScorer(processor.tokenizer)
+        search = {} if scorer is None else {"scorer": scorer, "beam_size": beam_size}
         rate = processor.feature_extractor.sampling_rate
         recordings = _listed(audio)
         # Lengths in a batch are alike, as padding costs time. The longest is first: memory runs out at once or never.
@@ -173,14 +174,27 @@ class Transcribes:
                 waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
                 inputs = processor(waveforms, sampling_rate=rate).to(self.device, self.dtype)
                 features, mask = inputs["input_features"], inputs["attention_mask"]
-                if scorer is None:
-                    rows = self.emissions(features, mask)
-                else:
-                    rows = self.beam_emissions(features, mask, scorer, beam_size)
+                rows = self.emissions(features, mask, **search)
                 seconds = self.config.samples_per_frame / rate
                 for index, row in zip(chosen, rows, strict=True):
                     found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)
         return [found[index] for index in range(len(recordings))]
+
+
+class TranscribesCTC(Transcribes):
+    """`transcribe` of a model with CTC: its `frame_logits` gives logits `[B, L, V]` and the real frames `[B]`."""
+
+    @torch.no_grad()
+    def emissions(
+        self: Any,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        scorer: Scorer | None = None,
+        beam_size: int | None = None,
+    ) -> list[list[Emission]]:
+        """Gives the tokens of each row, with frames and confidences, as `search_emissions` finds them."""
+        found = self.frame_logits(input_features, attention_mask)
+        return search_emissions(*found, scorer, beam_size, self.config.pad_token_id)
 
 
 def processor_of(folder: str) -> ConformerProcessor:

@@ -18,11 +18,8 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, ctc_loss, frame_counts, right_padded
-from favor.models.speech.search.alignment import ctc_emissions
-from favor.models.speech.search.choice import Scorer, search_emissions
 from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.spans import Emission
-from favor.models.speech.transcription import Transcribes
+from favor.models.speech.transcription import TranscribesCTC
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
 
@@ -163,7 +160,7 @@ class WhisperCTCHead(nn.Module):
         return logits
 
 
-class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
+class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
     """Whisper's encoder with a CTC head (Graves et al. 2006) of convolutions and a linear layer.
 
     Example:
@@ -300,6 +297,8 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
             rows.append(torch.cat(parts))
         return pad_sequence(rows, True), lengths
 
+    frame_logits = window_logits
+
     def stream(self, processor: ConformerProcessor, **settings: Any) -> WhisperCTCStream:
         """Starts a recording that comes in pieces; see `favor.models.whisper_ctc.WhisperCTCStream`."""
         return WhisperCTCStream(self, processor, **settings)
@@ -311,19 +310,6 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
             ValueError: always.
         """
         raise ValueError("transcribe_stream needs a causal model; this one streams with a look-ahead: call stream.")
-
-    @torch.no_grad()
-    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
-        """Tokens of each row by greedy search, with frames and confidences, of the logits of `window_logits`."""
-        return ctc_emissions(*self.window_logits(input_features, attention_mask), self.config.pad_token_id)
-
-    @torch.no_grad()
-    def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
-    ) -> list[list[Emission]]:
-        """Tokens of each row by `search_words`, with frames and confidences, of the logits of `window_logits`."""
-        found = self.window_logits(input_features, attention_mask)
-        return search_emissions(*found, scorer, beam_size, self.config.pad_token_id)
 
 
 AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)

@@ -159,7 +159,7 @@ class WordScorer:
 
 def check_searches_words(model: Any, option: str) -> None:
     """Raises ValueError for an option that a model has no search for, and ImportError without the package."""
-    if not hasattr(model, "beam_emissions"):
+    if not hasattr(model, "frame_logits"):
         raise ValueError(
             f"{option} needs a ConformerForCTC, got a {type(model).__name__}, whose search scores no words; "
             "transducer_beam is its beam search."
