@@ -43,8 +43,7 @@ class WhisperCTCStream:
     Example:
         >>> import torch
         >>> from favor.models.speech import ConformerProcessor, train_tokenizer
-        >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
-        >>> from favor.models.whisper_ctc import WhisperCTCStream
+        >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperCTCStream, WhisperForCTC
         >>> sizes = dict(d_model=64, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=128)
         >>> processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["YES"], "char"))
         >>> stream = WhisperCTCStream(WhisperForCTC(WhisperCTCConfig(**sizes)).eval(), processor)
