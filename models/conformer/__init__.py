@@ -9,7 +9,8 @@ from favor.models.conformer.modeling_conformer import ConformerForCTC, Conformer
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.transcript_stream import TranscriptStream, feed_streams
-from favor.models.speech import *  # noqa: F403  they stood here, ConformerProcessor, ConformerTokenizer, and code asks for them here
+from favor.models.speech import *  # noqa: F403  they stood here, and code asks for them here
+from favor.models.speech import ConformerProcessor, ConformerTokenizer
 
 __all__ = [
     "Chunks",

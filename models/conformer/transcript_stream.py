@@ -52,7 +52,8 @@ class TranscriptStream:
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, TranscriptStream
+        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+        >>> from favor.models.conformer import TranscriptStream
         >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
         >>> processor = ConformerProcessor(extractor, tokenizer)
@@ -203,7 +204,8 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, feed_streams
+        >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+        >>> from favor.models.conformer import feed_streams
         >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
         >>> processor = ConformerProcessor(extractor, tokenizer)

@@ -43,7 +43,8 @@ class WhisperCTCStream:
     Example:
         >>> import torch
         >>> from favor.models.speech import ConformerProcessor, train_tokenizer
-        >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperCTCStream, WhisperForCTC
+        >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+        >>> from favor.models.whisper_ctc import WhisperCTCStream
         >>> sizes = dict(d_model=64, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=128)
         >>> processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["YES"], "char"))
         >>> stream = WhisperCTCStream(WhisperForCTC(WhisperCTCConfig(**sizes)).eval(), processor)
