@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -109,24 +110,36 @@ def _search(log_probs: list[list[float]], order: list[list[int]], beam_size: int
     beam = {0: (0.0, NEVER, 0.0)}
     for row, labels in zip(log_probs, order, strict=True):
         stay = _stay(beam, prefixes, row, blank)
-        # (score, parent, token, ...); of equal scores the older one comes first
-        found: list[tuple] = [(_add(*ends), node, None, *ends) for node, ends in stay.items()]
-        least = min(one[0] for one in found) if len(found) == beam_size else NEVER
+        # Entries are (score, -time of arrival, parent, token, ...), so that the older of two equal ones stays.
+        heap: list[tuple] = []
+        for node, (after_blank, after_token) in stay.items():
+            score = _add(after_blank, after_token)
+            if score > NEVER:
+                heap.append((score, -len(heap), node, None, after_blank, after_token))
+        heapq.heapify(heap)
+        arrival = len(heap)
         for node, (ends_blank, _, total) in beam.items():
             for label in labels:
+                if label == blank:
+                    continue
                 again = label == prefixes.last[node]
                 score = (ends_blank if again else total) + row[label]
-                if label == blank or (again and score <= least):
-                    continue
-                if score <= least:
+                if score == NEVER or (len(heap) >= beam_size and score <= heap[0][0]):
+                    if again:
+                        continue
                     break
-                if prefixes.find(node, label) not in stay:
-                    found.append((score, node, label, NEVER, score))
-        found.sort(key=lambda one: -one[0])
+                if prefixes.find(node, label) in stay:
+                    continue
+                arrival += 1
+                entry = (score, -arrival, node, label, NEVER, score)
+                if len(heap) < beam_size:
+                    heapq.heappush(heap, entry)
+                else:
+                    heapq.heappushpop(heap, entry)
+        heap.sort(reverse=True)
         beam = {
             node if label is None else prefixes.child(node, label): (ends_blank, ends_token, score)
-            for score, node, label, ends_blank, ends_token in found[:beam_size]
-            if score > NEVER
+            for score, _, node, label, ends_blank, ends_token in heap
         }
     return [Hypothesis(prefixes.tokens(node), total) for node, (_, _, total) in beam.items()]
 
