@@ -142,5 +142,5 @@ def test_the_packages_switch_modes_in_one_place():
                 found.add((path.name, ast.unparse(node.func)))
     assert found == {
         ("modules.py", "model.eval"),
-        ("tokenization_conformer.py", "sentencepiece.SentencePieceTrainer.train"),
+        ("tokenizer.py", "sentencepiece.SentencePieceTrainer.train"),
     }
