@@ -7,7 +7,7 @@
 - `encoder`, `transcription`: padding and CTC loss of encoders; `model.transcribe`
 """
 
-from favor.models.speech.audio.files import file_seconds, read_file, resample
+from favor.models.speech.audio.files import read_file, resample
 from favor.models.speech.search.alignment import ctc_align, ctc_emissions
 from favor.models.speech.search.common import Hypothesis
 from favor.models.speech.search.ctc import ctc_greedy, ctc_prefix_beam
@@ -43,7 +43,6 @@ __all__ = [
     "ctc_lexicon_beam",
     "ctc_prefix_beam",
     "ctc_word_beam",
-    "file_seconds",
     "join_segments",
     "join_words",
     "joint_transducer_loss",

@@ -55,6 +55,16 @@ def read_file(
     Raises:
         ValueError: if the file is missing, empty, not audio, cut short or damaged, has another rate, or unpacks to
             more than 256 samples per byte; the message names the file.
+
+    Example:
+        >>> import io
+        >>> import numpy as np
+        >>> import soundfile
+        >>> from favor.models.speech import read_file
+        >>> file = io.BytesIO()
+        >>> soundfile.write(file, np.zeros(800), 8000, format="FLAC")
+        >>> read_file(file.getvalue(), resample=True).shape
+        (1600,)
     """
     place = place or ("bytes" if isinstance(source, bytes) else str(source))
     if not (offset >= 0 and (seconds is None or seconds >= 0)):
@@ -200,6 +210,12 @@ def resample(waveform: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     Raises:
         ValueError: for rates that are no whole numbers of 1,000 to 768,000 Hz, or whose ratio in lowest terms has a
             term above 65,536.
+
+    Example:
+        >>> import numpy as np
+        >>> from favor.models.speech import resample
+        >>> resample(np.zeros(441), 44100, 16000).shape
+        (160,)
     """
     return stretch(waveform, _ratio(from_rate, to_rate, "waveform"))
 
