@@ -17,7 +17,7 @@ Count = TypeVar("Count", int, Tensor)
 
 @dataclass
 class EncoderOutput(BaseModelOutput):
-    """Output of the encoder.
+    """Output of an encoder.
 
     Attributes:
         last_hidden_state: `[B, L, C]`.

@@ -1,4 +1,4 @@
-"""Searches of CTC and Transducers share: hypotheses, a tree of their tokens, and checks of what is searched."""
+"""Parts of all searches: hypotheses, a tree of their tokens, and checks of what is searched."""
 
 from __future__ import annotations
 
