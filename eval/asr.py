@@ -27,11 +27,12 @@ from transformers import PreTrainedConfig
 import favor
 from favor.eval.common import report
 from favor.integrations.modules import evaluating
-from favor.models.conformer import Chunks, ConformerProcessor
+from favor.models.conformer import Chunks
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
-from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
-from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
+from favor.models.speech import ConformerProcessor, Pronunciations
+from favor.models.speech.search.choice import Scorer, searched_words, usual_beam
+from favor.models.speech.transcript.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments, check_positive, option
 from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import DataclassParser, program

@@ -26,12 +26,7 @@ from torch import Tensor
 import favor
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerStream,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerStream
 from favor.train.common.program import Parser, program
 from favor.train.speech.arguments import SIZES
 from favor_command.saved import load_model, load_processor

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from favor.eval.common import report
 from favor.eval.options.transducer_loss import Cell, parse_arguments
 from favor.eval.speed import measure
-from favor.models.conformer.transducer_loss import joint_transducer_loss, transducer_loss
+from favor.models.speech import joint_transducer_loss, transducer_loss
 from favor.train.common.program import program
 
 TOLERANCE = 1e-3  # the naive recursion is in float32

@@ -35,7 +35,7 @@ from favor.eval.speech.frame_scores import check_alike, frame_scores
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
-from favor.models.conformer import (
+from favor.models.speech import (
     ConformerProcessor,
     Pronunciations,
     WordLexicon,
@@ -45,7 +45,7 @@ from favor.models.conformer import (
     ctc_lexicon_beam,
     join_words,
 )
-from favor.models.conformer.pronunciations import lexicon_of
+from favor.models.speech.transcript.pronunciations import lexicon_of
 from favor.train.common.program import Parser, program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech

@@ -26,9 +26,9 @@ from favor.eval import asr
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.speech.long_form_cell import Failure, Recording, isolated
-from favor.models.conformer.pronunciations import lexicon_of
-from favor.models.conformer.transcription import Transcript
-from favor.models.conformer.word_search import search_emissions, searched_words, usual_beam
+from favor.models.speech import Transcript
+from favor.models.speech.search.choice import search_emissions, searched_words, usual_beam
+from favor.models.speech.transcript.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import Parser, program
 from favor.train.speech.sources import load_speech

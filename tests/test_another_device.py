@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import favor
 from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
-from favor.models.conformer import ConformerConfig, ConformerForCTC, transducer_loss
+from favor.models.conformer import ConformerConfig, ConformerForCTC
+from favor.models.speech import transducer_loss
 from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")

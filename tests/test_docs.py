@@ -14,13 +14,8 @@ import favor
 import favor.decomposition
 import favor.landmark
 import favor.optim
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerProcessor,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 
 ROOT = Path(__file__).parent.parent

@@ -19,6 +19,7 @@ MODULES = (
     "favor.models.bert",
     "favor.models.conformer",
     "favor.models.whisper_ctc",
+    "favor.models.speech",
 )
 # Their parameters are those of a class of another package, which their docstrings name.
 ELSEWHERE = ("PerformerBert", "Conformer", "Whisper")

@@ -25,7 +25,7 @@ before = set(sys.modules)
 import favor
 found["imported"] = sorted({name.split(".")[0] for name in set(sys.modules) - before} & set(packages))
 import favor.models
-from favor.models.conformer import train_tokenizer
+from favor.models.speech import train_tokenizer
 
 def attempt(action):
     try:

@@ -13,7 +13,8 @@ from transformers import BertConfig, BertModel
 import favor
 from favor.eval import asr
 from favor.eval.optim.head_tasks import HeadTask
-from favor.models.conformer import ConformerForCTC, ConformerForTransducer, ConformerProcessor
+from favor.models.conformer import ConformerForCTC, ConformerForTransducer
+from favor.models.speech import ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train import distill
 from favor.train.speech import pseudo_labels
@@ -141,5 +142,5 @@ def test_the_packages_switch_modes_in_one_place():
                 found.add((path.name, ast.unparse(node.func)))
     assert found == {
         ("modules.py", "model.eval"),
-        ("tokenization_conformer.py", "sentencepiece.SentencePieceTrainer.train"),
+        ("tokenizer.py", "sentencepiece.SentencePieceTrainer.train"),
     }

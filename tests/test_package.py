@@ -72,6 +72,13 @@ def test_common_imports_no_folder_beside_it(part):
         assert set(own) <= {"common"}, path
 
 
+def test_no_model_imports_from_another():
+    for path in (ROOT / "models").glob("*/**/*.py"):
+        own = path.relative_to(ROOT / "models").parts[0]
+        found = {name.split(".")[2] for name in imports(path) if name.startswith("favor.models.")}
+        assert found <= {own, "speech", "stored_backend"}, path
+
+
 def test_transformers_stays_in_the_integrations():
     for path in (ROOT / "favor").rglob("*.py"):
         if "integrations" not in path.parts:

@@ -24,7 +24,8 @@ from favor.eval import feature_weights
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.language import needle, perplexity
 from favor.eval.report import __main__ as report
-from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import clm, distill, glue, mlm
 from favor.train.common.pretrained import load_exact
 from favor_command import check, convert

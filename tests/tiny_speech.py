@@ -6,14 +6,8 @@ import numpy as np
 import soundfile
 import torch
 
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerProcessor,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
+from favor.models.speech import ConformerProcessor, train_tokenizer
 
 RATE = 16000
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from transformers import WhisperForConditionalGeneration
 
-from favor.models.conformer import Pronunciations
+from favor.models.speech import Pronunciations
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import DEFAULT_SEED

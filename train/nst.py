@@ -31,9 +31,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from favor.models.conformer import ConformerProcessor
-from favor.models.conformer.pronunciations import lexicon_of
-from favor.models.conformer.word_search import Scorer, searched_words, usual_beam
+from favor.models.speech import ConformerProcessor
+from favor.models.speech.search.choice import Scorer, searched_words, usual_beam
+from favor.models.speech.transcript.pronunciations import lexicon_of
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.arguments import check_positive, option

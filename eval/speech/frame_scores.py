@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from favor.eval import asr
-from favor.models.conformer import ConformerProcessor
-from favor.models.conformer.pronunciations import lexicon_of
+from favor.models.speech import ConformerProcessor
+from favor.models.speech.transcript.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.loaders import evaluation_loader

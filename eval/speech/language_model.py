@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from favor.eval.speech.texts import transcripts
-from favor.models.conformer import normalize_transcript, write_arpa
+from favor.models.speech import normalize_transcript, write_arpa
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import read_text
 

@@ -22,13 +22,8 @@ import torch
 import favor
 from favor.eval.common.launch import Backend
 from favor.eval.speed import measure as speed_measure
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerProcessor,
-    ctc_greedy,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+from favor.models.speech import ConformerProcessor, ctc_greedy
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.transcribe import transcribe
 from favor_command.saved import load_model, load_processor

@@ -27,7 +27,7 @@ import soundfile
 
 from favor.eval.speech.synthesizers import Synthesizer, speak, synthesizer
 from favor.eval.speech.texts import sentences, word_sequences
-from favor.models.conformer import normalize_transcript
+from favor.models.speech import normalize_transcript
 from favor.train.common.program import Parser, check_new, program
 from favor.train.speech.sources import load_speech
 from favor.train.text.samples import read_text

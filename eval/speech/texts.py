@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from favor.models.conformer import normalize_transcript
+from favor.models.speech import normalize_transcript
 from favor.train.text.samples import read_text
 
 # As transcripts of LibriSpeech write what is said.

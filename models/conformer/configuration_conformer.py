@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import LasrEncoderConfig
 
+from favor.models.speech.encoder import Count
 from favor.models.stored_backend import StoredBackend
 
-# Padding of labels, which no loss counts.
-IGNORED = -100
 TRANSDUCER = "ConformerForTransducer"
 PREDICTION_NETWORKS = ("lstm", "stateless")
-Count = TypeVar("Count", int, Tensor)
 
-PRESETS: dict[str, dict[str, Any]] = {
+
+def _sizes(hidden: int, layers: int, heads: int, feed_forward: int, kernel: int, networks: int) -> dict[str, Any]:
+    """Gives the fields of a preset; the last size is that of the prediction and the joint network."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": feed_forward,
+        "conv_kernel_size": kernel,
+        "subsampling_conv_channels": hidden,
+        "prediction_hidden_size": networks,
+        "joint_hidden_size": networks,
+    }
+
+
+PRESETS = {
     # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.
-    "tiny": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "conv_kernel_size": 15,
-        "subsampling_conv_channels": 128,
-        "prediction_hidden_size": 128,
-        "joint_hidden_size": 128,
-    },
+    "tiny": _sizes(128, 4, 4, 512, 15, 128),
     # 19 M parameters, between Conformer (S) and (M) of Gulati et al. 2020.
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
-        "conv_kernel_size": 31,
-        "subsampling_conv_channels": 256,
-        "prediction_hidden_size": 320,
-        "joint_hidden_size": 320,
-    },
+    "small": _sizes(256, 12, 4, 1024, 31, 320),
     # 124 M parameters. FAVOR# paper, sections 5.3.1 and B.3.1: 20 layers, model_dim 512, 8 heads.
-    "paper": {
-        "hidden_size": 512,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 8,
-        "intermediate_size": 2048,
-        "conv_kernel_size": 31,
-        "subsampling_conv_channels": 512,
-        "prediction_hidden_size": 640,
-        "joint_hidden_size": 640,
-    },
+    "paper": _sizes(512, 20, 8, 2048, 31, 640),
 }
 
 

@@ -21,28 +21,7 @@ from favor.kernels import StreamState
 from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.encoder_state import AttentionState, BlockState, KeyValues
-
-
-class PaddedBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation whose statistics are those of the real frames."""
-
-    def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
-        """Normalises `[B, C, T]`; real `[B, T]`, boolean, are the frames that count in training."""
-        if not self.training:
-            return super().forward(input)
-        frames = input.transpose(1, 2)
-        rows = frames.flatten(0, 1) if real is None else frames[real]
-        momentum = 0.0 if self.momentum is None else self.momentum
-        # Activation checkpointing runs this a second time, inside the backward pass.
-        if torch._C._current_graph_task_id() != -1:
-            momentum = 0.0
-        # One frame has no variance: it takes that of the frames so far.
-        own = len(rows) > 1
-        statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
-        normed = functional.batch_norm(rows, *statistics)
-        if real is None:
-            return normed.view_as(frames).transpose(1, 2)
-        return torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), normed).transpose(1, 2)
+from favor.models.speech.encoder import PaddedBatchNorm
 
 
 class ConformerConvolution(LasrEncoderConvolutionModule):

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from favor.kernels import StreamState
 from favor.models.conformer.chunks import Chunks, check_chunks
-from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor, waveforms
+from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 
 if TYPE_CHECKING:
     from favor.models.conformer.modeling_conformer import ConformerModel
@@ -147,24 +147,6 @@ class EncoderState:
     def restart(self, encoder: ConformerModel) -> None:
         """Forgets what earlier frames left in the layers; samples and features that wait stay."""
         self.layers, self.position = EncoderState.empty(encoder).layers, 0
-
-
-def check_open(has_ended: bool) -> None:
-    """Raises ValueError for a recording that has ended with `finish`."""
-    if has_ended:
-        raise ValueError("the recording has ended with finish: call reset to begin another one.")
-
-
-def one_waveform(audio: Any) -> Tensor:
-    """Checks samples of one recording and gives them as float32 `[n]`.
-
-    Raises:
-        TypeError: for integers. ValueError: for samples of several channels or not finite.
-    """
-    pieces = waveforms(audio, 0)
-    if len(pieces) != 1:
-        raise ValueError(f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first.")
-    return pieces[0]
 
 
 def check_stream(model: Any, feature_extractor: ConformerFeatureExtractor | None, chunks: Chunks | None) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import BatchFeature, LasrFeatureExtractor
-from transformers.utils import logging
 
-from favor.models.conformer.audio import RATES
-
-logger = logging.get_logger(__name__)
+from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
 
 NORMALIZE = ("utterance", "none")
 # Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.
@@ -24,17 +20,6 @@ VARIANCE_FLOOR = 1e-5
 # measured audio; other audio must not be amplified there more than tenfold.
 STD_FLOOR = 0.1
 TOP_HERTZ = 7500
-# Greatest sizes that a `preprocessor_config.json` may ask for, so that memory follows the audio.
-MOST = {
-    "feature_size": 512,
-    "sampling_rate": RATES[1],
-    "hop_length": 1 << 15,
-    "win_length": 1 << 15,
-    "n_fft": 1 << 15,
-    "chunk_length": 1 << 15,
-}
-# Frames in a second of audio, and frames that see the same sample.
-MOST_FRAMES, MOST_OVERLAP = 1000, 64
 
 
 class ConformerFeatureExtractor(LasrFeatureExtractor):
@@ -208,13 +193,10 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
                 another shape.
             TypeError: for samples that are not floats.
         """
-        self._check(sampling_rate, return_attention_mask)
+        check_call(sampling_rate, self.sampling_rate, return_attention_mask)
         normalize = None if do_normalize is None else NORMALIZE[0 if do_normalize else 1]
-        frames = []
-        for waveform in waveforms(raw_speech, self.win_length):
-            if dither:
-                waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
-            frames.append(self.scale(self.log_mel(waveform, device), normalize).cpu())
+        given = waveforms(raw_speech, self.win_length, dither, generator)
+        frames = [self.scale(self.log_mel(one, device), normalize).cpu() for one in given]
         padded = self.pad(
             BatchFeature({"input_features": frames}),
             padding=padding,
@@ -227,79 +209,3 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         mask = padded["attention_mask"]
         padded["attention_mask"] = mask.bool() if isinstance(mask, Tensor) else np.asarray(mask, dtype=bool)
         return padded
-
-    def _check(self, sampling_rate: int | None, return_attention_mask: bool | None) -> None:
-        """Refuses arguments that would give wrong features or none."""
-        check_rate(sampling_rate, self.sampling_rate)
-        if return_attention_mask is False:
-            raise ValueError("return_attention_mask=False: the Conformer needs the mask; leave it at None.")
-
-
-def check_sizes(feature_size: int, sampling_rate: int, hop_length: int, n_fft: int, **others: int) -> None:
-    """Checks the sizes of an extractor before memory is taken for them.
-
-    Args:
-        feature_size, sampling_rate, hop_length, n_fft: of the extractor.
-        **others: more sizes of `MOST`.
-
-    Raises:
-        TypeError: for a size that is no whole number.
-        ValueError: for one that is out of range, or too many frames for the audio.
-    """
-    sizes = {"feature_size": feature_size, "sampling_rate": sampling_rate, "hop_length": hop_length, "n_fft": n_fft}
-    for name, size in {**sizes, **others}.items():
-        if not isinstance(size, Integral):
-            raise TypeError(f"{name} must be a whole number, got {size!r}.")
-        if not 1 <= size <= MOST[name]:
-            raise ValueError(f"{name} must be 1 to {MOST[name]}, got {size}.")
-    if hop_length < max(sampling_rate / MOST_FRAMES, n_fft / MOST_OVERLAP):
-        raise ValueError(
-            f"hop_length must be at least sampling_rate / {MOST_FRAMES} and n_fft / {MOST_OVERLAP}, got {hop_length}, "
-            f"{sampling_rate} and {n_fft}."
-        )
-
-
-def check_rate(given: int | None, expected: int) -> None:
-    """Raises ValueError for a sampling rate that is not the expected one; warns if none was given."""
-    if given is None:
-        logger.warning_once(f"no sampling_rate was given: the audio is taken to have {expected} Hz.")
-    elif given != expected:
-        raise ValueError(
-            f"sampling_rate must be {expected}, got {given}: resample the audio first, with "
-            "favor.models.conformer.audio.resample."
-        )
-
-
-def waveforms(raw: Any, least: int) -> list[Tensor]:
-    """Checks one or several waveforms of at least `least` samples and gives them as float32 tensors `[n]`."""
-    if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
-        several = [_tensor(item) for item in raw]
-    else:
-        whole = _tensor(raw)
-        several = list(whole) if whole.ndim > 1 else [whole]
-    if not several:
-        raise ValueError("raw_speech must hold at least one waveform, got none.")
-    for index, waveform in enumerate(several):
-        if waveform.ndim != 1:
-            raise ValueError(
-                f"raw_speech must be one mono waveform [n], [B, n], or a list of [n]; waveform {index} has shape "
-                f"{list(waveform.shape)}. Average the channels first."
-            )
-        if len(waveform) < least:
-            raise ValueError(
-                f"waveform {index} has {len(waveform)} samples, too few for one window of {least}: leave it out or pad "
-                "it with zeros."
-            )
-        if not waveform.isfinite().all():
-            raise ValueError(f"raw_speech must be finite, waveform {index} holds NaN or infinity.")
-    return several
-
-
-def _tensor(values: Any) -> Tensor:
-    """Turns an array, tensor or list of floats into float32 on the CPU."""
-    if isinstance(values, (list, tuple)):
-        values = np.asarray(values, dtype=np.float64)
-    tensor = torch.as_tensor(values)
-    if not tensor.is_floating_point():
-        raise TypeError(f"raw_speech must hold floats in [-1, 1], got {tensor.dtype}: divide 16-bit samples by 32768.")
-    return tensor.detach().to("cpu", torch.float32)

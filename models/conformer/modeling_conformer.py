@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCTC
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.lasr.modeling_lasr import (
     LasrEncoderRotaryEmbedding,
     LasrEncoderSubsampling,
@@ -21,19 +19,14 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
-from favor.models.conformer.configuration_conformer import (
-    IGNORED,
-    TRANSDUCER,
-    ConformerConfig,
-    Count,
-    subsampled_frames,
-)
-from favor.models.conformer.ctc_alignment import ctc_emissions
+from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
-from favor.models.conformer.spans import Emission
 from favor.models.conformer.streaming import ConformerStream
-from favor.models.conformer.transcription import Transcribes
-from favor.models.conformer.word_search import Scorer, search_emissions
+from favor.models.conformer.transcript_stream import TranscriptStream
+from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcript.utterances import EndpointRules
+from favor.models.speech.transcription import TranscribesCTC, processor_of
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -67,18 +60,26 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
         """
         return ConformerStream(cast(Any, self), feature_extractor, batch_size, chunks)
 
+    def transcribe_stream(
+        self,
+        processor: ConformerProcessor | None = None,
+        rules: EndpointRules | None = None,
+        reset_encoder: bool = False,
+        chunks: Chunks | None = None,
+    ) -> TranscriptStream:
+        """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
 
-@dataclass
-class ConformerModelOutput(BaseModelOutput):
-    """Output of the encoder.
+        Args:
+            processor: features and tokens of the model. Default None: the one in the folder of the model.
+            rules: when an utterance ends. Default None: `EndpointRules()`.
+            reset_encoder: whether the encoder forgets all audio at an end point. Default False.
+            chunks: in which a model runs that is not causal. Default None: the model is causal.
 
-    Attributes:
-        last_hidden_state: `[B, L, C]`.
-        attention_mask: `[B, L]`, boolean, True for real frames; None if none was given.
-        hidden_states, attentions: as in transformers.
-    """
-
-    attention_mask: Tensor | None = None
+        Raises:
+            ValueError: without a processor, if the model is in training mode or is not causal and has no chunks, or if
+                features depend on the whole utterance.
+        """
+        return TranscriptStream(self, processor or processor_of(self.name_or_path), rules, reset_encoder, chunks)
 
 
 class ConformerModel(ConformerPreTrainedModel):
@@ -111,7 +112,7 @@ class ConformerModel(ConformerPreTrainedModel):
         attention_mask: Tensor | None = None,
         chunks: Chunks | None = None,
         **kwargs: Any,
-    ) -> ConformerModelOutput:
+    ) -> EncoderOutput:
         """Encodes log-mel features.
 
         Args:
@@ -139,7 +140,7 @@ class ConformerModel(ConformerPreTrainedModel):
             hidden_states = layer(
                 hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, chunks=chunks, **kwargs
             )
-        return ConformerModelOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
+        return EncoderOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
 
     def subsample(self, input_features: Tensor) -> Tensor:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]`; raises ValueError if L would be 0."""
@@ -178,7 +179,7 @@ class ConformerModel(ConformerPreTrainedModel):
         return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
+class ConformerForCTC(TranscribesCTC, ConformerPreTrainedModel):
     """Conformer encoder with a linear CTC head (Graves et al. 2006).
 
     Example:
@@ -243,58 +244,10 @@ class ConformerForCTC(Transcribes, ConformerPreTrainedModel):
             loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
         )
 
-    @torch.no_grad()
-    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
-        """Tokens of each row by greedy search, with frames and confidences; see `ctc_emissions`."""
+    def frame_logits(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gives logits `[B, L, vocab_size]`, and how many frames of each row are real, `[B]`."""
         encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state)
-        return ctc_emissions(logits, frame_counts(encoded), self.config.pad_token_id)
-
-    @torch.no_grad()
-    def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
-    ) -> list[list[Emission]]:
-        """Tokens of each row by `search_words`, with frames and confidences."""
-        encoded = self.encoder(input_features, attention_mask)
-        logits = self.ctc_head(encoded.last_hidden_state)
-        return search_emissions(logits, frame_counts(encoded), scorer, beam_size, self.config.pad_token_id)
-
-
-def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:
-    """Gives the mask `[B, T]` of features as boolean; raises ValueError for another shape or padding on the left."""
-    if attention_mask.shape != input_features.shape[:2]:
-        raise ValueError(
-            f"attention_mask must be {list(input_features.shape[:2])}, as the features, got "
-            f"{list(attention_mask.shape)}."
-        )
-    given = attention_mask.bool()
-    if not torch.compiler.is_compiling() and bool((~given[:, :-1] & given[:, 1:]).any()):
-        raise ValueError("attention_mask must have its padding on the right: ones, then zeros.")
-    return given
-
-
-def frame_counts(encoded: ConformerModelOutput) -> Tensor:
-    """Counts the real frames `[B]` of an encoder's output."""
-    hidden: Any = encoded.last_hidden_state
-    if encoded.attention_mask is None:
-        return torch.full((hidden.shape[0],), hidden.shape[1], device=hidden.device)
-    return encoded.attention_mask.sum(-1)
-
-
-def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: ConformerConfig) -> Tensor:
-    """Computes the CTC loss of logits `[B, L, V]`, lengths `[B]` and labels `[B, U]` padded with -100, in float32."""
-    counts = (labels != IGNORED).sum(-1)
-    # cuDNN and half precision have limits of their own; the plain form takes all lengths.
-    with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):
-        return functional.ctc_loss(
-            logits.float().log_softmax(-1).transpose(0, 1),
-            labels.masked_fill(labels == IGNORED, config.pad_token_id),
-            lengths,
-            counts,
-            blank=config.pad_token_id,
-            reduction=config.ctc_loss_reduction,
-            zero_infinity=config.ctc_zero_infinity,
-        )
+        return self.ctc_head(encoded.last_hidden_state), frame_counts(encoded)
 
 
 AutoConfig.register(ConformerConfig.model_type, ConformerConfig, exist_ok=True)

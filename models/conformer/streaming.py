@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from favor.models.conformer.chunks import Chunks
-from favor.models.conformer.encoder_state import EncoderState, check_open, check_stream, encode, one_waveform
+from favor.models.conformer.encoder_state import EncoderState, check_stream, encode
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.transducer_decoding import transducer_greedy
+from favor.models.speech.audio.waveforms import check_open, one_waveform
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transducer.decoding import transducer_greedy
 
 if TYPE_CHECKING:
     from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel

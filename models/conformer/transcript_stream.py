@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from favor.models.conformer.chunks import Chunks
-from favor.models.conformer.encoder_state import EncoderState, check_open, check_stream, encode, one_waveform
-from favor.models.conformer.endpoints import EndpointRules
-from favor.models.conformer.frame_search import Said, search_frames
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission, Span, in_seconds, join_words
+from favor.models.conformer.encoder_state import EncoderState, check_stream, encode
+from favor.models.speech.audio.waveforms import check_open, one_waveform
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcript.spans import (
+    Emission,
+    Span,
+    in_seconds,
+    join_words,
+)
+from favor.models.speech.transcript.utterances import EndpointRules, Utterance
+from favor.models.speech.transducer.decoding import DIVERGED, begin, transducer_emissions
 
-# Frames that are encoded at once, 10 s: frames after an end point may have to be searched or encoded again.
 BLOCK_FRAMES = 250
-
-
-@dataclass(frozen=True)
-class Utterance:
-    """A stretch of speech between two end points.
-
-    Attributes:
-        text: what is said.
-        start: where its first word begins, in seconds since the stream began.
-        end: where its last word ends.
-        words: with times and confidences, as `model.transcribe(..., return_timestamps="word")` gives them.
-
-    Example:
-        >>> from favor.models.conformer import Span, Utterance
-        >>> Utterance(text="YES", start=0.4, end=0.6, words=[Span("YES", 0.4, 0.6, 0.9)]).words[0].confidence
-        0.9
-    """
-
-    text: str
-    start: float
-    end: float
-    words: list[Span]
+# Tokens of each frame, with their probabilities.
+Said = list[list[tuple[int, float]]]
 
 
 class TranscriptStream:
@@ -67,7 +53,8 @@ class TranscriptStream:
     Example:
         >>> import torch
         >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
-        >>> from favor.models.conformer import ConformerProcessor, TranscriptStream, train_tokenizer
+        >>> from favor.models.conformer import TranscriptStream
+        >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
         >>> processor = ConformerProcessor(extractor, tokenizer)
         >>> config = ConformerConfig.preset("tiny", causal=True, attn_implementation="favor+", favor={"exact_below": 0})
@@ -218,7 +205,8 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
     Example:
         >>> import torch
         >>> from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
-        >>> from favor.models.conformer import ConformerProcessor, feed_streams, train_tokenizer
+        >>> from favor.models.conformer import feed_streams
+        >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> extractor, tokenizer = ConformerFeatureExtractor(normalize="none"), train_tokenizer(["YES"], "char")
         >>> processor = ConformerProcessor(extractor, tokenizer)
         >>> config = ConformerConfig.preset("tiny", causal=True, attn_implementation="favor+", favor={"exact_below": 0})
@@ -273,3 +261,51 @@ def _run(streams: Sequence[TranscriptStream], ended: dict[int, list[Utterance]])
                 states[row].advance(counts[row] - len(rest.pop(row)), model.encoder)
             if restarts:
                 states[row].restart(model.encoder)
+
+
+@torch.no_grad()
+def search_frames(model: Any, frames: Sequence[Tensor], contexts: Sequence[list[Tensor]]) -> list[Said]:
+    """Finds the tokens of each frame of several recordings in one pass.
+
+    Args:
+        model: `ConformerForCTC` or `ConformerForTransducer`.
+        frames: of the encoder, `[n, C]` of each recording.
+        contexts: of each recording: what a Transducer remembers of the tokens before; empty where decoding begins.
+            Changed in place. CTC has none, so that a label that goes on is found in each of its frames.
+
+    Returns:
+        For each recording a list of frames, and for each frame the tokens found in it, without blanks.
+
+    Raises:
+        ValueError: if the model gives NaN.
+    """
+    lengths = [len(piece) for piece in frames]
+    hidden = pad_sequence(list(frames), True)
+    if hasattr(model, "predict"):
+        return _transducer(model, hidden, lengths, contexts)
+    logits = model.ctc_head(hidden)
+    labels = logits.argmax(-1)
+    sure = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    sure = sure.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    blank = model.config.pad_token_id
+    found: list[Said] = []
+    for row, probabilities, length in zip(labels.tolist(), sure.tolist(), lengths, strict=True):
+        if any(map(math.isnan, probabilities[:length])):
+            raise ValueError(DIVERGED)
+        pairs = zip(row[:length], probabilities[:length], strict=True)
+        found.append([[] if label == blank else [(label, probability)] for label, probability in pairs])
+    return found
+
+
+def _transducer(model: Any, hidden: Tensor, lengths: Sequence[int], contexts: Sequence[list[Tensor]]) -> list[Said]:
+    """Runs `search_frames` for a Transducer, all recordings together."""
+    own = [context or begin(model, hidden[:1]) for context in contexts]
+    joined = [torch.cat(parts) for parts in zip(*own, strict=True)]
+    rows = transducer_emissions(model, hidden, lengths, context=joined)
+    found: list[Said] = []
+    for row, (emissions, length) in enumerate(zip(rows, lengths, strict=True)):
+        contexts[row][:] = [part[row : row + 1].clone() for part in joined]
+        found.append([[] for _ in range(length)])
+        for one in emissions:
+            found[-1][one.start].append((one.token, one.confidence))
+    return found

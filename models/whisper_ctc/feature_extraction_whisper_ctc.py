@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from favor.models.conformer.feature_extraction_conformer import check_rate, check_sizes, waveforms
+from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
@@ -79,11 +79,11 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
                 window, samples that are not finite, or another shape.
             TypeError: for samples that are not floats.
         """
-        self._check(sampling_rate, return_attention_mask, kwargs)
+        check_call(sampling_rate, self.sampling_rate, return_attention_mask)
+        if kwargs:
+            raise ValueError(f"{', '.join(kwargs)}: features are as long as the audio, leave it out.")
         frames = []
-        for waveform in waveforms(raw_speech, self.n_fft // 2 + 1):
-            if dither:
-                waveform = waveform + dither * torch.randn(waveform.shape, generator=generator)
+        for waveform in waveforms(raw_speech, self.n_fft // 2 + 1, dither, generator):
             whole = super().__call__(
                 waveform.numpy(),
                 truncation=False,
@@ -99,11 +99,3 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
         if return_tensors == "np":
             return BatchFeature({name: tensor.numpy() for name, tensor in found.items()})
         return BatchFeature(found)
-
-    def _check(self, sampling_rate: int | None, return_attention_mask: bool | None, others: dict[str, Any]) -> None:
-        """Refuses arguments that would give wrong features or have no effect."""
-        check_rate(sampling_rate, self.sampling_rate)
-        if return_attention_mask is False:
-            raise ValueError("return_attention_mask=False: padding needs the mask; leave it at None.")
-        if others:
-            raise ValueError(f"{', '.join(others)}: features are as long as the audio, leave it out.")

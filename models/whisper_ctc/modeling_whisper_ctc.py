@@ -17,15 +17,10 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.models.conformer.configuration_conformer import Count
-from favor.models.conformer.ctc_alignment import ctc_emissions
-from favor.models.conformer.modeling_conformer import ConformerModelOutput, ctc_loss, frame_counts, right_padded
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.spans import Emission
-from favor.models.conformer.transcription import Transcribes
-from favor.models.conformer.word_search import Scorer, search_emissions
+from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, ctc_loss, frame_counts, right_padded
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcription import TranscribesCTC
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
-from favor.models.whisper_ctc.head_whisper_ctc import WhisperCTCHead
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
 
 _logger = logging.get_logger(__name__)
@@ -67,7 +62,7 @@ class WhisperCTCEncoder(WhisperEncoder):
     @capture_outputs
     def forward(  # type: ignore[override]
         self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> ConformerModelOutput:
+    ) -> EncoderOutput:
         """Encodes log-mel features.
 
         Args:
@@ -91,7 +86,7 @@ class WhisperCTCEncoder(WhisperEncoder):
             if self.training and self.layerdrop > 0 and torch.rand([]) < self.layerdrop:
                 continue
             hidden_states = layer(hidden_states, mask, **kwargs)
-        return ConformerModelOutput(last_hidden_state=self.layer_norm(hidden_states), attention_mask=real)
+        return EncoderOutput(last_hidden_state=self.layer_norm(hidden_states), attention_mask=real)
 
     def subsample(self, input_features: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]` and their mask `[B, L]`."""
@@ -120,7 +115,52 @@ class WhisperCTCEncoder(WhisperEncoder):
         return table[torch.arange(length, device=table.device) % len(table)].to(frames.dtype)
 
 
-class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
+class HeadConvolution(nn.Module):
+    """Residual block: normalised, gated, convolved over time in each channel, mixed."""
+
+    def __init__(self, config: WhisperCTCConfig) -> None:
+        super().__init__()
+        width, size = config.d_model, config.head_kernel_size
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, 2 * width)
+        self.convolution = nn.Conv1d(width, width, size, padding=size // 2, groups=width)
+        self.mix = nn.Linear(width, width)
+        self.dropout = nn.Dropout(config.head_dropout)
+
+    def forward(self, frames: Tensor, real: Tensor | None) -> Tensor:
+        """Convolves frames `[B, L, C]`; real `[B, L]`, boolean, is False for padding, which counts as zeros."""
+        gated = functional.glu(self.gate(self.norm(frames)), dim=-1)
+        if real is not None:
+            gated = gated * real.unsqueeze(-1)
+        convolved = self.convolution(gated.transpose(1, 2)).transpose(1, 2)
+        return frames + self.dropout(self.mix(functional.silu(convolved)))
+
+
+class WhisperCTCHead(nn.Module):
+    """Turns frames of the encoder into logits.
+
+    A few channels of Whisper's output are ten times as large as the others, so each is normalised first. A linear layer
+    alone hardly learns from few hours of speech; `head_layers` convolutions let a frame see its neighbours.
+    """
+
+    def __init__(self, config: WhisperCTCConfig) -> None:
+        super().__init__()
+        self.norm = PaddedBatchNorm(config.d_model)
+        self.layers = nn.ModuleList(HeadConvolution(config) for _ in range(config.head_layers))
+        self.out_norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.head_dropout)
+        self.out = nn.Linear(config.d_model, config.vocab_size)
+
+    def forward(self, frames: Tensor, real: Tensor | None = None) -> Tensor:
+        """Gives logits `[B, L, vocab_size]` of frames `[B, L, C]`; real `[B, L]`, boolean, is False for padding."""
+        frames = self.norm(frames.transpose(1, 2), real).transpose(1, 2)
+        for layer in self.layers:
+            frames = layer(frames, real)
+        logits: Tensor = self.out(self.dropout(self.out_norm(frames)))
+        return logits
+
+
+class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
     """Whisper's encoder with a CTC head (Graves et al. 2006) of convolutions and a linear layer.
 
     Example:
@@ -257,6 +297,8 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
             rows.append(torch.cat(parts))
         return pad_sequence(rows, True), lengths
 
+    frame_logits = window_logits
+
     def stream(self, processor: ConformerProcessor, **settings: Any) -> WhisperCTCStream:
         """Starts a recording that comes in pieces; see `favor.models.whisper_ctc.WhisperCTCStream`."""
         return WhisperCTCStream(self, processor, **settings)
@@ -268,19 +310,6 @@ class WhisperForCTC(Transcribes, WhisperPreTrainedModel):
             ValueError: always.
         """
         raise ValueError("transcribe_stream needs a causal model; this one streams with a look-ahead: call stream.")
-
-    @torch.no_grad()
-    def emissions(self, input_features: Tensor, attention_mask: Tensor | None = None) -> list[list[Emission]]:
-        """Tokens of each row by greedy search, with frames and confidences, of the logits of `window_logits`."""
-        return ctc_emissions(*self.window_logits(input_features, attention_mask), self.config.pad_token_id)
-
-    @torch.no_grad()
-    def beam_emissions(
-        self, input_features: Tensor, attention_mask: Tensor | None, scorer: Scorer, beam_size: int | None = None
-    ) -> list[list[Emission]]:
-        """Tokens of each row by `search_words`, with frames and confidences, of the logits of `window_logits`."""
-        found = self.window_logits(input_features, attention_mask)
-        return search_emissions(*found, scorer, beam_size, self.config.pad_token_id)
 
 
 AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from favor.models.conformer.encoder_state import check_open, one_waveform
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.pronunciations import Pronunciations, lexicon_of
-from favor.models.conformer.spans import Emission, Span
-from favor.models.conformer.tokenization_conformer import SPACE
-from favor.models.conformer.transcription import Transcript
-from favor.models.conformer.word_search import Scorer, begin_search
+from favor.models.speech.audio.waveforms import check_open, one_waveform
+from favor.models.speech.search.choice import Scorer, begin_search
+from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.transcript.pronunciations import Pronunciations, lexicon_of
+from favor.models.speech.transcript.spans import Emission, Span
+from favor.models.speech.transcript.tokenizer import SPACE
+from favor.models.speech.transcription import Transcript
 
 if TYPE_CHECKING:
     from favor.models.whisper_ctc.modeling_whisper_ctc import WhisperForCTC
@@ -42,7 +42,7 @@ class WhisperCTCStream:
 
     Example:
         >>> import torch
-        >>> from favor.models.conformer import ConformerProcessor, train_tokenizer
+        >>> from favor.models.speech import ConformerProcessor, train_tokenizer
         >>> from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
         >>> from favor.models.whisper_ctc import WhisperCTCStream
         >>> sizes = dict(d_model=64, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=128)

@@ -113,7 +113,7 @@ class SpeechDataArguments(AcousticArguments):
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
         from favor.models.conformer.feature_extraction_conformer import NORMALIZE
-        from favor.models.conformer.tokenization_conformer import MODEL_TYPES
+        from favor.models.speech.transcript.tokenizer import MODEL_TYPES
 
         super().__post_init__()
         check_positive(self, "train_repeats", "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
-from favor.models.conformer.configuration_conformer import IGNORED
+from favor.models.speech.encoder import IGNORED
 from favor.train.common.batches import mix
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.augment import SpecAugment, change_speed

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from favor.models.conformer.audio import read_file
 from favor.models.conformer.configuration_conformer import subsampled_frames
+from favor.models.speech import read_file
 
 # Endings of files that are audio.
 AUDIO = (".flac", ".mp3", ".wav")
@@ -158,7 +158,7 @@ def join(utterances: Sequence[Utterance], most: float) -> list[Utterance]:
 def read_audio(
     source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
 ) -> np.ndarray:
-    """Reads the samples of an utterance or of an audio file; see `favor.models.conformer.audio.read_file`.
+    """Reads the samples of an utterance or of an audio file; see `favor.models.speech.read_file`.
 
     Args:
         source: an utterance, a path, or the bytes of a file.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from favor.models.conformer import Pronunciations
-from favor.models.conformer.pronunciations import lacking, lexicon_of
+from favor.models.speech import Pronunciations
+from favor.models.speech.transcript.pronunciations import lacking, lexicon_of
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.data import Skipped, Utterance
 from favor.train.speech.model import architecture_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import WhisperProcessor
 
-from favor.models.conformer import ConformerProcessor
+from favor.models.speech import ConformerProcessor
 from favor.train.speech.acoustics import Acoustics, audio_files
 from favor.train.speech.arguments import Arguments, SpeechDataArguments
 from favor.train.speech.augment import SpecAugment

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from favor.models.conformer.tokenization_conformer import normalize_transcript
+from favor.models.speech import normalize_transcript
 from favor.train.common.lines import is_text, open_lines
 from favor.train.speech.data import Skipped, Utterance
 from favor.train.speech.rows import Normalize, from_row

@@ -11,16 +11,8 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, WhisperProcessor
 
 import favor
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerProcessor,
-    ConformerTokenizer,
-    Pronunciations,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
+from favor.models.speech import ConformerProcessor, ConformerTokenizer, Pronunciations, train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train.speech.arguments import Arguments, SpeechDataArguments, SpeechModelArguments
 from favor.train.speech.data import Utterance, read_audio

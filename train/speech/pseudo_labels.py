@@ -19,9 +19,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from favor.integrations.modules import evaluating
-from favor.models.conformer import ConformerProcessor, normalize_transcript
-from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.word_search import Scorer
+from favor.models.speech import ConformerProcessor, Pronunciations, normalize_transcript
+from favor.models.speech.search.choice import Scorer
 from favor.train.speech.batches import Key
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import evaluation_loader

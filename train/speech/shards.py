@@ -12,7 +12,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from favor.models.conformer.tokenization_conformer import normalize_transcript
+from favor.models.speech import normalize_transcript
 from favor.train.speech.data import AUDIO, Skipped, StoredAudio, Utterance
 from favor.train.speech.rows import COLUMNS, Normalize, from_row
 

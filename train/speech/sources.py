@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Audio, Dataset, load_dataset
 
-from favor.models.conformer.tokenization_conformer import normalize_transcript
+from favor.models.speech import normalize_transcript
 from favor.train.common.lines import is_text, open_lines
 from favor.train.speech.data import AUDIO, LISTED, Skipped, StoredAudio, Utterance
 from favor.train.speech.manifests import manifests, named_manifests, read_manifest

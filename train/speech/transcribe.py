@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from transformers import WhisperForConditionalGeneration
 
-from favor.models.conformer import (
-    Chunks,
-    ConformerForCTC,
-    ConformerForTransducer,
+from favor.models.conformer import Chunks, ConformerForCTC, ConformerForTransducer
+from favor.models.speech import (
     Hypothesis,
+    Pronunciations,
     WordLexicon,
     ctc_greedy,
     ctc_prefix_beam,
     transducer_beam,
     transducer_greedy,
 )
-from favor.models.conformer.pronunciations import Pronunciations
-from favor.models.conformer.word_search import Scorer, search_words, usual_beam
+from favor.models.speech.search.choice import Scorer, search_words, usual_beam
 from favor.train.speech.whisper import say
 
 

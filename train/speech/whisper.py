@@ -13,7 +13,7 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
 import favor
-from favor.models.conformer.configuration_conformer import IGNORED
+from favor.models.speech.encoder import IGNORED
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.data import Skipped, Utterance

@@ -12,9 +12,8 @@ from tiny_speech import SPLITS, save_model, write_corpus
 
 import favor
 from favor.eval import asr
-from favor.models.conformer import (
-    ConformerForCTC,
-    ConformerForTransducer,
+from favor.models.conformer import ConformerForCTC, ConformerForTransducer
+from favor.models.speech import (
     ConformerProcessor,
     WordLexicon,
     WordScorer,

@@ -5,7 +5,7 @@ import lzma
 import pytest
 
 from favor.eval.speech import language_model
-from favor.models.conformer import write_arpa
+from favor.models.speech import write_arpa
 
 TEXT = "Mr. Grey came in. It was \u201ccold\u201d; very cold!\n\n* * *\n\nGrey left"
 SAID = ["MISTER GREY CAME IN", "IT WAS COLD", "VERY COLD", "GREY LEFT"]

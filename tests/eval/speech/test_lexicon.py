@@ -8,7 +8,7 @@ import torch
 
 from favor.eval.speech import lexicon
 from favor.eval.speech.letters_to_sounds import LETTERS, PHONEMES, LetterToSound
-from favor.models.conformer import Pronunciations
+from favor.models.speech import Pronunciations
 
 DICTIONARY = """good G UH1 D
 day D EY1 # a comment

@@ -18,7 +18,8 @@ from favor.eval import long_form
 from favor.eval.common.launch import Backend
 from favor.eval.speech import long_form_cell as cell
 from favor.eval.speech import long_form_report
-from favor.models.conformer import ConformerForCTC, ConformerProcessor, ctc_greedy
+from favor.models.conformer import ConformerForCTC
+from favor.models.speech import ConformerProcessor, ctc_greedy
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 

@@ -62,7 +62,7 @@ def compile_transducer(capability):
     import torch
     from ahead import compiling
 
-    from favor.models.conformer import triton_transducer
+    from favor.models.speech.transducer import lattice_gpu as triton_transducer
 
     for shape in LATTICES:
         blank, label = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)

@@ -7,7 +7,7 @@ import pytest
 import favor
 from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
-from favor.models.conformer.tokenization_conformer import MODEL_TYPES
+from favor.models.speech.transcript.tokenizer import MODEL_TYPES
 from favor.optim.softmax_bound import CURVATURES
 from favor.train.common.arguments import BackendArguments, HeadArguments, RunArguments, option
 from favor.train.common.program import DataclassParser

@@ -10,8 +10,9 @@ import soundfile
 import torch
 from speech_corpus import RATE, WORDS, librispeech, sound, write_sound
 
-from favor.models.conformer import ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
-from favor.models.conformer.audio import read_file, read_piece
+from favor.models.conformer import ConformerFeatureExtractor
+from favor.models.speech import ConformerProcessor, read_file, train_tokenizer
+from favor.models.speech.audio.files import read_piece
 from favor.train.speech.acoustic_arguments import AcousticArguments
 from favor.train.speech.acoustics import Acoustics, add_noise, change_volume, reverberate, synthetic_response
 from favor.train.speech.arguments import SpeechDataArguments

@@ -8,13 +8,8 @@ from safetensors.torch import load_file
 from tiny_whisper import make_processor, save
 from transformers import AutoFeatureExtractor, AutoProcessor, WhisperForConditionalGeneration
 
-from favor.models.conformer import (
-    ConformerConfig,
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerProcessor,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import distill
 
 OPTIONS = ["--num_features", "16", "--join_seconds", "4", "--held_out_samples", "2", "--calibration_samples", "2"]

@@ -11,7 +11,7 @@ from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
-from favor.models.conformer import ConformerProcessor, Pronunciations, WordLexicon, write_arpa
+from favor.models.speech import ConformerProcessor, Pronunciations, WordLexicon, write_arpa
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train import asr, nst
 from favor.train.speech.data import Skipped, Utterance, read_audio

@@ -11,13 +11,8 @@ import pytest
 from speech_corpus import librispeech, transcript, write_sound
 from tiny_speech import make_model
 
-from favor.models.conformer import (
-    ConformerFeatureExtractor,
-    ConformerForCTC,
-    ConformerForTransducer,
-    ConformerProcessor,
-    train_tokenizer,
-)
+from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech import pseudo_labels
 from favor.train.speech.data import Utterance, check_lengths, read_audio
 from favor.train.speech.manifests import read_manifest

@@ -10,7 +10,8 @@ import pytest
 import torch
 from speech_corpus import WORDS, librispeech, write_manifest, write_shard
 
-from favor.models.conformer import ConformerFeatureExtractor, ConformerProcessor, train_tokenizer
+from favor.models.conformer import ConformerFeatureExtractor
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.data import Skipped, read_audio
 from favor.train.speech.prepare import prepare

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from favor.models.conformer.audio import resample
+from favor.models.speech import resample
 from favor.train.speech.augment import SpecAugment, change_speed
 
 RATE = 16000

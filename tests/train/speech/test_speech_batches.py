@@ -9,8 +9,7 @@ from accelerate.data_loader import prepare_data_loader
 from speech_corpus import RATE, WORDS, librispeech
 
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
-from favor.models.conformer.processing_conformer import ConformerProcessor
-from favor.models.conformer.tokenization_conformer import train_tokenizer
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech.augment import SpecAugment, change_speed
 from favor.train.speech.batches import DurationBatchSampler, SpeechDataset, collate
 from favor.train.speech.data import Utterance, read_audio

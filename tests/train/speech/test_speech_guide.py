@@ -19,7 +19,7 @@ from tiny_whisper import make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import chunks, whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, lexicon, synthesize
-from favor.models.conformer import write_arpa
+from favor.models.speech import write_arpa
 from favor.train import asr, distill, nst
 
 GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]

@@ -18,9 +18,8 @@ from favor.models.conformer import (
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
-    ConformerProcessor,
-    train_tokenizer,
 )
+from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech.acoustics import Acoustics
 from favor.train.speech.batches import SpeechDataset, collate
 from favor.train.speech.data import Utterance

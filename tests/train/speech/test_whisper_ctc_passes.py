@@ -18,7 +18,7 @@ from favor.eval.speech import rescoring
 from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
 from favor.eval.whisper_ctc_long import WAYS
-from favor.models.conformer import ConformerProcessor, WordLexicon, write_arpa
+from favor.models.speech import ConformerProcessor, WordLexicon, write_arpa
 from favor.train import asr
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance, read_audio

@@ -1,0 +1,1 @@
+"""Audio: files as waveforms (`files`), and checks of waveforms (`waveforms`)."""

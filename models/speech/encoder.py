@@ -1,0 +1,94 @@
+"""Encoders of speech: their padding, their output, and the CTC loss of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput
+
+# Padding of labels, which no loss counts.
+IGNORED = -100
+Count = TypeVar("Count", int, Tensor)
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """Output of an encoder.
+
+    Attributes:
+        last_hidden_state: `[B, L, C]`.
+        attention_mask: `[B, L]`, boolean, True for real frames; None if none was given.
+        hidden_states, attentions: as in transformers.
+    """
+
+    attention_mask: Tensor | None = None
+
+
+class PaddedBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation whose statistics are those of the real frames."""
+
+    def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
+        """Normalises `[B, C, T]`; real `[B, T]`, boolean, are the frames that count in training."""
+        if not self.training:
+            return super().forward(input)
+        frames = input.transpose(1, 2)
+        rows = frames.flatten(0, 1) if real is None else frames[real]
+        momentum = 0.0 if self.momentum is None else self.momentum
+        # Activation checkpointing runs this a second time, inside the backward pass.
+        if torch._C._current_graph_task_id() != -1:
+            momentum = 0.0
+        # One frame has no variance: it takes that of the frames so far.
+        own = len(rows) > 1
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
+        normed = functional.batch_norm(rows, *statistics)
+        if real is None:
+            return normed.view_as(frames).transpose(1, 2)
+        return torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), normed).transpose(1, 2)
+
+
+def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:
+    """Gives the mask `[B, T]` of features as boolean; raises ValueError for another shape or padding on the left."""
+    if attention_mask.shape != input_features.shape[:2]:
+        raise ValueError(
+            f"attention_mask must be {list(input_features.shape[:2])}, as the features, got "
+            f"{list(attention_mask.shape)}."
+        )
+    given = attention_mask.bool()
+    if not torch.compiler.is_compiling() and bool((~given[:, :-1] & given[:, 1:]).any()):
+        raise ValueError("attention_mask must have its padding on the right: ones, then zeros.")
+    return given
+
+
+def frame_counts(encoded: EncoderOutput) -> Tensor:
+    """Counts the real frames `[B]` of an encoder's output."""
+    hidden: Any = encoded.last_hidden_state
+    if encoded.attention_mask is None:
+        return torch.full((hidden.shape[0],), hidden.shape[1], device=hidden.device)
+    return encoded.attention_mask.sum(-1)
+
+
+def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """Computes the CTC loss in float32.
+
+    Args:
+        logits: `[B, L, V]`.
+        lengths: real frames `[B]`.
+        labels: `[B, U]`, padded with -100.
+        config: with `pad_token_id`, the blank, `ctc_loss_reduction` and `ctc_zero_infinity`.
+    """
+    counts = (labels != IGNORED).sum(-1)
+    # cuDNN and half precision have limits of their own; the plain form takes all lengths.
+    with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):
+        return functional.ctc_loss(
+            logits.float().log_softmax(-1).transpose(0, 1),
+            labels.masked_fill(labels == IGNORED, config.pad_token_id),
+            lengths,
+            counts,
+            blank=config.pad_token_id,
+            reduction=config.ctc_loss_reduction,
+            zero_infinity=config.ctc_zero_infinity,
+        )

@@ -1,0 +1,116 @@
+"""Times of what is said: tokens with their frames, and words and segments made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Emission:
+    """One token that a search found, with its frames.
+
+    Attributes:
+        token: its id.
+        start: its first frame.
+        end: the frame after its last one.
+        confidence: probability of the token, the mean over its frames.
+        word: that begins with this token, if the search knows words by their pronunciation; else empty.
+
+    Example:
+        >>> from favor.models.speech import Emission
+        >>> Emission(token=7, start=3, end=5, confidence=0.9).end
+        5
+    """
+
+    token: int
+    start: int
+    end: int
+    confidence: float
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text with its time.
+
+    Attributes:
+        text: what is said.
+        start: where it begins: a frame, or seconds in a `Transcript`.
+        end: where it ends, in the same unit.
+        confidence: between 0 and 1; see `join_words` and `join_segments` for words and segments.
+
+    Example:
+        >>> from favor.models.speech import Span
+        >>> Span(text="GOOD", start=0.4, end=0.6, confidence=0.9).text
+        'GOOD'
+    """
+
+    text: str
+    start: float
+    end: float
+    confidence: float
+
+
+def in_seconds(spans: Sequence[Span], frame: float) -> list[Span]:
+    """Gives spans whose times are frames with times in seconds; a frame lasts `frame` seconds."""
+    return [replace(one, start=one.start * frame, end=one.end * frame) for one in spans]
+
+
+def join_words(pieces: Sequence[Span]) -> list[Span]:
+    """Makes words of pieces of text, where a space in front of a piece begins a new word.
+
+    Args:
+        pieces: in their order, such as `ConformerTokenizer.spans` returns them.
+
+    Returns:
+        Words from the start of their first piece to the end of their last one. A word is as sure as its least sure
+        piece; spaces do not count.
+
+    Example:
+        >>> from favor.models.speech import Span, join_words
+        >>> [word.text for word in join_words([Span("GO", 0, 1, 0.9), Span("OD", 1, 2, 0.8), Span(" DAY", 4, 6, 0.9)])]
+        ['GOOD', 'DAY']
+    """
+    words: list[list[Span]] = [[]]
+    for piece in pieces:
+        if piece.text.startswith(" "):
+            words.append([])
+        if piece.text.strip():
+            words[-1].append(piece)
+    return [_joined(word, "", min(piece.confidence for piece in word)) for word in words if word]
+
+
+def join_segments(words: Sequence[Span], pause: float) -> list[Span]:
+    """Makes segments of words: a longer pause than `pause` begins a new one.
+
+    Args:
+        words: in their order.
+        pause: between the end of a word and the start of the next, in the unit of their times; at least 0.
+
+    Returns:
+        Segments with single spaces between their words. Their confidence is the mean of that of the words.
+
+    Raises:
+        ValueError: for a pause that is no number of at least 0.
+
+    Example:
+        >>> from favor.models.speech import Span, join_segments
+        >>> words = [Span("GOOD", 0.0, 0.3, 0.9), Span("DAY", 0.4, 0.6, 0.7), Span("YES", 2.0, 2.2, 0.5)]
+        >>> [segment.text for segment in join_segments(words, pause=0.5)]
+        ['GOOD DAY', 'YES']
+    """
+    if math.isnan(pause) or pause < 0:
+        raise ValueError(f"pause must be a number of at least 0, got {pause}.")
+    segments: list[list[Span]] = []
+    for word in words:
+        if not segments or word.start - segments[-1][-1].end > pause:
+            segments.append([])
+        segments[-1].append(word)
+    return [_joined(part, " ", sum(word.confidence for word in part) / len(part)) for part in segments]
+
+
+def _joined(parts: Sequence[Span], between: str, confidence: float) -> Span:
+    text = between.join(part.text.strip() for part in parts)
+    return Span(text, parts[0].start, parts[-1].end, confidence)

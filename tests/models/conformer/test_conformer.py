@@ -1,0 +1,305 @@
+"""Performer Conformer: padding, causality, saving, the pipeline, the Transducer's parts."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tiny_speech
+import torch
+import transformers
+from tiny_speech import SIZES, make_processor
+from torch.nn import functional
+from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
+
+from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerModel
+from favor.models.speech import transducer_greedy, transducer_loss
+from favor.models.speech.encoder import PaddedBatchNorm
+
+BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "favor_relu")
+
+
+def build(kind, backend: str = "favor#", **changes):
+    name, _, window = backend.partition(" ")
+    return tiny_speech.build(kind, name, {"window": 8 if window else 0}, **changes)
+
+
+def batch(lengths=(90, 61, 13), padding: float = 50.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(len(lengths), max(lengths), 10, generator=generator)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"input_features": features.masked_fill(~mask[..., None], padding), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
+def test_padding_changes_nothing(backend, causal):
+    model, inputs = build(ConformerForCTC, backend, causal=causal), batch()
+    with torch.no_grad():
+        together = model(**inputs).logits
+        for row, length in enumerate([90, 61, 13]):
+            alone = model(inputs["input_features"][row : row + 1, :length]).logits[0]
+            assert len(alone) == model.subsampled_lengths(torch.tensor(length))
+            torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_changes_no_gradient_and_no_statistics():
+    """Training: batch normalisation counts real frames only, whatever padding holds and however long it is."""
+    results = []
+    for padding, extra in ((0.0, 0), (50.0, 40)):
+        model, inputs = build(ConformerForCTC, attention_dropout=0.0), batch(padding=padding)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.encoder.config.activation_dropout = 0.0
+        for layer in model.encoder.layers:
+            layer.feed_forward1.activation_dropout = layer.feed_forward2.activation_dropout = 0.0
+        inputs["input_features"] = functional.pad(inputs["input_features"], (0, 0, 0, extra), value=padding)
+        inputs["attention_mask"] = functional.pad(inputs["attention_mask"], (0, extra))
+        labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+        model(**inputs, labels=labels).loss.backward()
+        results.append([p.grad for p in model.parameters()] + [b for n, b in model.named_buffers() if "running" in n])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_of_real_frames():
+    generator = torch.Generator().manual_seed(0)
+    norm, frames = PaddedBatchNorm(3), torch.randn(2, 3, 7, generator=generator)
+    real = torch.arange(7) < torch.tensor([7, 4])[:, None]
+    plain = torch.nn.BatchNorm1d(3)
+    expected = plain(torch.cat((frames[0], frames[1, :, :4]), dim=1).T)
+    found = norm(frames, real)
+    torch.testing.assert_close(torch.cat((found[0], found[1, :, :4]), dim=1).T, expected)
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    assert not found[1, :, 4:].any()
+
+
+def test_a_batch_of_one_frame_trains():
+    model, inputs = build(ConformerForCTC).train(), batch((13,))
+    model(**inputs, labels=torch.tensor([[3]])).loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_activation_checkpointing_counts_statistics_once():
+    results = []
+    for checkpointing in (False, True):
+        model, inputs = (
+            build(ConformerForCTC, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0).train(),
+            batch(),
+        )
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**inputs, labels=torch.tensor([[3], [4], [5]])).loss.backward()
+        results.append(
+            [*(p.grad for p in model.parameters()), *(b for n, b in model.named_buffers() if "running" in n)]
+        )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_encoder_compiles_without_graph_breaks():
+    model, inputs = build(ConformerForCTC, num_hidden_layers=1), batch()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_that_of_torch():
+    model, inputs = build(ConformerForCTC, ctc_loss_reduction="sum"), batch()
+    labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+    out = model(**inputs, labels=labels)
+    loss = torch.nn.CTCLoss(blank=0, reduction="sum")
+    expected = sum(
+        loss(out.logits[row, :frames].double().log_softmax(-1), labels[row, :tokens], (frames,), (tokens,))
+        for row, (frames, tokens) in enumerate(zip([20, 13, 1], [4, 2, 1], strict=True))
+    )
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "AutoModelForRNNT"), reason="transformers has no such Auto class")
+def test_a_transducer_comes_back_and_lends_its_encoder(tmp_path):
+    model, inputs = build(ConformerForTransducer, ctc_weight=0.3), batch()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForRNNT.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
+    with torch.no_grad():
+        hidden = model.encode(**inputs)[0]
+        assert torch.equal(AutoModel.from_pretrained(tmp_path)(**inputs).last_hidden_state, hidden)
+
+
+@pytest.mark.parametrize("network", ["lstm", "stateless"])
+def test_the_transducer_loss_is_that_of_all_logits(network):
+    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
+    labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
+    out = model(**inputs, labels=labels)
+    hidden, lengths = model.encode(**inputs)
+    prediction, _ = model.predict(functional.pad(labels.clamp_min(0), (1, 0)))
+    logits = model.join(hidden[:, :, None], prediction[:, None])
+    expected = transducer_loss(logits, labels, lengths, torch.tensor([4, 2, 1]))
+    torch.testing.assert_close(out.transducer_loss, expected)
+    torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)
+    out.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("network", ["lstm", "stateless"])
+def test_the_prediction_network_goes_token_by_token(network):
+    model = build(ConformerForTransducer, prediction_network=network, prediction_context_size=3)
+    tokens = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]])
+    whole, _ = model.predict(tokens)
+    state, parts = None, []
+    for token in tokens.split(1, dim=1):
+        part, state = model.predict(token, state)
+        parts.append(part)
+        assert all(len(tensor) == 2 for tensor in state)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved CTC model with its processor."""
+    path = tmp_path_factory.mktemp("conformer")
+    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
+    build(ConformerForCTC, vocab_size=len(processor.tokenizer)).save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def test_the_pipeline_reads_the_saved_model(folder):
+    audio = np.random.default_rng(0).normal(size=24000).astype(np.float32)
+    transcriber = pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    found = transcriber({"raw": audio, "sampling_rate": 16000})["text"]
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForCTC.from_pretrained(folder)
+    inputs = processor(audio, sampling_rate=16000)
+    expected = processor.batch_decode(model(**inputs).logits.argmax(-1))
+    assert [found] == expected
+    assert found
+    chunks = transcriber({"raw": audio, "sampling_rate": 16000}, chunk_length_s=1.0, stride_length_s=0.2)["text"]
+    assert isinstance(chunks, str)
+    assert chunks
+
+
+def test_the_pipeline_gives_times(folder):
+    audio = np.random.default_rng(0).normal(size=48000).astype(np.float32)
+    transcriber = pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    tokenizer, head = transcriber.tokenizer, transcriber.model.ctc_head
+    inputs = transcriber.feature_extractor(audio, sampling_rate=16000)
+    with torch.no_grad():
+        # Random weights say one letter again and again; with this bias they make words.
+        logits = transcriber.model(**inputs).logits[0]
+        head.bias -= logits.mean(0)
+        head.bias[:3] -= torch.tensor([0.0, 9.0, 9.0])
+        head.bias[tokenizer.convert_tokens_to_ids("▁")] += (logits - logits.mean(0)).std()
+        best = transcriber.model(**inputs).logits[0].argmax(-1).tolist()
+    words = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="word")
+    chars = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="char")
+    assert words["text"] == chars["text"] == "".join(one["text"] for one in chars["chunks"]) == tokenizer.decode(best)
+    assert [one["text"] for one in words["chunks"]] == words["text"].split()
+    assert len(words["chunks"]) > 1
+    letters = {token: tokenizer.convert_ids_to_tokens(token) for token in range(len(tokenizer))}
+    for one in chars["chunks"]:
+        first, after = (round(second * 25) for second in one["timestamp"])
+        assert {letters[token].replace("▁", " ") for token in best[first:after]} == {one["text"]}
+    starts = [one["timestamp"][0] for one in chars["chunks"]]
+    assert {one["timestamp"][0] for one in words["chunks"]} <= set(starts)
+    pieces = {"chunk_length_s": 1.0, "stride_length_s": 0.2, "return_timestamps": "word"}
+    chunked = transcriber({"raw": audio, "sampling_rate": 16000}, **pieces)
+    assert [one["text"] for one in chunked["chunks"]] == chunked["text"].split()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_kernel_size": 4}, "conv_kernel_size must be odd"),
+        ({"prediction_network": "gru"}, "prediction_network must be one of lstm, stateless"),
+        ({"ctc_weight": 1.0}, "ctc_weight must be in"),
+        ({"num_attention_heads": 100}, "num_attention_heads must be 1 to hidden_size, got 100"),
+        ({"num_hidden_layers": 1025}, "num_hidden_layers must be at most 1024, got 1025"),
+        ({"conv_kernel_size": 10**6 + 1}, "conv_kernel_size must be at most 65536"),
+        ({"vocab_size": 10**9}, "vocab_size must be at most 16777216"),
+        ({"ctc_loss_reduction": "none"}, "mean or sum"),
+        ({"favor": {"num_feature": 3}}, "num_feature"),
+    ],
+)
+def test_a_bad_configuration_is_refused(changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ConformerConfig(**{**SIZES, **changes})
+
+
+def test_presets():
+    paper = ConformerConfig.preset("paper")
+    assert (paper.num_hidden_layers, paper.hidden_size, paper.num_attention_heads) == (20, 512, 8)
+    deepest = ConformerConfig.preset("tiny", vocab_size=99, num_hidden_layers=1024)
+    assert (deepest.vocab_size, deepest.num_hidden_layers) == (99, 1024)
+    with pytest.raises(ValueError, match="tiny, small, paper, got 'huge'"):
+        ConformerConfig.preset("huge")
+
+
+def test_bad_inputs_are_refused():
+    model, inputs = build(ConformerModel), batch()
+    with pytest.raises(ValueError, match=r"\[batch, time, 10\], got \(3, 90, 9\)"):
+        model(inputs["input_features"][..., :9])
+    with pytest.raises(ValueError, match="12 feature frames are too few"):
+        model(inputs["input_features"][:, :12])
+    with pytest.raises(ValueError, match="padding on the right"):
+        model(inputs["input_features"], inputs["attention_mask"].flip(1))
+    with pytest.raises(ValueError, match="as the features, got"):
+        model(inputs["input_features"], inputs["attention_mask"][:, 1:])
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.3], ids=["alone", "with a CTC head"])
+def transducer_folder(request, tmp_path_factory):
+    """A saved Transducer that emits many tokens, equal neighbours among them, with its processor."""
+    path = tmp_path_factory.mktemp("transducer")
+    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
+    model = build(ConformerForTransducer, vocab_size=len(processor.tokenizer), ctc_weight=request.param)
+    with torch.no_grad():
+        for parameter in model.joint.parameters():
+            parameter.mul_(5)
+        model.joint.head.bias[4] += 2
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def test_the_pipeline_of_a_transducer_says_what_its_own_search_says(transducer_folder):
+    processor = AutoProcessor.from_pretrained(transducer_folder)
+    model = ConformerForTransducer.from_pretrained(transducer_folder)
+    audio = [np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed, size in ((0, 24000), (1, 9000))]
+    tokens = transducer_greedy(model, *model.encode(**processor(audio, sampling_rate=16000)))
+    assert any(first == second for ids in tokens for first, second in pairwise(ids))
+    expected = [processor.decode(ids, group_tokens=False, skip_special_tokens=True) for ids in tokens]
+    ids = model.generate(**processor(audio, sampling_rate=16000))
+    for grouped in (True, False):
+        assert processor.batch_decode(ids, group_tokens=grouped, skip_special_tokens=True) == expected
+    parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
+    for transcriber in (
+        pipeline("automatic-speech-recognition", model=str(transducer_folder), device="cpu"),
+        pipeline("automatic-speech-recognition", model=model, device="cpu", **parts),
+    ):
+        assert isinstance(transcriber.model, ConformerForTransducer)
+        assert [found["text"] for found in transcriber([piece.copy() for piece in audio])] == expected
+        with pytest.raises(ValueError, match="chunk_length_s is for CTC models, this is a Transducer"):
+            transcriber(audio[0].copy(), chunk_length_s=0.5, ignore_warning=True)
+
+
+def test_a_transducer_is_no_ctc_model_unless_asked_for(transducer_folder, tmp_path):
+    """A new head would have random weights; the head that is there is not what the Transducer says."""
+    with pytest.raises(ValueError, match=r"got a Transducer: load it with ConformerForTransducer.from_pretrained"):
+        AutoModelForCTC.from_pretrained(transducer_folder)
+    model = ConformerForTransducer.from_pretrained(transducer_folder)
+    action = "adds a CTC head with random weights" if model.ctc_head is None else "takes its CTC head alone"
+    with pytest.raises(ValueError, match=rf'architectures=\["ConformerForCTC"\] here {action}'):
+        ConformerForCTC.from_pretrained(transducer_folder)
+    asked = ConformerForCTC.from_pretrained(transducer_folder, architectures=["ConformerForCTC"])
+    for name, weight in model.encoder.state_dict().items():
+        assert torch.equal(asked.encoder.state_dict()[name], weight), name
+    if model.ctc_head is not None:
+        assert torch.equal(asked.ctc_head.weight, model.ctc_head.weight)
+    asked.save_pretrained(tmp_path)
+    assert isinstance(AutoModelForCTC.from_pretrained(tmp_path), ConformerForCTC)

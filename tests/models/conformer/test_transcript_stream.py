@@ -1,0 +1,299 @@
+"""Text that comes in pieces is that of the whole recording; end points, resets and batches of streams."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_speech
+import torch
+from small_sections import set_small_sections
+from tiny_speech import FIXED, make_processor
+
+import favor
+from favor.models.conformer import (
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    feed_streams,
+    transcript_stream,
+)
+from favor.models.speech import ConformerProcessor, EndpointRules
+
+KINDS = (ConformerForCTC, ConformerForTransducer)
+BLANK = {ConformerForCTC: 1.0, ConformerForTransducer: 0.5}  # so that all is there: tokens, words and silence
+NEVER = EndpointRules(None, None, None)
+OFTEN = EndpointRules(0.28, 0.12, 0.8)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return make_processor("GO DAD", "A BAD DOG", **FIXED)
+
+
+def sounds(seconds, seed):
+    """Noise whose loudness and colour change every 0.12 s."""
+    draw, parts = np.random.default_rng(seed), []
+    for _ in range(round(seconds / 0.12)):
+        noise = np.convolve(draw.normal(size=1920), draw.normal(size=3), "same")
+        parts.append(noise * 10.0 ** draw.uniform(-3, 0))
+    return torch.tensor(np.concatenate(parts), dtype=torch.float32)
+
+
+@torch.no_grad()
+def build(kind, processor, backend="favor+", **options):
+    """A model that finds blanks and several tokens."""
+    vocab = len(processor.tokenizer)
+    model = tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6, vocab_size=vocab)
+    inputs = processor(audio=sounds(4, 9), sampling_rate=16000)
+    if kind is ConformerForCTC:
+        head, logits = model.ctc_head, model(**inputs).logits
+    else:
+        # So that a token changes what comes after it, and not every frame says ten of them.
+        model.prediction.embedding.weight *= 20
+        model.joint.prediction_projection.weight *= 8
+        hidden, _ = model.encode(**inputs)
+        prediction, _ = model.predict(torch.arange(vocab)[:, None])
+        head, logits = model.joint.head, model.join(hidden[:1, :, None], prediction[:, 0])
+    places = tuple(range(logits.ndim - 1))
+    head.bias -= logits.mean(places)
+    head.weight /= logits.std(places).unsqueeze(1)
+    head.bias /= logits.std(places)
+    head.bias[1:3] -= 9.0  # no special tokens
+    head.bias[0] += BLANK[kind]
+    head.bias[processor.tokenizer.convert_tokens_to_ids("▁")] += 0.5  # words
+    return model
+
+
+def fed(stream, audio, size):
+    """Utterances of audio in pieces of so many samples, of a stream that is new or was reset."""
+    found = [one for piece in audio.split(size) for one in stream.feed(piece)] + stream.finish()
+    stream.reset()
+    return found
+
+
+def plain(utterances):
+    """What must be equal: text and times."""
+    return [(one.text, one.start, one.end, [(w.text, w.start, w.end) for w in one.words]) for one in utterances]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_and_times_are_those_of_the_whole(kind, processor):
+    """Confidences too, of words whose least sure token lasts for several frames."""
+    model, audio = build(kind, processor), sounds(6, 5)
+    whole = model.transcribe([audio], processor=processor, return_timestamps="word")[0]
+    assert len(whole.spans) > 2
+    assert len(set(whole.text)) > 3
+    for size in (999, 16000, 96000):
+        stream = model.transcribe_stream(processor, NEVER)
+        for piece in audio.split(size):
+            assert stream.feed(piece) == []
+        assert stream.partial == whole.text
+        assert stream.seconds == pytest.approx(5.88, abs=0.1)
+        words = stream.partial_words
+        assert [replace(word, confidence=0) for word in words] == [replace(span, confidence=0) for span in whole.spans]
+        for word, span in zip(words, whole.spans, strict=True):
+            assert word.confidence == pytest.approx(span.confidence, abs=1e-4)
+        (final,) = stream.finish()
+        assert (final.text, final.start, final.end) == (whole.text, whole.spans[0].start, whole.spans[-1].end)
+        assert final.words == words
+        assert (stream.partial, stream.state_bytes) == ("", 0)
+
+
+@pytest.mark.parametrize(("kind", "reset_encoder"), list(zip(KINDS, [False, True], strict=True)))
+def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, processor, monkeypatch):
+    model, audio = build(kind, processor), sounds(6, 1)
+    found = plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000))
+    assert len(found) > 1
+    for size in (777, 20000):
+        assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, size)) == found
+    monkeypatch.setattr(transcript_stream, "BLOCK_FRAMES", 7)
+    assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000)) == found
+
+
+def test_an_encoder_that_is_reset_begins_as_a_new_one(processor):
+    """The last utterance equals that of a stream that begins where the encoder was reset."""
+    model, audio, rules = build(ConformerForCTC, processor), sounds(6, 1), EndpointRules(None, None, 2.0)
+    found = fed(model.transcribe_stream(processor, rules, reset_encoder=True), audio, 5000)
+    alone = fed(model.transcribe_stream(processor, NEVER), audio[100 * 640 :], 5000)[0]
+    words = [replace(word, start=word.start + 4, end=word.end + 4) for word in alone.words]
+    assert len(found) == 3
+    assert found[-1].text == alone.text
+    for word, other in zip(found[-1].words, words, strict=True):
+        assert (word.text, word.start, word.end) == (other.text, pytest.approx(other.start), pytest.approx(other.end))
+    goes_on = fed(model.transcribe_stream(processor, rules), audio, 5000)
+    assert plain(goes_on)[-1] != plain(found)[-1]
+
+
+def scripted(monkeypatch, processor, script, rules, kind=ConformerForCTC):
+    """A stream whose model says the labels of a script, one a frame, whatever the audio."""
+    model = build(kind, processor)
+    eye = torch.eye(len(processor.tokenizer))
+    labels = torch.tensor(script + [0] * 1000)
+
+    def frames(encoder, states, counts):
+        return [
+            9 * eye[labels[state.position : state.position + count]][None]
+            for state, count in zip(states, counts, strict=True)
+        ]
+
+    monkeypatch.setattr(transcript_stream, "encode", frames)
+    if kind is ConformerForCTC:
+        model.ctc_head = torch.nn.Identity()
+    else:  # it says a token once, and no token again after itself
+
+        def join(hidden, prediction):
+            return (hidden - 18 * prediction * (torch.arange(hidden.shape[-1]) > 0)) + eye[0]
+
+        monkeypatch.setattr(model, "predict", lambda tokens, state: (eye[tokens], ()))
+        monkeypatch.setattr(model, "join", join)
+    return model.transcribe_stream(processor, rules)
+
+
+def ends(stream, frames, size):
+    """Texts, first and last frame of the utterances, and the frame at which each was found."""
+    found, audio = [], torch.zeros(640 * (frames - 1) + 2320)
+    for piece in audio.split(size):
+        for one in stream.feed(piece):
+            found.append((one.text, round(one.start / 0.04), round(one.end / 0.04), round(stream.seconds / 0.04)))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_silence_ends_an_utterance_at_its_frame(kind, processor, monkeypatch):
+    go, dad = (processor.tokenizer(text).input_ids[1:] for text in ("GO", "DAD"))
+    # Frames 5, 6 | 4 blanks | 11 to 13 | 5 blanks end it at frame 18 | 19 to 20.
+    script = [0] * 5 + go + [0] * 4 + dad + [0] * 5 + go
+    rules = EndpointRules(None, 0.2 + 1e-9, None)  # 5 frames, up to rounding
+    stream = scripted(monkeypatch, processor, script, rules, kind)
+    assert ends(stream, 19, 640) == [("GODAD", 5, 14, 19)]
+    assert (stream.partial, stream.seconds) == ("", pytest.approx(0.76))
+    assert ends(stream, 8, 640)[0] == ("GO", 19, 21, 26)
+
+
+def test_silence_without_text_has_a_rule_of_its_own(processor, monkeypatch):
+    go = processor.tokenizer("GO").input_ids[1:]
+    stream = scripted(monkeypatch, processor, [0] * 6 + go, EndpointRules(0.2, None, None))
+    assert ends(stream, 8, 640) == []  # an end point at frame 5, and nothing to give
+    assert stream._begun == 5
+    assert stream.partial == "GO"
+    assert ends(stream, 100, 640) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_utterance_ends_when_it_is_long(kind, processor, monkeypatch):
+    a, dog = processor.tokenizer("A").input_ids[1:], processor.tokenizer("DOG").input_ids[1:]
+    stream = scripted(monkeypatch, processor, a + [0] * 2 + dog + [0] * 10, EndpointRules(None, None, 0.2), kind)
+    # Utterances of 5 frames: "A", blank, blank, "DO" | "G" and silence.
+    assert ends(stream, 11, 10**6) == [("ADO", 0, 5, 11), ("G", 5, 6, 11)]
+
+
+def test_a_token_that_an_end_point_cuts_is_said_once(processor, monkeypatch):
+    g = processor.tokenizer("G").input_ids[1]
+    stream = scripted(monkeypatch, processor, [0] * 3 + [g] * 4 + [0] + [g], EndpointRules(None, None, 0.2))
+    assert ends(stream, 9, 10**6) == [("G", 3, 5, 9)]
+    assert (stream.partial, stream.partial_words[0].start) == ("G", pytest.approx(0.32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_was_reset_equals_a_new_one(kind, processor):
+    model, audio = build(kind, processor), sounds(3, 2)
+    stream = model.transcribe_stream(processor, OFTEN)
+    fed_new = fed(model.transcribe_stream(processor, OFTEN), audio, 4000)
+    stream.feed(sounds(2, 3)[:30001])
+    stream.reset()
+    assert fed(stream, audio, 4000) == fed_new
+    assert fed(stream, audio, 4000) == fed_new
+    logits = model.stream(processor.feature_extractor)
+    logits.feed(audio[:20000])
+    logits.reset()
+    assert (logits.frames, logits.tokens) == (0, [[]])
+    new = model.stream(processor.feature_extractor)
+    torch.testing.assert_close(logits.feed(audio), new.feed(audio), rtol=0, atol=0)
+    assert logits.tokens == new.tokens
+
+
+BATCHES = [
+    (ConformerForCTC, "favor+", {}),
+    (ConformerForTransducer, "favor+", {}),
+    (ConformerForCTC, "favor+", {"window": 8}),
+    (ConformerForCTC, "sdpa", {}),
+    (ConformerForCTC, "landmark", {"selected_keys": 6}),
+]
+
+
+@pytest.mark.parametrize(("kind", "backend", "options"), BATCHES)
+@pytest.mark.parametrize("reset_encoder", [False, True])
+def test_a_batch_equals_its_streams_alone(kind, backend, options, reset_encoder, processor, monkeypatch):
+    """Streams that begin late, have pieces of their own lengths, pause, are reset and end."""
+    set_small_sections(monkeypatch)
+    model = build(kind, processor, backend, **options)
+    recordings = [sounds(seconds, seed) for seed, seconds in enumerate((4, 3, 2.4, 3.6))]
+    sizes = (4000, 7100, 2500, 9999)
+    alone = [
+        plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, size))
+        for audio, size in zip(recordings, sizes, strict=True)
+    ]
+    assert sum(map(len, alone)) > 5
+    streams = [model.transcribe_stream(processor, OFTEN, reset_encoder) for _ in recordings]
+    streams[2].feed(recordings[0][:9000])
+    streams[2].reset()
+    queues = [list(audio.split(size)) for audio, size in zip(recordings, sizes, strict=True)]
+    found = [[] for _ in recordings]
+    for step in range(100):
+        # The second one begins late, the third one pauses.
+        going = [
+            row for row in range(4) if queues[row] and not (row == 1 and step < 3) and not (row == 2 and step == 4)
+        ]
+        pieces = [queues[row].pop(0) for row in going]
+        for row, new in zip(going, feed_streams([streams[row] for row in going], pieces), strict=True):
+            found[row] += new
+            if not queues[row]:
+                found[row] += streams[row].finish()
+    assert [plain(one) for one in found] == alone
+
+
+def test_the_layers_run_once_for_a_batch(processor, monkeypatch):
+    """Of positive features without a window attention too, from the second piece on."""
+    model = build(ConformerForCTC, processor)
+    streams, sizes = [model.transcribe_stream(processor, NEVER) for _ in range(3)], []
+    right = favor.kernels.StreamState.joined
+    monkeypatch.setattr(favor.kernels.StreamState, "joined", lambda own: sizes.append(len(own)) or right(own))
+    audio = sounds(3, 5)
+    for start in (0, 16000, 32000):
+        feed_streams(streams, [audio[start : start + 9000], audio[start : start + 16000], audio[start : start + 4000]])
+    assert sizes == [3] * 4  # two layers, two pieces
+    assert len({stream.state_bytes for stream in streams}) > 1  # of samples and features that wait
+    assert max(stream.state_bytes for stream in streams) < 30000
+
+
+def test_what_cannot_be_is_refused(processor):
+    model = build(ConformerForCTC, processor)
+    with pytest.raises(ValueError, match="rule2_min_trailing_silence must be"):
+        EndpointRules(rule2_min_trailing_silence=0)
+    with pytest.raises(ValueError, match="rule3_min_utterance_length must be"):
+        EndpointRules(rule3_min_utterance_length=float("nan"))
+    with pytest.raises(ValueError, match="must recognise speech"):
+        transcript_stream.TranscriptStream(model.encoder, processor)
+    with pytest.raises(ValueError, match="processor must be given"):
+        model.transcribe_stream()
+    utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), processor.tokenizer)
+    with pytest.raises(ValueError, match='normalize="none"'):
+        model.transcribe_stream(utterance)
+    with pytest.raises(TypeError, match="for text call"):
+        model.stream(processor)
+    one, two = model.transcribe_stream(processor), model.transcribe_stream(processor)
+    with pytest.raises(ValueError, match="different ones with a piece each, got 2 streams and 2"):
+        feed_streams([one, one], [torch.zeros(9), torch.zeros(9)])
+    with pytest.raises(ValueError, match="got 2 streams and 1"):
+        feed_streams([one, two], [torch.zeros(9)])
+    other = build(ConformerForCTC, processor).transcribe_stream(processor)
+    with pytest.raises(ValueError, match="of one model"):
+        feed_streams([one, other], [torch.zeros(9), torch.zeros(9)])
+    with pytest.raises(ValueError, match="one mono waveform"):
+        feed_streams([one, two], [torch.zeros(900), torch.zeros(2, 9)])
+    assert one._state.samples is None  # a bad piece changes no stream
+    assert feed_streams([], []) == []
+    with torch.no_grad():
+        model.ctc_head.bias.fill_(torch.nan)
+    with pytest.raises(ValueError, match="got NaN"):
+        one.feed(torch.zeros(9000))

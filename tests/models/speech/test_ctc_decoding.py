@@ -1,0 +1,132 @@
+"""CTC decoding against enumeration of every path, and against the plain algorithm."""
+
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from favor.models.speech import ctc_greedy, ctc_prefix_beam
+
+
+def random_logits(*shape, seed=0, scale=2.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def collapse(path, blank=0):
+    return tuple(label for label, _ in itertools.groupby(path) if label != blank)
+
+
+def enumerated(logits, blank=0):
+    """Probability of every labeling of one row `[L, V]`, summed path by path."""
+    probabilities, total = logits.softmax(-1).tolist(), defaultdict(float)
+    for path in itertools.product(range(logits.shape[-1]), repeat=len(logits)):
+        total[collapse(path, blank)] += math.prod(row[label] for row, label in zip(probabilities, path, strict=True))
+    return total
+
+
+@pytest.mark.parametrize("blank", [0, 2])
+@pytest.mark.parametrize("length", [0, 1, 5, 6])
+def test_a_large_beam_finds_every_labeling_with_its_probability(length, blank):
+    logits = random_logits(2, length, 3, seed=length)
+    found = ctc_prefix_beam(logits, torch.tensor([length, length]), beam_size=1000, blank=blank)
+    for row, hypotheses in zip(logits, found, strict=True):
+        truth = {tokens: value for tokens, value in enumerated(row, blank).items() if value > 0}
+        assert {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses} == pytest.approx(truth, rel=1e-9)
+        assert len(hypotheses) == len(truth)
+        order = [h.log_prob for h in hypotheses]
+        assert order == sorted(order, reverse=True)
+        assert sum(map(math.exp, order)) == pytest.approx(1)
+
+
+def plain_beam(logits, beam_size):
+    """The same search with every prefix and every label in a dictionary of plain probabilities."""
+    beam = {(): (1.0, 0.0)}
+    for row in logits.softmax(-1).tolist():
+        after = defaultdict(lambda: [0.0, 0.0])
+        for prefix, (blank, token) in beam.items():
+            after[prefix][0] += (blank + token) * row[0]
+            for label in range(1, len(row)):
+                if prefix and prefix[-1] == label:
+                    after[prefix][1] += token * row[label]
+                    after[(*prefix, label)][1] += blank * row[label]
+                else:
+                    after[(*prefix, label)][1] += (blank + token) * row[label]
+        beam = dict(sorted(after.items(), key=lambda item: -sum(item[1]))[:beam_size])
+    return {prefix: sum(values) for prefix, values in beam.items()}
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
+@pytest.mark.parametrize("beam_size", [1, 2, 5, 16])
+def test_pruned_beam_is_the_plain_algorithm(beam_size, scale):
+    # 40 labels and beams of a few: the shortcuts over labels must not change what is kept.
+    logits = random_logits(3, 25, 40, seed=beam_size, scale=scale)
+    logits[..., 0] += 2
+    for row, hypotheses in zip(logits, ctc_prefix_beam(logits, [25] * 3, beam_size), strict=True):
+        truth = plain_beam(row, beam_size)
+        assert {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses} == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_beam_of_a_ragged_batch_is_that_of_its_rows(beam_size):
+    logits, lengths = random_logits(5, 20, 6), torch.tensor([20, 0, 1, 13, 19])
+    for row, length in enumerate(lengths):
+        logits[row, length:] = math.nan
+    for row, length, found in zip(logits, lengths, ctc_prefix_beam(logits, lengths, beam_size), strict=True):
+        assert [found] == ctc_prefix_beam(row[None, :length], [length], beam_size)
+        assert 1 <= len(found) <= beam_size
+    assert ctc_greedy(logits, lengths)[1] == []
+
+
+def test_ties_give_the_same_valid_beam_each_time():
+    logits = torch.zeros(1, 4, 3)
+    hypotheses = ctc_prefix_beam(logits, [4], beam_size=3)[0]
+    assert hypotheses == ctc_prefix_beam(logits, [4], beam_size=3)[0]
+    assert len({tuple(h.tokens) for h in hypotheses}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_summed_in_float32(dtype):
+    logits = random_logits(1, 40, 5).to(dtype)
+    expected = ctc_prefix_beam(logits.double(), [40], 4)[0]
+    found = ctc_prefix_beam(logits, [40], 4)[0]
+    assert [h.tokens for h in found] == [h.tokens for h in expected]
+    assert [h.log_prob for h in found] == pytest.approx([h.log_prob for h in expected], rel=1e-5)
+
+
+def test_empty_batches():
+    for decode in (ctc_greedy, ctc_prefix_beam):
+        assert decode(torch.zeros(0, 7, 3), []) == []
+    assert ctc_greedy(torch.zeros(2, 0, 3), [0, 0]) == [[], []]
+    assert [[h.tokens for h in row] for row in ctc_prefix_beam(torch.zeros(1, 0, 3), [0])] == [[[]]]
+
+
+@pytest.mark.parametrize("decode", [ctc_greedy, ctc_prefix_beam])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "options", "error", "message"),
+    [
+        ((4, 3), [4], {}, ValueError, "logits must have three dimensions"),
+        ((2, 4, 3), [4, 5], {}, ValueError, "between 0 and L = 4"),
+        ((2, 4, 3), [4, -1], {}, ValueError, "between 0 and L = 4"),
+        ((2, 4, 3), [4], {}, ValueError, r"shape \(2,\)"),
+        ((1, 4, 3), [4.0], {}, TypeError, "lengths must be integers"),
+        ((1, 4, 3), torch.ones(1, 4, dtype=torch.bool), {}, TypeError, "Sum a mask"),
+        ((1, 4, 3), [4], {"blank": 3}, ValueError, "blank must be one of the 3 labels"),
+        ((1, 4, 3), [4], {"blank": -1}, ValueError, "blank must be one of the 3 labels"),
+    ],
+)
+def test_refusals(decode, shape, lengths, options, error, message):
+    with pytest.raises(error, match=message):
+        decode(torch.zeros(shape), lengths, **options)
+
+
+def test_refuses_an_empty_beam_and_nan():
+    with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
+        ctc_prefix_beam(torch.zeros(1, 4, 3), [4], beam_size=0)
+    logits = torch.zeros(1, 4, 3)
+    logits[0, 2, 1] = math.nan
+    for decode in (ctc_greedy, ctc_prefix_beam):
+        with pytest.raises(ValueError, match="got NaN"):
+            decode(logits, [4])
+        assert len(decode(logits, [2])) == 1

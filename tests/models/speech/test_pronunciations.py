@@ -1,0 +1,286 @@
+"""Words found by their pronunciations, against the sum over all texts of phonemes; files, tokenizers, transcripts."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from marks import HAS_SEARCH, needs_search
+from tiny_speech import says_each_frame
+
+from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC
+from favor.models.speech import (
+    ConformerProcessor,
+    ConformerTokenizer,
+    NgramModel,
+    Pronunciations,
+    WordLexicon,
+    ctc_align,
+    ctc_greedy,
+    ctc_lexicon_beam,
+    join_words,
+    train_tokenizer,
+    write_arpa,
+)
+from favor.models.speech.search.choice import search_emissions
+
+LINES = ["SEE\tS I", "SEA\tS I", "EITHER\tI S", "EITHER\tS S", "IS\tI S", "EYE\tI", "LACKING\tS Z"]
+TEXTS = ["EYE SEE EITHER", "EYE IS EITHER", "THE SEA IS", "EITHER SEE IS", "EYE SEE"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lexicon") / "words.txt"
+    path.write_text("\n".join(LINES) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def spoken(path):
+    return Pronunciations(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Phonemes I and S alone, so that LACKING cannot be said."""
+    path = tmp_path_factory.mktemp("phonemes") / "words.txt"
+    path.write_text("\n".join(LINES[:-1]))
+    return Pronunciations(path).tokenizer()
+
+
+@pytest.fixture(scope="module")
+def arpa(tmp_path_factory):
+    return write_arpa(TEXTS, tmp_path_factory.mktemp("lm") / "lm.arpa", 2, words=["LACKING"])
+
+
+def said(tokenizer, text):
+    """Words that a sequence of tokens can be, all of them; none if a word has other phonemes or no space in front."""
+    spellings = {}
+    for line in LINES[:-1]:
+        word, phonemes = line.split("\t")
+        spellings.setdefault(phonemes, []).append(word)
+    pieces = " ".join(tokenizer.convert_ids_to_tokens(list(text)))
+    first, *parts = pieces.split("▁")
+    if first or any(part.strip() not in spellings for part in parts):
+        return []
+    return list(itertools.product(*(spellings[part.strip()] for part in parts)))
+
+
+@needs_search
+@pytest.mark.parametrize("seed", range(3))
+def test_every_text_of_known_words_has_its_score(arpa, tokenizer, spoken, seed):
+    """A text has the CTC probability of one of its pronunciations, and the best text is found.
+
+    Of texts with one state of the language model the decoder keeps the best, so that others may be lacking.
+    """
+    torch.manual_seed(seed)
+    logits = 2 * torch.randn(1, 5, len(tokenizer))
+    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4, pronunciations=spoken)
+    assert lexicon.words == 5
+    model = NgramModel(arpa)
+    best = {}
+    log_probs = logits[0].double().log_softmax(-1)[:, None]
+    for count in range(6):
+        for text in itertools.product(range(1, len(tokenizer)), repeat=count):
+            for words in said(tokenizer, text) if text else [()]:
+                target = torch.tensor([text], dtype=torch.long)
+                loss = float(torch.nn.functional.ctc_loss(log_probs, target, [5], [count], reduction="none"))
+                if loss < 1e9:
+                    state, total = model.start(), -loss + 0.4 * len(words)
+                    for word in words:
+                        state, log_prob = model.score(state, word)
+                        total += 0.7 * log_prob
+                    best.setdefault(words, {})[text] = total + 0.7 * model.finish(state)
+    found = ctc_lexicon_beam(logits, [5], lexicon, beam_size=5000)[0]
+    assert len(best) - 2 <= len(found) == len({one.words for one in found})
+    assert [one.log_prob for one in found] == sorted((one.log_prob for one in found), reverse=True)
+    for one in found:
+        assert one.log_prob == pytest.approx(best[one.words][tuple(one.tokens)], abs=1e-4)
+    heard = {one.words for one in found}
+    assert found[0].words == max(heard, key=lambda words: max(best[words].values()))
+
+
+@needs_search
+def test_the_language_model_decides_between_homophones(tmp_path, tokenizer, spoken):
+    ids = tokenizer("I S-I").input_ids
+    logits = torch.full((1, 2 * len(ids), len(tokenizer)), -30.0)
+    logits[0, 1::2, 0] = 0.0
+    logits[0, range(0, 2 * len(ids), 2), ids] = 0.0
+    for text in ("EYE SEE", "EYE SEA"):
+        other = {"SEE": "SEA", "SEA": "SEE"}[text.split()[1]]
+        path = write_arpa([text, text, f"{other} {other} {other}"], tmp_path / f"{other}.arpa", 2)
+        lexicon = WordLexicon(tokenizer, path, 1.0, 0.0, spoken)
+        row = ctc_lexicon_beam(logits, [2 * len(ids)], lexicon)[0]
+        assert row[0].words == tuple(text.split())
+        assert ("EYE", other) in [one.words for one in row]
+        emissions = search_emissions(logits, [2 * len(ids)], lexicon)[0]
+        assert [one.word for one in emissions if one.word] == text.split()
+        assert [one.token for one in emissions] == row[0].tokens == ids
+
+
+ALIKE = [f"W{letter}" for letter in "ABCDEFGH"]
+
+
+def found_of_alike(texts, tmp_path):
+    """The words of ALIKE, all spoken in the same way, that a lexicon with a model of the texts can find."""
+    path = tmp_path / "words.txt"
+    path.write_text("".join(f"{name}\tP\n" for name in ALIKE))
+    spoken = Pronunciations(path)
+    lexicon = WordLexicon(spoken.tokenizer(), write_arpa(texts, tmp_path / "lm.arpa", 2), pronunciations=spoken)
+    return set(lexicon.names.values())
+
+
+@needs_search
+def test_the_most_probable_homophones_can_be_found(tmp_path):
+    texts = [f"{before} {name}" for count, name in enumerate(ALIKE, 1) for before in ALIKE[:count]]
+    assert found_of_alike(texts, tmp_path) == set(ALIKE[2:])
+
+
+@needs_search
+def test_a_word_that_never_begins_a_text_counts_as_probable(tmp_path):
+    """Its place among words that sound alike is that in all texts, not that after their beginning."""
+    texts = [*9 * ALIKE[:-1], *(f"{name} {ALIKE[-1]}" for name in ALIKE[:-1])]
+    assert ALIKE[-1] in found_of_alike(texts, tmp_path)
+
+
+@needs_search
+def test_long_rows_keep_their_words(arpa, tokenizer, spoken, monkeypatch):
+    """A row that is searched in pieces, with times of the words."""
+    ids = [tokenizer(text).input_ids for text in ("I I-S", "S-I")]
+    pause = torch.full((9, len(tokenizer)), -30.0)
+    pause[:, 0] = 0.0
+    rows = []
+    for own in ids:
+        row = torch.full((2 * len(own), len(tokenizer)), -30.0)
+        row[1::2, 0] = 0.0
+        row[range(0, 2 * len(own), 2), own] = 0.0
+        rows += [row, pause]
+    logits = torch.cat(rows)[None]
+    lexicon = WordLexicon(tokenizer, arpa, 0.5, 0.0, spoken)
+    for piece in (1000, 20):
+        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=piece)[0][0]
+        assert best.words in {("EYE", "IS", "SEE"), ("EYE", "EITHER", "SEE")}
+        assert best.tokens == [*ids[0], *ids[1]]
+    monkeypatch.setattr("favor.models.speech.search.lexicon_beam.PIECE", 20)
+    emissions = search_emissions(logits, [logits.shape[1]], lexicon)[0]
+    words = [one for one in emissions if one.word]
+    assert [one.word for one in words] == list(best.words)
+    assert words[-1].start == len(rows[0]) + len(pause)
+
+
+def test_texts_of_phonemes(spoken, tmp_path):
+    assert spoken.write("SEE  EITHER SEA") == "S-I I-S S-I"
+    assert spoken.read("S-I S-S I-I S") == "SEE EITHER I-I S"
+    assert spoken.spellings("EITHER") == ["I-S", "S-S"]
+    assert spoken.spellings("OTHER") == []
+    tokenizer = spoken.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert Pronunciations(spoken.save(tmp_path)).spoken == spoken.spoken
+    for one in (tokenizer, ConformerTokenizer.from_pretrained(tmp_path)):
+        ids = one("S-I  I-S").input_ids
+        assert one.convert_ids_to_tokens(ids) == ["▁", "S", "I", "▁", "I", "S"]
+        assert one.decode(ids, group_tokens=False) == "S-I I-S"
+        space, s, i = ids[:3]
+        # A search may leave out the first space, repeat one, or end with one.
+        assert one.decode([i, i, 0, i, space, 0, space, s, space, space], group_tokens=True) == "I-I S"
+        assert one.decode([space], group_tokens=False) == one.decode([], group_tokens=False) == ""
+        assert one("").input_ids == []
+        assert one.unk_token_id in one("S-OTHER").input_ids
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must hold at least one word"),
+        ("GOOD G UH D", "line 1: must be a word, a tab and phonemes"),
+        ("A\tP\nGOOD DAY\tG", "line 2: must be"),
+        ("A\t", "line 1: must be"),
+        ("A\tP-Q", "without '-'"),
+        ("A\t<pad>", "line 1: must be"),
+        ("A\tP ▁", "line 1: must be"),
+    ],
+)
+def test_refusals_of_files(tmp_path, content, message):
+    path = tmp_path / "words.txt"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Pronunciations(path)
+
+
+def test_refusals(spoken, tmp_path, arpa):
+    with pytest.raises(ValueError, match=r"lexicon must be a text in UTF-8 with lines WORD<TAB>PH PH.*none.txt"):
+        Pronunciations(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9\tE\n")
+    with pytest.raises(ValueError, match="must be a text in UTF-8"):
+        Pronunciations(tmp_path / "latin.txt")
+    with pytest.raises(ValueError, match=r"lacks 2 words of the transcripts: OTHER, MORE. Add a line WORD<TAB>PH PH"):
+        spoken.write("OTHER SEE MORE OTHER")
+    letters = train_tokenizer(["A B"], "char")
+    with pytest.raises(ValueError, match=r"no word whose phonemes are tokens of the model.* SEE S-I"):
+        spoken.check(letters)
+    if HAS_SEARCH:
+        with pytest.raises(ValueError, match="no word that the tokenizer can pronounce; one of its words is 'EITHER'"):
+            WordLexicon(letters, arpa, pronunciations=spoken)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return says_each_frame(len(tokenizer))
+
+
+def test_transcribe_looks_words_up(model, tokenizer, path, spoken):
+    """Without a language model, with times."""
+    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    torch.manual_seed(2)
+    waveform = 0.1 * torch.randn(20000).numpy()
+    plain = model.transcribe(waveform, processor=processor)[0].text
+    logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
+    assert plain == processor.decode(
+        ctc_greedy(logits, [logits.shape[1]])[0],
+        group_tokens=False,
+    )
+    result = model.transcribe(waveform, 1, "word", processor, lexicon=path)[0]
+    assert result.text == spoken.read(plain) != plain
+    assert [one.text for one in result.spans] == result.text.split()
+    assert model.transcribe(waveform, 1, "segment", processor, 9.0, lexicon=spoken)[0].spans[0].text == result.text
+    phonemes = model.transcribe(waveform, 1, "char", processor, lexicon=spoken)[0].spans
+    assert {one.text.strip() for one in phonemes} <= {"S", "I", ""}
+
+
+@needs_search
+def test_transcribe_finds_words_by_their_pronunciation(model, tokenizer, path, spoken, arpa, tmp_path):
+    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    torch.manual_seed(2)
+    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+    weights = {"lm_weight": 0.3, "word_score": 1.0}
+    results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, lexicon=path, **weights)
+    lexicon = WordLexicon(tokenizer, arpa, **weights, pronunciations=spoken)
+    for waveform, result in zip(waveforms, results, strict=True):
+        with torch.no_grad():
+            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
+        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0]
+        assert result.text.split() == [one.text for one in result.spans] == list(best.words)
+        aligned = join_words(tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best.tokens])[0]))
+        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
+    assert any(one.text for one in results)
+    with pytest.raises(ValueError, match="hotwords has no effect with a lexicon of pronunciations"):
+        model.transcribe(waveforms, processor=processor, language_model=arpa, lexicon=path, hotwords=["SEE"])
+    # The lexicon in the folder of the model is found.
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    spoken.save(tmp_path)
+    loaded = ConformerForCTC.from_pretrained(tmp_path).eval()
+    again = loaded.transcribe(waveforms, 2, "word", language_model=arpa, **weights)
+    assert [one.text for one in again] == [one.text for one in results]
+
+
+@needs_search
+def test_other_weights(arpa, tokenizer, spoken):
+    lexicon = WordLexicon(tokenizer, arpa, 0.5, 1.5, spoken)
+    other = lexicon.weighted(2.0, -1.0)
+    assert (other.score(["EYE", "SEE"]), lexicon.score(["EYE", "SEE"])) == pytest.approx(
+        tuple(WordLexicon(tokenizer, arpa, *own, spoken).score(["EYE", "SEE"]) for own in ((2.0, -1.0), (0.5, 1.5)))
+    )
+    for bad in ((-1.0, 0.0), (0.0, math.nan)):
+        with pytest.raises(ValueError, match="must be a number"):
+            lexicon.weighted(*bad)

@@ -1,0 +1,207 @@
+"""Word pieces against sentencepiece, and decoding against the definition of CTC."""
+
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from transformers import Wav2Vec2CTCTokenizer
+
+from favor.models.speech import ConformerTokenizer, normalize_transcript, train_tokenizer
+
+MODELS = [("unigram", 80), ("bpe", 80), ("char", None)]
+SYLLABLES = ("BA", "KO", "LI", "TRU", "N", "SHE", "'S", "OU", "GH", "A", "EX", "QUI")
+
+
+def sentences(number, seed):
+    source = random.Random(seed)
+
+    def word():
+        return "".join(source.choice(SYLLABLES) for _ in range(source.randint(1, 4)))
+
+    return [" ".join(word() for _ in range(source.randint(1, 12))) for _ in range(number)]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=[name for name, _ in MODELS])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param[0])
+    tokenizer = train_tokenizer(sentences(400, 0), *request.param, folder=folder)
+    return tokenizer, sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model")), folder
+
+
+def collapsed(ids):
+    """Repeats first, then blanks."""
+    kept = [token for place, token in enumerate(ids) if place == 0 or ids[place - 1] != token]
+    return [token for token in kept if token != 0]
+
+
+def test_ids_are_those_of_sentencepiece(trained):
+    tokenizer, pieces, _ = trained
+    odd = ["", " ", "A", "'", "  A   BA ", "XYZ BA", "BAXXBA", "hello", "Z"]
+    for text in [*sentences(200, 1), *odd]:
+        assert tokenizer(text).input_ids == pieces.encode(text), text
+    assert [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))] == [
+        pieces.id_to_piece(i) for i in range(pieces.get_piece_size())
+    ]
+
+
+def test_special_tokens(trained):
+    tokenizer, _, _ = trained
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert tokenizer.bos_token is None
+    assert len(tokenizer) == tokenizer.vocab_size
+    assert not set(tokenizer("BA KO").input_ids) & {0, 1, 2}
+    assert tokenizer(["BA KO LI", "BA"], padding=True).input_ids[1][-1] == 0
+
+
+def test_text_comes_back(trained):
+    tokenizer, _, _ = trained
+    for text in sentences(50, 2):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids, group_tokens=False) == text
+        spread = [token for one in ids for token in (0, one, one, 0)]
+        assert tokenizer.decode(spread) == text
+
+
+def test_decoding_is_that_of_ctc(trained):
+    tokenizer, pieces, _ = trained
+    source = random.Random(3)
+    paths = [[source.choice((0, 0, 3, 4, 5, 6)) for _ in range(30)] for _ in range(50)]
+    expected = [pieces.decode(collapsed(path)) for path in paths]
+    assert [tokenizer.decode(path) for path in paths] == expected
+    assert tokenizer.batch_decode(torch.tensor(paths)) == expected
+    assert tokenizer.decode(np.array(paths[0]), skip_special_tokens=True) == expected[0]
+    repeated = [4, 4, 0, 4, 5]
+    assert tokenizer.decode(repeated) == pieces.decode([4, 4, 5])
+    assert tokenizer.decode(repeated, group_tokens=False) == pieces.decode([4, 4, 4, 5])
+    assert tokenizer.decode([]) == tokenizer.decode([0, 0]) == ""
+    assert tokenizer.decode(4) == pieces.decode([4])
+
+
+def test_offsets_of_characters_are_those_of_wav2vec2(tmp_path):
+    tokenizer = train_tokenizer(sentences(100, 0), "char")
+    names = {name.replace("▁", "|"): number for name, number in tokenizer.get_vocab().items()}
+    (tmp_path / "vocab.json").write_text(json.dumps(names))
+    other = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", do_lower_case=False, bos_token=None)
+    source = random.Random(5)
+    # A space first of all or after a space is a matter of taste: none here.
+    letters = sorted(set(range(3, len(tokenizer))) - {tokenizer.convert_tokens_to_ids("▁")})
+    space, paths = tokenizer.convert_tokens_to_ids("▁"), []
+    for _ in range(40):
+        words = [[source.choice((0, 0, *letters)) for _ in range(8)] + [source.choice(letters)] for _ in range(4)]
+        paths.append([token for word in words for token in (*word, space, space, 0)][:-3])
+    asked = {"output_char_offsets": True, "output_word_offsets": True}
+    for grouped in (True, False):
+        for path in paths:
+            ids = [one for one in path if grouped or one]
+            found, expected = (one.decode(ids, group_tokens=grouped, **asked) for one in (tokenizer, other))
+            assert dict(found) == dict(expected)
+    found, expected = (one.batch_decode(paths[:3], **asked) for one in (tokenizer, other))
+    assert dict(found) == dict(expected)
+    assert set(tokenizer.batch_decode(paths[:3], output_word_offsets=True)) == {"text", "word_offsets"}
+
+
+def test_words_of_pieces_have_the_frames_of_their_tokens(trained):
+    """Every text as one token a frame, with a blank after it, at known places."""
+    tokenizer, _, _ = trained
+    for text in sentences(30, 6):
+        ids, place, spread, expected = tokenizer(text).input_ids, 2, [0, 0], []
+        for number, token in enumerate(ids):
+            spread += [token] * (1 + number % 3) + [0]
+            name = tokenizer.convert_ids_to_tokens(token)
+            if name.startswith("▁"):
+                expected.append([None, None])
+            if name != "▁":
+                expected[-1] = [place if expected[-1][0] is None else expected[-1][0], len(spread) - 1]
+            place = len(spread)
+        found = tokenizer.decode(spread, output_char_offsets=True, output_word_offsets=True)
+        assert "".join(one["char"] for one in found.char_offsets) == found.text == text
+        assert [one["word"] for one in found.word_offsets] == text.split()
+        assert [[one["start_offset"], one["end_offset"]] for one in found.word_offsets] == expected
+
+
+def test_offsets_of_nothing(trained):
+    tokenizer, _, _ = trained
+    asked = {"output_char_offsets": True, "output_word_offsets": True}
+    for ids in ([], [0, 0]):
+        found = tokenizer.decode(ids, **asked)
+        assert (found.text, found.char_offsets, found.word_offsets) == ("", [], [])
+    ids = [2, 2, 0, 4]
+    assert [one["start_offset"] for one in tokenizer.decode(ids, **asked).char_offsets] == [0, 3]
+    skipped = tokenizer.decode(ids, skip_special_tokens=True, **asked)
+    assert [one["start_offset"] for one in skipped.char_offsets] == [3]
+
+
+def test_saved_and_loaded(trained, tmp_path):
+    tokenizer, _, folder = trained
+    tokenizer.save_pretrained(tmp_path)
+    copies = [ConformerTokenizer.from_pretrained(path) for path in (tmp_path, folder)]
+    for copy in [*copies, pickle.loads(pickle.dumps(tokenizer))]:
+        assert type(copy) is ConformerTokenizer
+        assert copy.get_vocab() == tokenizer.get_vocab()
+        assert copy.special_tokens_map == tokenizer.special_tokens_map
+        for text in sentences(20, 4):
+            ids = copy(text).input_ids
+            assert ids == tokenizer(text).input_ids
+            assert copy.decode([0, *ids, ids[-1]]) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_training_depends_on_the_texts_alone(model_type):
+    first, second = (train_tokenizer(sentences(100, 5), model_type, 60) for _ in range(2))
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
+def test_a_vocabulary_has_a_largest_and_a_smallest_size(model_type):
+    texts = sentences(3, 6)
+    with pytest.raises(ValueError, match=r"vocab_size must be at most \d+ for 3 texts") as raised:
+        train_tokenizer(texts, model_type, 5000)
+    largest = int(str(raised.value).split("at most ")[1].split()[0])
+    assert len(train_tokenizer(texts, model_type, largest)) == largest
+    with pytest.raises(ValueError, match=f"vocab_size must be at most {largest} "):
+        train_tokenizer(texts, model_type, largest + 1)
+    with pytest.raises(ValueError, match=r"vocab_size must be at least \d+") as raised:
+        train_tokenizer(texts, model_type, 3)
+    least = int(str(raised.value).split("at least ")[1].split()[0])
+    assert len(train_tokenizer(texts, model_type, least)) == least
+
+
+def test_a_smaller_alphabet_leaves_out_the_rarest():
+    tokenizer = train_tokenizer(["AAAA BBB CC D"], "char", 7)
+    assert tokenizer("ABCD").input_ids[1:] == [tokenizer.convert_tokens_to_ids(one) for one in "ABC"] + [2]
+
+
+def test_long_lines_count():
+    line = " ".join(["BA"] * 5000 + ["ZE"])
+    assert "Z" in train_tokenizer([line], "char").get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("texts", "model_type", "message"),
+    [([], "bpe", "at least one transcript"), ([" ", ""], "bpe", "at least one"), (["A"], "word", "model_type must be")],
+)
+def test_refusals(texts, model_type, message):
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(texts, model_type, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HE'S ALREADY THERE", "HE'S ALREADY THERE"),
+        ("Mr. Smith-Jones,\tsaid: \u201cno\u201d!", "MR SMITH JONES SAID NO"),
+        ("don\u2019t", "DON'T"),
+        ("Br\u00f6nte \u00e9t\u00e9 stra\u00dfe", "BRONTE ETE STRASSE"),
+        ("in 1999 a", "IN A"),
+        ("\u4f60\u597d 42 -- ...", ""),
+        ("", ""),
+    ],
+)
+def test_normalized_transcripts(text, expected):
+    assert normalize_transcript(text) == expected
+    assert normalize_transcript(expected) == expected

@@ -1,0 +1,228 @@
+"""Transducer decoding against enumeration of every alignment, with small models of random weights."""
+
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from favor.models.speech import transducer_beam, transducer_emissions, transducer_greedy
+
+
+class Recurrent(nn.Module):
+    """An LSTM cell and a joint layer; the state has the batch in front."""
+
+    def __init__(self, labels, size=6, seed=0, scale=3.0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(labels, size)
+        self.cell = nn.LSTMCell(size, size)
+        self.output = nn.Linear(size, labels)
+        self.scale = scale
+        self.double()
+
+    def predict(self, tokens, state=None):
+        outputs = []
+        for token in tokens.T:
+            state = self.cell(self.embedding(token), state)
+            outputs.append(state[0])
+        return torch.stack(outputs, 1), state
+
+    def join(self, hidden, prediction):
+        return self.scale * self.output(torch.tanh(hidden + 3 * prediction))
+
+
+class Bigram(nn.Module):
+    """Without a state: logits depend on the frame and the last token only."""
+
+    def __init__(self, labels, seed=0):
+        super().__init__()
+        self.table = torch.randn(labels, labels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def predict(self, tokens, state=None):
+        return self.table[tokens], ()
+
+    def join(self, hidden, prediction):
+        return hidden + prediction
+
+
+def frames(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+MODELS = {"lstm": (lambda: Recurrent(3), 6), "bigram": (lambda: Bigram(3), 3)}
+
+
+def log_probs(model, frame, tokens):
+    """Of every label at one frame `[H]` after `tokens`, from the whole sequence and no state."""
+    prediction, _ = model.predict(torch.tensor([[0, *tokens]]))
+    return model.join(frame, prediction[0, -1]).log_softmax(-1)
+
+
+@torch.no_grad()
+def enumerated(model, hidden):
+    """Probability of every token sequence, summed over alignments of one label a frame."""
+    total, cache = defaultdict(float), {}
+    labels = model.join(hidden[0], model.predict(torch.tensor([[0]]))[0][0, 0]).shape[-1]
+    for path in itertools.product(range(labels), repeat=len(hidden)):
+        score, tokens = 0.0, ()
+        for time, label in enumerate(path):
+            key = (time, tokens)
+            if key not in cache:
+                cache[key] = log_probs(model, hidden[time], tokens).tolist()
+            score += cache[key][label]
+            tokens += (label,) if label else ()
+        total[tokens] += math.exp(score)
+    return total
+
+
+@torch.no_grad()
+def plain_greedy(model, hidden, max_symbols):
+    """Tokens, and the frame and probability of each."""
+    tokens, steps = [], []
+    for time, frame in enumerate(hidden):
+        for _ in range(max_symbols):
+            top, label = log_probs(model, frame, tokens).max(-1)
+            if label == 0:
+                break
+            tokens.append(int(label))
+            steps.append((time, time + 1, top.exp().item()))
+    return tokens, steps
+
+
+@torch.no_grad()
+def plain_beam(model, hidden, beam_size):
+    """The same search in a dictionary of plain probabilities."""
+    beam = {(): 1.0}
+    for frame in hidden:
+        after = defaultdict(float)
+        for tokens, value in beam.items():
+            for label, probability in enumerate(log_probs(model, frame, tokens).exp().tolist()):
+                after[(*tokens, label) if label else tokens] += value * probability
+        beam = dict(sorted(after.items(), key=lambda item: -item[1])[:beam_size])
+    return beam
+
+
+def as_dict(hypotheses):
+    assert [h.log_prob for h in hypotheses] == sorted((h.log_prob for h in hypotheses), reverse=True)
+    result = {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses}
+    assert len(result) == len(hypotheses)
+    return result
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_large_beam_finds_every_sequence_with_its_probability(name, length):
+    make, size = MODELS[name]
+    model, hidden = make(), frames(2, length, size)
+    found = transducer_beam(model, hidden, torch.tensor([length, length]), beam_size=400)
+    for row, hypotheses in zip(hidden, found, strict=True):
+        values = as_dict(hypotheses)
+        assert values == pytest.approx(enumerated(model, row), rel=1e-9)
+        assert sum(values.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 4, 9])
+@pytest.mark.parametrize("seed", range(3))
+def test_pruned_beam_is_the_plain_algorithm(seed, beam_size):
+    model, hidden = Recurrent(7, seed=seed, scale=6.0), frames(3, 12, 6, seed=seed)
+    for row, hypotheses in zip(hidden, transducer_beam(model, hidden, [12] * 3, beam_size), strict=True):
+        assert as_dict(hypotheses) == pytest.approx(plain_beam(model, row, beam_size), rel=1e-9)
+
+
+@pytest.mark.parametrize("max_symbols", [1, 2, 10])
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_is_the_plain_loop(seed, max_symbols):
+    model, hidden = Recurrent(5, seed=seed), frames(4, 15, 6, seed=seed)
+    lengths = torch.tensor([15, 0, 1, 9])
+    found = transducer_greedy(model, hidden, lengths, max_symbols)
+    expected = [plain_greedy(model, row[:n], max_symbols) for row, n in zip(hidden, lengths, strict=True)]
+    assert found == [tokens for tokens, _ in expected]
+    emissions = transducer_emissions(model, hidden, lengths, max_symbols)
+    for row, (tokens, steps) in zip(emissions, expected, strict=True):
+        assert [(one.token, one.start, one.end) for one in row] == [
+            (token, *step[:2]) for token, step in zip(tokens, steps, strict=True)
+        ]
+        assert [one.confidence for one in row] == pytest.approx([step[2] for step in steps])
+    assert found[0]
+    assert found[1] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ragged_batch_is_that_of_its_rows(name):
+    make, size = MODELS[name]
+    model, hidden, lengths = make(), frames(5, 11, size), torch.tensor([4, 0, 1, 11, 10])
+    for row, length in enumerate(lengths):
+        hidden[row, length:] = math.nan
+    greedy, beams = transducer_greedy(model, hidden, lengths), transducer_beam(model, hidden, lengths)
+    for row, length, tokens, hypotheses in zip(hidden, lengths, greedy, beams, strict=True):
+        alone = row[None, :length]
+        assert [tokens] == transducer_greedy(model, alone, [length])
+        assert as_dict(hypotheses) == pytest.approx(as_dict(transducer_beam(model, alone, [length])[0]), rel=1e-9)
+    assert [(h.tokens, h.log_prob) for h in beams[1]] == [([], 0.0)]
+
+
+def test_ties_give_a_valid_beam():
+    model = Bigram(3)
+    model.table = torch.zeros(3, 3, dtype=torch.float64)
+    found = as_dict(transducer_beam(model, torch.zeros(2, 3, 3).double(), [3, 3], beam_size=3)[0])
+    # Each sequence of u tokens has C(3, u) alignments, each of probability 1/27; those of one or two tokens have most.
+    assert all(value <= 3 / 27 + 1e-12 for value in found.values())
+    assert len(found) == 3
+
+
+def test_labels_that_cannot_be_said_are_not():
+    model, hidden = Bigram(3), frames(1, 4, 3)
+    hidden[..., 2] = -math.inf
+    found = as_dict(transducer_beam(model, hidden, [4], beam_size=50)[0])
+    assert set(found) == {(1,) * count for count in range(5)}
+    assert sum(found.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype):
+    model, hidden = Bigram(5), frames(1, 30, 5)
+    model.table = model.table.to(dtype)
+    found = transducer_beam(model, hidden.to(dtype), [30], beam_size=3)[0]
+    # Rounded inputs may order near ties otherwise; the sums themselves are of float32.
+    model.table, rounded = model.table.double(), hidden.to(dtype).double()
+    expected = plain_beam(model, rounded[0], 3)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    assert found[0].log_prob == pytest.approx(math.log(max(expected.values())), rel=tolerance)
+
+
+def test_no_gradient_and_no_change_of_the_model():
+    model, hidden = Recurrent(4), frames(2, 6, 6).requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    transducer_greedy(model, hidden, [6, 3])
+    transducer_beam(model, hidden, [6, 3])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_empty_batch():
+    for decode in (transducer_greedy, transducer_beam):
+        assert decode(Bigram(3), torch.zeros(0, 4, 3).double(), []) == []
+    assert transducer_greedy(Bigram(3), torch.zeros(2, 0, 3).double(), [0, 0]) == [[], []]
+
+
+@pytest.mark.parametrize("decode", [transducer_greedy, transducer_beam])
+def test_refusals(decode):
+    model = Bigram(3)
+    with pytest.raises(ValueError, match="hidden must have three dimensions"):
+        decode(model, torch.zeros(4, 3), [4])
+    with pytest.raises(ValueError, match="between 0 and L = 4"):
+        decode(model, torch.zeros(1, 4, 3), [5])
+    with pytest.raises(TypeError, match="lengths must be integers"):
+        decode(model, torch.zeros(1, 4, 3), [4.0])
+    with pytest.raises(ValueError, match="got NaN"):
+        decode(model, torch.full((2, 4, 3), math.nan, dtype=torch.float64), [0, 4])
+
+
+def test_refuses_options_below_one():
+    with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
+        transducer_beam(Bigram(3), torch.zeros(1, 4, 3), [4], beam_size=0)
+    with pytest.raises(ValueError, match="max_symbols must be at least 1, got 0"):
+        transducer_greedy(Bigram(3), torch.zeros(1, 4, 3), [4], max_symbols=0)

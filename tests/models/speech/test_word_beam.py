@@ -1,0 +1,414 @@
+"""CTC beam search with a language model and hotwords, against the sum over all texts and scores by hand."""
+
+import base64
+import gzip
+import itertools
+import math
+import sys
+import zlib
+
+import pytest
+import torch
+from tiny_speech import build, make_processor, says_each_frame
+
+from favor.models.conformer import ConformerForTransducer
+from favor.models.speech import (
+    NgramModel,
+    WordLexicon,
+    WordScorer,
+    ctc_align,
+    ctc_lexicon_beam,
+    ctc_prefix_beam,
+    ctc_word_beam,
+    join_words,
+    train_tokenizer,
+    write_arpa,
+)
+from favor.models.speech.search import lexicon_beam, word_beam
+from favor.models.speech.search.choice import search_emissions
+
+pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
+
+LN10 = math.log(10)
+UNIGRAMS = {"<s>": (-99, -0.3), "</s>": (-0.9, 0), "<unk>": (-1.5, 0), "A": (-0.6, -0.2), "B": (-0.8, -0.4)}
+UNIGRAMS |= {"AB": (-1.0, -0.1)}
+BIGRAMS = {("<s>", "A"): -0.4, ("A", "B"): -0.5, ("B", "</s>"): -0.3, ("AB", "AB"): -0.7}
+ARPA = [
+    *("\\data\\", "ngram 1=6", "ngram 2=4", "", "\\1-grams:"),
+    *(
+        f"{probability}\t{word}" + (f"\t{backoff}" if backoff else "")
+        for word, (probability, backoff) in UNIGRAMS.items()
+    ),
+    *(
+        "",
+        "\\2-grams:",
+        *(f"{probability}\t{' '.join(words)}" for words, probability in BIGRAMS.items()),
+        "",
+        "\\end\\",
+    ),
+]
+# The same model, made by KenLM's program build_binary.
+BINARY = """
+c-qU&O)OBz$yLZGDJihh*U!#KO-##7%}LQq&d=3P&QD2INXswEO)OC;OD!tS%+FIW<zhg9274f}pAks>2Lg}?BUFY7OdhaD7Gs0bEDWfCjR80K
+dF(CQ@$a*|Skc6}a=w48Eq;*AgeG24r?}U$trTo0dqbE1B`#5OW{@4T{_GRY7h;0gePBPx@eB;d4$Yc5b6;9o8pxduvt~-#pFQKV4~T*EnSCJt
+0qMOkvpGI7WwdNG76$pbvFPoG+UlBCh&lw=T)W_b&JV`D#>U3`k;OIJ%rERY)T{uq&!#jl+m6Ae7>M<Ogd>9!gQF7z0G>NtCj
+"""
+
+
+@pytest.fixture(scope="module")
+def arpa(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm") / "lm.arpa"
+    path.write_text("\n".join(ARPA) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["A B", "AB BA"], "char")
+
+
+def by_hand(words):
+    """Log probability of a text and its end, by the rule of the ARPA format."""
+    total, before = 0.0, "<s>"
+    for word in [*(word if word in ("A", "B", "AB") else "<unk>" for word in words), "</s>"]:
+        backed_off = UNIGRAMS[before][1] + UNIGRAMS[word][0]
+        total, before = total + BIGRAMS.get((before, word), backed_off), word
+    return LN10 * total
+
+
+def words_of(tokenizer, tokens):
+    return "".join(tokenizer.convert_ids_to_tokens(tokens)).replace("▁", " ").split()
+
+
+def all_texts(logits, size):
+    """Every text that the frames can say, with its CTC log probability."""
+    frames = len(logits)
+    log_probs = logits.double().log_softmax(-1)[:, None]
+    for count in range(frames + 1):
+        for text in itertools.product(range(1, size), repeat=count):
+            target = torch.tensor([text], dtype=torch.long)
+            loss = torch.nn.functional.ctc_loss(log_probs, target, [frames], [count], reduction="none")
+            if loss < 1e9:
+                yield text, -float(loss)
+
+
+def found_of(hypotheses):
+    """Hypotheses of one row: their scores; no text twice, and the best first."""
+    scores = [one.log_prob for one in hypotheses]
+    assert scores == sorted(scores, reverse=True)
+    found = {tuple(one.tokens): one.log_prob for one in hypotheses}
+    assert len(found) == len(hypotheses)
+    return found
+
+
+def logits_of(tokenizer, texts):
+    """Logits where each frame says a token of each of the texts, with their weights, and then comes a blank."""
+    length = len(tokenizer(next(iter(texts))).input_ids)
+    logits = torch.full((2 * length, len(tokenizer)), -30.0)
+    logits[1::2, 0] = 0.0
+    for text, weight in texts.items():
+        logits[range(0, 2 * length, 2), tokenizer(text).input_ids] = weight
+    return logits
+
+
+@pytest.mark.parametrize("frames", [0, 1, 4])
+def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, tokenizer, frames):
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, frames, len(tokenizer))
+    scorer = WordScorer(tokenizer, arpa, lm_weight=0.7, word_score=0.4, hotwords=["A", "B A"], hotword_weight=1.3)
+    found = found_of(ctc_word_beam(logits, [frames], scorer, beam_size=3000)[0])
+    expected = {}
+    for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
+        words = words_of(tokenizer, text)
+        hot = words.count("A") + sum(pair == ("B", "A") for pair in itertools.pairwise(words))
+        expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words) + 1.3 * hot
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
+    torch.manual_seed(1)
+    logits = torch.randn(1, 4, len(tokenizer))
+    logits[:, :, 1:4] = -math.inf
+    found = ctc_word_beam(logits, [4], WordScorer(tokenizer, hotwords=["A"]), 3000)[0]
+    assert {token for one in found for token in one.tokens} == {4, 5}
+    assert all(math.isfinite(one.log_prob) for one in found)
+
+
+def test_without_words_it_is_the_prefix_beam_search(tokenizer):
+    torch.manual_seed(1)
+    logits = torch.randn(2, 4, len(tokenizer))
+    rows = ctc_word_beam(logits, torch.tensor([4, 3]), WordScorer(tokenizer), 3000)
+    for row, expected in zip(rows, ctc_prefix_beam(logits, [4, 3], 3000), strict=True):
+        assert found_of(row) == pytest.approx(found_of(expected), abs=1e-4)
+
+
+def test_a_language_model_and_hotwords_change_the_text(arpa, tokenizer):
+    logits = logits_of(tokenizer, {"BA": 1.1, "AB": 1.0})
+
+    def best(**options):
+        text = ctc_word_beam(logits[None], [len(logits)], WordScorer(tokenizer, **options))[0][0].tokens
+        return " ".join(words_of(tokenizer, text))
+
+    assert best() == "BA"
+    assert best(language_model=arpa) == "AB"
+    assert best(language_model=arpa, lm_weight=0.0) == "BA"
+    assert best(hotwords=["AB"]) == "AB"
+    assert best(hotwords=["AB"], hotword_weight=0.1) == "BA"
+    assert best(language_model=arpa, hotwords=["BA"]) == "BA"
+
+
+def test_a_hotword_is_worth_the_same_however_it_is_cut_into_tokens(arpa, tokenizer):
+    scorer = WordScorer(tokenizer, hotwords=["AB A", "A"], hotword_weight=2.0)
+    expected = {"A": 2, "AB": 0, "AB A": 4, "AB AB": 0, "AB A A": 6, "A AB AB A": 6, "B": 0, "": 0}
+    assert {text: scorer.score(tokenizer(text).input_ids) for text in expected} == pytest.approx(expected)
+    context, total = scorer.start(), 0.0
+    for token, sum_so_far in zip(tokenizer("AB A").input_ids, (0, 2, 1, 1.5, 2), strict=True):
+        context, gain = scorer.advance(context, token)
+        total += gain
+        assert total == pytest.approx(sum_so_far)  # of a whole hotword, or of the letters of one that has begun
+
+
+def test_a_hotword_outside_of_the_model_has_the_probability_of_a_rare_word(tmp_path, tokenizer):
+    path = tmp_path / "closed.arpa"
+    path.write_text("\n".join(ARPA).replace("ngram 1=6", "ngram 1=5").replace("-1.5\t<unk>\n", ""))
+    tokens = tokenizer("BA").input_ids
+    options = {"language_model": NgramModel(path), "lm_weight": 1.0, "word_score": 0.0}
+    end = LN10 * UNIGRAMS["</s>"][0]
+    assert WordScorer(tokenizer, **options).score(tokens) == pytest.approx(LN10 * -100.3 + end)
+    scorer = WordScorer(tokenizer, hotwords=["BA"], hotword_weight=3.0, **options)
+    assert scorer.score(tokens) == pytest.approx(LN10 * -7 + end + 3)
+
+
+@pytest.mark.parametrize("kind", ["arpa", "upper", "gzip", "binary"])
+def test_files_of_language_models(arpa, tmp_path, kind):
+    path = tmp_path / f"lm.{kind}"
+    content = {"arpa": arpa.read_bytes(), "gzip": gzip.compress(arpa.read_bytes())}
+    content["upper"] = arpa.read_bytes().replace(b"<unk>", b"<UNK>")  # KenLM takes it too
+    content["binary"] = zlib.decompress(base64.b85decode(BINARY.replace("\n", "")))
+    path.write_bytes(content[kind])
+    model = NgramModel(path)
+    assert model.words == {"A", "B", "AB"}
+    for words in ([], ["A", "B"], ["B", "A", "AB", "AB"], ["C"], ["<s>", "A"], ["</s>"]):
+        state, total = model.start(), 0.0
+        for word in words:
+            state, log_prob = model.score(state, word)
+            total += log_prob
+        assert total + model.finish(state) == pytest.approx(by_hand(words), abs=1e-5)
+
+
+def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
+    """Cut at blanks, the best text, its score and its times are those of one search."""
+    text = "AB A BA AB B A"
+    tokens = tokenizer(text).input_ids
+    logits = torch.full((3 * len(tokens), len(tokenizer)), -4.0)
+    torch.manual_seed(2)
+    logits += 0.5 * torch.randn(logits.shape)
+    logits[range(0, len(logits), 3), tokens] = 6.0
+    logits[range(1, len(logits), 3), tokens] = 5.0
+    logits[2::3, 0] = 20.0
+    scorer = WordScorer(tokenizer, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
+    whole, times = (search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, search_emissions))
+    assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
+    monkeypatch.setattr(word_beam, "PIECE", 10)
+    pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
+    assert whole[0].tokens == pieces[0].tokens == tokens
+    assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
+    assert search_emissions(logits[None], [len(logits)], scorer)[0] == times
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no model\n", "cannot be read as a language model: first non-empty line was"),
+        (b"\xff\xfe\x00", "is neither an ARPA file in UTF-8 nor a binary file of KenLM"),
+        (gzip.compress(b"\\data\\\n" * 99, mtime=0)[:20], "is neither an ARPA file in UTF-8 nor"),
+        (b"mmap lm http<unk>\0\xff\0", "is neither an ARPA file in UTF-8 nor"),
+        (b"mmap lm http", "was built without its words: give the ARPA file"),
+        (None, "language_model must be an ARPA file or a binary file of KenLM; .* is no file"),
+    ],
+)
+def test_refusals_of_files(tmp_path, content, message):
+    path = tmp_path / "lm"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        NgramModel(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lm_weight": 0.5}, "lm_weight needs language_model, which is not given"),
+        ({"word_score": 0.5, "hotwords": ["A"]}, "word_score needs language_model, which is not given"),
+        ({"hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
+        ({"language_model": "lm.arpa", "hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
+        ({"language_model": "lm.arpa", "lm_weight": -1.0}, "lm_weight must be a number of at least 0, got -1.0"),
+        ({"language_model": "lm.arpa", "word_score": math.nan}, "word_score must be a number, got nan"),
+        ({"hotwords": ["A"], "hotword_weight": math.inf}, "hotword_weight must be a number of at least 0, got inf"),
+        ({"hotwords": ["A", "Ba"]}, "must be written as the tokenizer writes words; it cannot write 'a' of 'Ba'"),
+        ({"hotwords": [" "]}, "hotwords must not hold an empty word"),
+        ({"language_model": "small.arpa"}, "language_model has no word that the tokenizer can write; one .* is 'a'"),
+    ],
+)
+def test_refusals_of_scores(arpa, tokenizer, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lm.arpa").write_bytes(arpa.read_bytes())
+    write_arpa(["a b"], "small.arpa")
+    with pytest.raises(ValueError, match=message):
+        WordScorer(tokenizer, **options)
+
+
+def test_refusals_of_the_search(tokenizer):
+    scorer, logits = WordScorer(tokenizer), torch.zeros(1, 2, len(tokenizer))
+    with pytest.raises(TypeError, match="hotwords must be a list of words, got the string 'AB'"):
+        WordScorer(tokenizer, hotwords="AB")
+    with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
+        ctc_word_beam(logits, [2], scorer, 0)
+    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as scorer's tokens"):
+        ctc_word_beam(torch.zeros(1, 2, 7), [2], scorer)
+    with pytest.raises(ValueError, match="logits must be finite"):
+        ctc_word_beam(logits + math.nan, [2], scorer)
+
+
+@pytest.fixture(scope="module")
+def models(tokenizer):
+    """A CTC model that says one letter per frame, a Transducer, and their processor."""
+    transducer = build(ConformerForTransducer, vocab_size=len(tokenizer))
+    return says_each_frame(len(tokenizer)), transducer, make_processor("A B", "AB BA")
+
+
+def test_transcribe_searches_with_times(models, arpa):
+    model, _, processor = models
+    torch.manual_seed(3)
+    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+    options = {"lm_weight": 2.0, "word_score": 2.5, "hotwords": ["B AB"], "hotword_weight": 2.0}
+    results = model.transcribe(waveforms, 1, "word", processor, beam_size=20, language_model=arpa, **options)
+    again = model.transcribe(waveforms, 2, "word", processor, beam_size=20, language_model=NgramModel(arpa), **options)
+    assert [one.text for one in results] == [one.text for one in again]
+    scorer = WordScorer(processor.tokenizer, arpa, **options)
+    for waveform, result in zip(waveforms, results, strict=True):
+        with torch.no_grad():
+            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
+        best = ctc_word_beam(logits, [logits.shape[1]], scorer, 20)[0][0].tokens
+        assert result.text == processor.decode(best, group_tokens=False)
+        aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
+        assert [one.text for one in result.spans] == result.text.split()
+        for span, word in zip(result.spans, aligned, strict=True):
+            assert (span.text, span.confidence) == (word.text, pytest.approx(word.confidence, abs=1e-4))
+            assert (span.start, span.end) == pytest.approx((0.04 * word.start, 0.04 * word.end))
+    greedy = model.transcribe(waveforms, processor=processor)
+    assert [one.text for one in greedy] != [one.text for one in results]
+    assert model.transcribe(waveforms, processor=processor, beam_size=1, hotwords=[]) == greedy
+    assert model.transcribe(waveforms, processor=processor, beam_size=5)[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hotwords": ["A"]}, "hotwords needs a ConformerForCTC, got a ConformerForTransducer, whose search scores no"),
+        ({"lm_weight": 1.0}, "lm_weight needs a ConformerForCTC, got a ConformerForTransducer"),
+        ({"beam_size": 4}, "beam_size needs a ConformerForCTC, got a ConformerForTransducer"),
+    ],
+)
+def test_a_transducer_refuses_what_it_would_ignore(models, options, message):
+    _, transducer, processor = models
+    with pytest.raises(ValueError, match=message):
+        transducer.transcribe(torch.zeros(9000), processor=processor, **options)
+
+
+def test_transcribe_refuses_what_it_would_ignore(models, monkeypatch):
+    model, _, processor = models
+    for options, message in (
+        ({"beam_size": 1, "hotwords": ["A"]}, "beam_size must be above 1 with hotwords, got 1"),
+        ({"beam_size": 0}, "beam_size must be at least 1, got 0"),
+        ({"word_score": 1.0}, "word_score needs language_model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.transcribe(torch.zeros(9000), processor=processor, **options)
+    monkeypatch.setitem(sys.modules, "flashlight", None)
+    for options in ({"beam_size": 4}, {"hotwords": ["A"]}, {"language_model": "lm.arpa"}):
+        with pytest.raises(ImportError, match=r'flashlight-text is not installed .*`pip install "favor\[lm\]"`'):
+            model.transcribe(torch.zeros(9000), processor=processor, **options)
+
+
+@pytest.mark.parametrize("frames", [0, 1, 5])
+def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
+    """Against the sum over all texts: those of known words, each of which begins with a space."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, frames, len(tokenizer))
+    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4)
+    assert lexicon.words == 3
+    found = found_of(ctc_lexicon_beam(logits, [frames], lexicon, beam_size=5000)[0])
+    expected = {}
+    for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
+        words = words_of(tokenizer, text)
+        if set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids:
+            expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch):
+    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank parts equal letters."""
+    lexicon = WordLexicon(tokenizer, write_arpa(["A B AB BB"], tmp_path / "lm.arpa"), lm_weight=0.7, word_score=0.4)
+    said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A BB")]
+    pause = torch.full((9, len(tokenizer)), -30.0)
+    pause[:, 0] = 0.0
+    logits = torch.cat([said[0], pause, said[1], pause, said[2]])[None]
+    whole, cut = (ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=most)[0][0] for most in (1000, 28))
+    assert tokenizer.decode(whole.tokens, group_tokens=False) == "A B AB B A BB"
+    assert cut.tokens == whole.tokens
+    texts = (["A", "B", "AB"], ["B", "A", "BB"])
+    assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
+    times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
+    monkeypatch.setattr(lexicon_beam, "PIECE", 28)
+    assert search_emissions(logits, [logits.shape[1]], lexicon) == times
+    with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
+        ctc_lexicon_beam(logits, [5], lexicon, piece=2)
+
+
+def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
+    lexicon = WordLexicon(tokenizer, arpa)
+    logits = torch.full((1, 3, len(tokenizer)), -math.inf)
+    logits[..., tokenizer.unk_token_id] = 0.0
+    assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
+    assert search_emissions(logits, [3], lexicon) == [[]]
+    assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
+
+
+def test_transcribe_finds_known_words_alone(models, arpa):
+    model, transducer, processor = models
+    torch.manual_seed(3)
+    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+    options = {"lm_weight": 0.0, "word_score": -4.0}
+    results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, known_words=True, **options)
+    lexicon = WordLexicon(processor.tokenizer, arpa, **options)
+    for waveform, result in zip(waveforms, results, strict=True):
+        with torch.no_grad():
+            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
+        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0].tokens
+        assert result.text == processor.decode(best, group_tokens=False)
+        assert [one.text for one in result.spans] == result.text.split()
+        assert set(result.text.split()) <= {"A", "B", "AB"}
+        aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
+        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
+    other = model.transcribe(waveforms, 2, processor=processor, language_model=arpa, **options)
+    assert not set(" ".join(one.text for one in other).split()) <= {"A", "B", "AB"}
+    for speech_model, given, message in (
+        (model, {}, "known_words needs language_model, whose words are the known ones"),
+        (model, {"language_model": arpa, "hotwords": ["A"]}, "hotwords has no effect with known_words"),
+        (model, {"language_model": arpa, "beam_size": 1}, "beam_size must be above 1 with known_words, got 1"),
+        (transducer, {"language_model": arpa}, "known_words needs a ConformerForCTC, got a ConformerForTransducer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speech_model.transcribe(torch.zeros(9000), processor=processor, known_words=True, **given)
+
+
+def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="lm_weight must be a number of at least 0, got -1"):
+        WordLexicon(tokenizer, arpa, lm_weight=-1)
+    with pytest.raises(ValueError, match="tokenizer must be one of characters for a lexicon"):
+        WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), arpa)
+    with pytest.raises(ValueError, match="no word that the tokenizer can write; one of its words is 'good'"):
+        WordLexicon(tokenizer, write_arpa(["good"], tmp_path / "other.arpa", 2))
+    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as lexicon's tokens"):
+        ctc_lexicon_beam(torch.zeros(1, 2, 3), [2], WordLexicon(tokenizer, arpa))

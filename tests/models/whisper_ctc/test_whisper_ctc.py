@@ -1,0 +1,425 @@
+"""CTC on Whisper's encoder: against transformers' own encoder, padding, positions, saving, text with times."""
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from marks import needs_search
+from transformers import (
+    AutoModelForCTC,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    pipeline,
+)
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.whisper.modeling_whisper import sinusoids
+
+import favor
+from favor.models.speech import (
+    ConformerProcessor,
+    Pronunciations,
+    Transcript,
+    WordLexicon,
+    WordScorer,
+    ctc_align,
+    ctc_emissions,
+    ctc_greedy,
+    join_words,
+    train_tokenizer,
+    write_arpa,
+)
+from favor.models.speech.search import choice as word_search
+from favor.models.speech.search import lexicon_beam, word_beam
+from favor.models.whisper_ctc import (
+    WhisperCTCConfig,
+    WhisperCTCFeatureExtractor,
+    WhisperForCTC,
+    modeling_whisper_ctc,
+)
+
+SIZES = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+POSITIONS = 100
+
+
+def make(**changes):
+    torch.manual_seed(0)
+    return WhisperForCTC(WhisperCTCConfig(**{**SIZES, "max_source_positions": POSITIONS, **changes})).eval()
+
+
+def features(*lengths, seed=0):
+    """Random features, padded with noise that must have no effect, and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    given = torch.randn(len(lengths), max(lengths), 80, generator=generator)
+    return given, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def waveform(seconds, seed=0):
+    return 0.1 * np.random.default_rng(seed).normal(size=round(16000 * seconds)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def whisper():
+    torch.manual_seed(0)
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
+    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
+    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
+    return WhisperForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model whose outputs vary, and its processor."""
+    folder = tmp_path_factory.mktemp("saved")
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["ABC DEF"], "char"))
+    model = make(vocab_size=len(processor.tokenizer))
+    torch.nn.init.normal_(model.ctc_head.out.weight)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(whisper):
+    model = WhisperForCTC.from_whisper(whisper, 7).eval()
+    given, _ = features(2 * POSITIONS, 2 * POSITIONS)
+    ours, theirs = model.encoder(given).last_hidden_state, whisper.model.encoder(given.mT).last_hidden_state
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert model(given).logits.shape == (2, POSITIONS, 7)
+    assert len(model.encoder(given, output_hidden_states=True).hidden_states) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "favor#", "favor+", "landmark"])
+def test_padding_has_no_effect(backend):
+    model = make(attn_implementation=backend, favor={"exact_below": 0, "num_features": 8})
+    given, mask = features(160, 91, 2)
+    together = model(given, mask).logits
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = model(given[row : row + 1, :length]).logits[0]
+        assert len(alone) == model.subsampled_lengths(length) == -(-length // 2)
+        torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_that_of_torch_and_reaches_every_weight():
+    model = make(dropout=0.0, head_dropout=0.0).train()
+    given, mask = features(120, 60)
+    labels = torch.tensor([[1, 2, 2], [3, -100, -100]])
+    found = model(given, mask, labels)
+    expected = torch.nn.functional.ctc_loss(
+        found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3]), (60, 30), (3, 1)
+    )
+    torch.testing.assert_close(found.loss, expected)
+    found.loss.backward()
+    still = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    assert still == []
+    assert not model.encoder.embed_positions.weight.requires_grad
+
+
+def test_positions_begin_again():
+    model = make(sliding_window=5)
+    table = sinusoids(POSITIONS, 32)
+    for length in (1, POSITIONS, 3 * POSITIONS - 1):
+        expected = torch.stack([table[frame % POSITIONS] for frame in range(length)])
+        assert torch.allclose(model.encoder.positions(torch.zeros(1, length, 32)), expected, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "landmark", "favor#"])
+def test_a_sliding_window_keeps_attention_to_the_frames_nearby(backend):
+    """In one pass over what is longer than the positions, with padding; the truth is attention with a dense mask."""
+    reach = 7
+    model = make(attn_implementation=backend, sliding_window=reach, favor={"exact_below": 0, "num_features": 8})
+    given, mask = features(2 * 2 * POSITIONS + 30, 91)
+    frames = torch.arange(2 * POSITIONS + 15)
+    near = (frames[:, None] - frames).abs() <= reach
+    dense = make(attn_implementation="eager")
+    hidden, real = dense.encoder.subsample(given, mask)
+    seen = near & real[:, None, None].bool()
+    hidden = hidden + dense.encoder.positions(hidden)
+    for layer in dense.encoder.layers:
+        hidden = layer(hidden, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min))
+    expected = dense.encoder.layer_norm(hidden)
+    found = model.encoder(given, mask).last_hidden_state
+    for row, length in enumerate(real.sum(1).tolist()):
+        torch.testing.assert_close(found[row, :length], expected[row, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_more_frames_than_positions_are_reported_without_a_sliding_window(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_whisper_ctc._logger, "warning_once", said.append)
+    with torch.no_grad():
+        make()(features(2 * POSITIONS)[0])
+        make(sliding_window=5)(features(2 * POSITIONS + 2)[0])
+        assert said == []
+        make()(features(2 * POSITIONS + 2)[0])
+    assert f"got {POSITIONS + 1} frames" in said[0]
+    assert f"set config.sliding_window, for example to {POSITIONS // 4}." in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be at least 1 frame, or None; got 0"),
+        ({"head_layers": 10**6}, "head_layers must be at most 1024"),
+        ({"d_model": 10**6}, "d_model must be at most 65536"),
+        ({"max_source_positions": 10**9}, "max_source_positions must be at most 16777216"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        WhisperCTCConfig(**changes)
+
+
+def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():
+    ours, theirs = WhisperCTCFeatureExtractor(), WhisperFeatureExtractor()
+    sounds = [waveform(30), waveform(1.234, 1), waveform(0.02, 2)]
+    batch = ours(sounds, sampling_rate=16000)
+    whole = theirs(sounds[0], sampling_rate=16000, return_tensors="pt").input_features[0].T
+    torch.testing.assert_close(batch["input_features"][0], whole)
+    for row, sound in enumerate(sounds):
+        alone = ours(sound, sampling_rate=16000)["input_features"][0]
+        assert batch["attention_mask"][row].sum() == len(alone) == ours.num_frames(len(sound))
+        assert torch.equal(batch["input_features"][row, : len(alone)], alone)
+        assert not batch["input_features"][row, len(alone) :].any()
+    assert ours.num_frames(200) == 0
+    noisy = [ours(sounds[1], 16000, dither=0.1, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(noisy[0]["input_features"], noisy[1]["input_features"])
+    assert not torch.equal(noisy[0]["input_features"][0], batch["input_features"][1, :123])
+    assert isinstance(ours(sounds[1], 16000, return_tensors="np")["attention_mask"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (np.zeros(200, np.float32), {}, "waveform 0 has 200 samples, too few for one window of 201"),
+        (waveform(1), {"sampling_rate": 8000}, "sampling_rate must be 16000, got 8000"),
+        (waveform(1), {"return_attention_mask": False}, "return_attention_mask=False: padding needs the mask"),
+        (waveform(1), {"max_length": 3}, "max_length: features are as long as the audio, leave it out"),
+    ],
+)
+def test_what_the_extractor_refuses(given, options, message):
+    with pytest.raises(ValueError, match=message):
+        WhisperCTCFeatureExtractor()(given, **{"sampling_rate": 16000, **options})
+
+
+def test_what_the_model_refuses(whisper):
+    model = make()
+    with pytest.raises(ValueError, match=r"input_features must be \[batch, time, 80\], got \(1, 80, 200\)"):
+        model(torch.zeros(1, 80, 200))
+    given, mask = features(20, 9)
+    with pytest.raises(ValueError, match="padding on the right: ones, then zeros"):
+        model(given, mask.flip(1))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\], as the features, got \[2, 10\]"):
+        model(given, mask[:, :10])
+    with pytest.raises(ValueError, match="ctc_loss_reduction must be mean or sum, got 'none'"):
+        WhisperCTCConfig(ctc_loss_reduction="none")
+    with pytest.raises(TypeError, match="model must be a Whisper of transformers, got WhisperForCTC"):
+        WhisperForCTC.from_whisper(model, 7)
+
+
+@torch.no_grad()
+def test_saved_with_its_backend(tmp_path):
+    model = make(attn_implementation="favor#", favor={"exact_below": 0, "num_features": 8, "seed": 3})
+    model.save_pretrained(tmp_path)
+    given, mask = features(90, 60)
+    for kind in (WhisperForCTC, AutoModelForCTC):
+        again = kind.from_pretrained(tmp_path).eval()
+        assert isinstance(again, WhisperForCTC)
+        assert torch.equal(again(given, mask).logits, model(given, mask).logits)
+    exact = WhisperForCTC.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert not torch.allclose(exact(given, mask).logits, model(given, mask).logits)
+
+
+@torch.no_grad()
+def test_conversion_to_landmarks():
+    """With a mean for every frame the outputs are those of exact attention."""
+    model, (given, mask) = make(), features(90, 60)
+    exact = model(given, mask).logits
+    favor.convert(model, "landmark", num_features=64, selected_keys=0, exact_below=0)
+    assert all(layer.runs != "exact" for layer in favor.describe(model, 45).layers)
+    torch.testing.assert_close(model(given, mask).logits, exact, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_text_with_times(saved):
+    model = WhisperForCTC.from_pretrained(saved).eval()
+    processor = ConformerProcessor.from_pretrained(saved)
+    sounds = [waveform(1.5), waveform(0.8, 1)]
+    found = model.transcribe(sounds, return_timestamps="word")
+    for sound, one in zip(sounds, found, strict=True):
+        inputs = processor(sound, sampling_rate=16000)
+        logits = model(inputs["input_features"]).logits
+        (tokens,) = ctc_greedy(logits, [logits.shape[1]])
+        assert one.text == processor.tokenizer.decode(tokens, group_tokens=False)
+        assert one.text
+        assert [span.text for span in one.spans] == one.text.split()
+        assert all(0 <= span.start < span.end <= len(sound) / 16000 + 0.02 for span in one.spans)
+        assert all(round(span.start / 0.02, 3).is_integer() for span in one.spans)
+    (aligned,) = ctc_align(logits, [logits.shape[1]], processor.labels("AB CD"))
+    assert [word.text for word in join_words(processor.tokenizer.spans(aligned))] == ["AB", "CD"]
+
+
+def test_pipeline(saved):
+    recognise = pipeline("automatic-speech-recognition", model=str(saved))
+    sound = waveform(1.5)
+    text = WhisperForCTC.from_pretrained(saved).transcribe(sound)[0].text
+    found = recognise(sound.copy(), return_timestamps="word")
+    assert found["text"] == text
+    assert [chunk["text"] for chunk in found["chunks"]] == text.split()
+
+
+def test_a_stream_of_pieces_needs_a_causal_model(saved):
+    with pytest.raises(ValueError, match="transcribe_stream needs a causal model"):
+        WhisperForCTC.from_pretrained(saved).eval().transcribe_stream()
+
+
+@torch.no_grad()
+def test_windows_of_long_recordings():
+    """By hand: window by window; short recordings are one pass; padding has no effect."""
+    model, (given, mask) = make(), features(531, 250)
+    found, lengths = model.window_logits(given, mask, keep=50, left=20, right=30)
+    assert lengths.tolist() == [266, 125]
+    for row, (length, frames) in enumerate(((531, 266), (250, 125))):
+        for first in range(0, frames, 50):
+            start, end = max(0, first - 20), min(first + 50, frames)
+            window = given[row : row + 1, 2 * start : min(2 * (first + 80), length)]
+            expected = model(window).logits[0, first - start : end - start]
+            torch.testing.assert_close(found[row, first:end], expected, rtol=1e-4, atol=1e-5)
+    short, _ = model.window_logits(given[:, : 2 * POSITIONS], keep=50, left=20, right=30)
+    torch.testing.assert_close(short, model(given[:, : 2 * POSITIONS]).logits)
+    with pytest.raises(ValueError, match="their sum at most 100; got 90, 5 and 6"):
+        model.window_logits(given, mask, keep=90, left=5, right=6)
+
+
+def test_long_audio_is_transcribed_by_windows():
+    processor = ConformerProcessor(WhisperCTCFeatureExtractor(), train_tokenizer(["ABC DEF"], "char"))
+    model = make(vocab_size=len(processor.tokenizer), max_source_positions=1500)
+    torch.nn.init.normal_(model.ctc_head.out.weight)
+    sound = waveform(41)
+    inputs = processor(sound, sampling_rate=16000)
+    logits, lengths = model.window_logits(**inputs)
+    (tokens,) = ctc_greedy(logits, lengths)
+    (found,) = model.transcribe(sound, processor=processor, return_timestamps="word")
+    assert found.text == processor.tokenizer.decode(tokens, group_tokens=False)
+    assert found.spans[-1].end > 35
+
+
+@torch.no_grad()
+def test_a_stream_is_its_windows(saved):
+    """However the audio is cut into pieces, each step has the logits of its window."""
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    sound = waveform(2.37)
+    settings = {"step": 0.2, "look_ahead": 0.3, "context": 0.4}
+    streams = []
+    for size in (1000, 16000, len(sound)):
+        streams.append(model.stream(processor, **settings))
+        for start in range(0, len(sound), size):
+            streams[-1].feed(sound[start : start + size])
+        assert streams[-1].seconds == pytest.approx(2.0)
+        streams[-1].finish()
+        assert streams[-1].seconds == pytest.approx(2.38)
+    expected = []
+    for first in range(0, 119, 10):
+        start, last = max(0, first - 20), min(first + 25, 119)
+        inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
+        expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
+    (found,) = ctc_emissions(torch.cat(expected)[None], [119])
+    tokens = [one.token for one in found]
+    for stream in streams:
+        assert [one.token for one in stream.emissions] == tokens
+        sure = [one.confidence for one in stream.emissions]
+        assert sure == pytest.approx([one.confidence for one in found], abs=1e-4)
+        assert stream.text == processor.tokenizer.decode(tokens, group_tokens=False)
+        assert [word.text for word in stream.words] == stream.text.split()
+    streams[0].reset()
+    assert (streams[0].text, streams[0].seconds) == ("", 0)
+
+
+def kept(stream):
+    """Bytes of tensors that a stream holds beside its model, processor and scorer."""
+    seen = {id(one) for one in (stream.model, stream.processor, stream.scorer, None)}
+    found, waiting = {}, [vars(stream)]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, type):
+            seen.add(id(one))
+            if isinstance(one, torch.Tensor):
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            waiting += gc.get_referents(one)
+    return sum(found.values())
+
+
+SEARCHES = ["greedy", "phonemes", *(pytest.param(one, marks=needs_search) for one in ("words", "known"))]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
+    """What it finds is that of one search over all logits, to the bit in any pieces, whenever the text is asked for.
+
+    No frame is searched once it cannot change the text, and what is kept does not grow.
+    """
+    tokenizer, lexicon = train_tokenizer(["A B AB"], "char"), None
+    if search == "phonemes":  # whose text has no space at its end
+        (tmp_path / "lexicon.txt").write_text("AB\tA B\nA\tA\n")
+        lexicon = Pronunciations(tmp_path / "lexicon.txt")
+        tokenizer = lexicon.tokenizer()
+    processor, text = ConformerProcessor(WhisperCTCFeatureExtractor(), tokenizer), "AB A B AB B A " * 7
+    tokens = tokenizer(text.replace("AB", "A-B") if lexicon else text).input_ids
+    model = make(vocab_size=len(tokenizer))
+    logits = 2 * torch.randn(300, len(tokenizer), generator=torch.Generator().manual_seed(0))
+    logits[range(0, 3 * len(tokens), 3), tokens] += 6.0
+    logits[2::3, 0] += 6.0
+    logits[:, 1:3] -= 99.0
+    places, searched = [], []
+
+    def forward(features):
+        first = max(0, 10 * len(places) - 20)
+        places.append(first)
+        return CausalLMOutput(logits=logits[None, first : first + (features.shape[1] + 1) // 2])
+
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(word_search, "usual_beam", lambda scorer: 6)
+    for module in (word_beam, lexicon_beam):
+        monkeypatch.setattr(module, "PIECE", 30)
+        right = partial(lambda right, rows, *given: searched.append(len(rows)) or right(rows, *given), module._decode)
+        monkeypatch.setattr(module, "_decode", right)
+    scorer = {"words": WordScorer, "known": WordLexicon}.get(search)
+    if scorer is not None:
+        scorer = scorer(tokenizer, write_arpa(["A B AB", "AB B"], tmp_path / "lm.arpa", 2))
+    found = []
+    for cuts in ([], [16000, 17000, 60000, 60001], range(1600, 96000, 1600)):
+        stream = model.stream(processor, step=0.2, look_ahead=0.1, context=0.4, scorer=scorer, lexicon=lexicon)
+        for place, piece in enumerate(np.split(waveform(6), cuts)):
+            stream.feed(piece)
+            said = None if place % 3 else Transcript.of(stream.emissions, processor, 0.02, lexicon, "word")
+            assert said in (None, Transcript(stream.text, stream.words))
+            assert kept(stream) <= 4 * (16000 * 0.8 + 40 * logits.shape[1])
+        stream.finish()
+        places.clear()
+        found.append((stream.text, stream.words, stream.emissions))
+    assert found[0] == found[1] == found[2]
+    assert max(searched, default=0) <= 40
+    (expected,), (text, words, emissions) = word_search.search_emissions(logits[None], [300], scorer), found[0]
+    assert [(one.token, one.start, one.end) for one in emissions] == [(o.token, o.start, o.end) for o in expected]
+    assert [one.confidence for one in emissions] == pytest.approx([one.confidence for one in expected], abs=1e-5)
+    assert Transcript.of(emissions, processor, 0.02, lexicon, "word") == Transcript(text, words)
+    assert len(words) > 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"step": 0}, "step must be above 0"),
+        ({"look_ahead": 0.33}, "in frames of 0.02 s; got 1, 0.33 and 10"),
+        ({}, "must last at most 2 s together, got 12 s"),
+    ],
+)
+def test_what_a_stream_refuses(saved, settings, message):
+    model, processor = WhisperForCTC.from_pretrained(saved).eval(), ConformerProcessor.from_pretrained(saved)
+    with pytest.raises(ValueError, match=message):
+        model.stream(processor, **settings)
+    with pytest.raises(ValueError, match="needs a model in evaluation mode"):
+        model.train().stream(processor, step=0.2, look_ahead=0.1, context=0.4)
