@@ -106,7 +106,6 @@ EVAL = Folder(
         },
         "optimizers and decompositions": {
             "decomposition": Program("favor.eval.decomposition.__main__", "compared with scikit-learn"),
-            "exact_step": Program("favor.eval.exact_step", "what an exact step on one example costs"),
             "head_optimizer": Program("favor.eval.head_optimizer", "optimizers of a softmax output layer"),
             "majorization": Program("favor.eval.majorization", "bound majorization compared with other optimizers"),
         },
