@@ -96,7 +96,6 @@ EVAL = Folder(
             "streaming": Program("favor.eval.streaming", "what each piece of a stream costs"),
             "wer_by_features": Program("favor.eval.wer_by_features", "Figure 4 of the FAVOR# paper"),
             "whisper": Program("favor.eval.whisper", "a pretrained Whisper with a linear encoder"),
-            "chunks": Program("favor.eval.chunks", "error rates of Conformers by length of chunk, and their trainings"),
             "whisper_ctc": Program("favor.eval.whisper_ctc", "CTC on a Whisper's encoder: three searches"),
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
             "language_model": Program("favor.eval.speech.language_model", "an n-gram language model of books"),
