@@ -86,7 +86,6 @@ EVAL = Folder(
         },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
-            "mlm_steps": Program("favor.eval.mlm_steps", "loss of masked words against training steps"),
             "perplexity": Program("favor.eval.language.perplexity", "perplexity on long texts"),
             "small_decoder": Program("favor.eval.small_decoder", "make a small LLaMA to train with favor train clm"),
         },
