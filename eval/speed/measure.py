@@ -38,10 +38,8 @@ MOST_CALLS = 100
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 MATMUL_WIDTH = {"cpu": 2048, "cuda": 8192}
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-# Freed memory goes back to the system at once: environment variables for a new process, numbers of malloc.h for this.
-_RELEASED = 1 << 16
-_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(_RELEASED), "MALLOC_MMAP_THRESHOLD_": str(_RELEASED)}
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# In a process that starts with these, freed memory goes back to the system at once.
+_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 16), "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 
 
 def synchronise(device: str) -> None:
@@ -264,12 +262,6 @@ def resident_peak(call: Callable[[], object]) -> int:
     before = _status("VmRSS")
     call()
     return max(0, _status("VmHWM") - before)
-
-
-def release_early() -> None:
-    """Makes this process give freed memory back at once from now on, so that it does not count in a peak (Linux)."""
-    for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        ctypes.CDLL(None).mallopt(setting, _RELEASED)
 
 
 def _status(field: str) -> int:

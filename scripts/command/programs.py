@@ -79,7 +79,6 @@ EVAL = Folder(
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
-            "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
             "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
             "transducer_loss": Program("favor.eval.transducer_loss", "the Transducer loss"),
