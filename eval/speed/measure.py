@@ -285,11 +285,10 @@ class MemoryServer:
 
     Args:
         threads: CPU threads of a measurement.
-        program: module that calls `serve` when it is started with `--isolate`.
     """
 
-    def __init__(self, threads: int, program: str = "favor.eval.speed") -> None:
-        self.threads, self.program = threads, program
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -301,7 +300,7 @@ class MemoryServer:
 
     def __enter__(self) -> MemoryServer:
         environment = {**os.environ, **_RELEASE_EARLY, "OMP_NUM_THREADS": str(self.threads)}
-        command = [sys.executable, "-m", self.program, "--isolate", "--device", "cpu"]
+        command = [sys.executable, "-m", "favor.eval.speed", "--isolate", "--device", "cpu"]
         command += ["--threads", str(self.threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

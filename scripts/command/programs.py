@@ -81,7 +81,6 @@ EVAL = Folder(
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
             "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
-            "transducer_loss": Program("favor.eval.transducer_loss", "the Transducer loss"),
         },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
