@@ -70,7 +70,6 @@ EVAL = Folder(
     {
         "quality": {
             "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
-            "forms": Program("favor.eval.forms.__main__", "forms of landmark attention, of which the backend is one"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
             "feature_weights": Program("favor.eval.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
