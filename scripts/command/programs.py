@@ -78,7 +78,6 @@ EVAL = Folder(
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
-            "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
         },
         "language models": {
