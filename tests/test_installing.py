@@ -107,7 +107,7 @@ def test_the_core_loads_its_models_and_programs_for_text_do_without_packages_of_
         model.save_pretrained(tmp_path / auto)
     speech = ["jiwer", "soundfile", "flashlight"]
     names = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
-    names += ["favor.eval." + name for name in ("glue.__main__", "mlm_steps", "approximation.__main__")]
+    names += ["favor.eval." + name for name in ("glue.__main__", "language.perplexity", "approximation.__main__")]
     printed = run("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES, speech, names)))
     loaded = [f"{type(model).__name__} favor#" for model in saved.values()]
     assert printed.splitlines() == [*loaded, "torch.Size([1, 1, 3, 4])"]

@@ -1,4 +1,4 @@
-"""Starts a training program in a process of its own, so that its peak memory and its seeds are its own."""
+"""Starts `favor.train.glue` in a process of its own, so that its peak memory and its seeds are its own."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Backend:
         return ["--attn_implementation", self.name, *given]
 
 
-def launch_command(arguments: Sequence[str], num_processes: int = 1, program: str = "favor.train.glue") -> list[str]:
-    """Makes the command `accelerate launch -m PROGRAM`, with every value that accelerate would warn about.
+def launch_command(arguments: Sequence[str], num_processes: int = 1) -> list[str]:
+    """Makes the command `accelerate launch -m favor.train.glue`, with every value that accelerate would warn about.
 
     Without `--num_cpu_threads_per_process`, accelerate trains on a single CPU thread.
     """
@@ -109,17 +109,11 @@ def launch_command(arguments: Sequence[str], num_processes: int = 1, program: st
     launcher += ["--num_cpu_threads_per_process", threads]
     if num_processes > 1:
         launcher.append("--multi_gpu")
-    return [*launcher, "-m", program, *arguments]
+    return [*launcher, "-m", "favor.train.glue", *arguments]
 
 
-def train(
-    arguments: Sequence[str],
-    output_dir: Path,
-    num_processes: int = 1,
-    environment: dict[str, str] | None = None,
-    program: str = "favor.train.glue",
-) -> dict[str, Any]:
-    """Runs one training to its end and returns its `all_results.json`.
+def train(arguments: Sequence[str], output_dir: Path, num_processes: int = 1) -> dict[str, Any]:
+    """Runs one training of `favor.train.glue` to its end and returns its `all_results.json`.
 
     The output of the program goes to `log.txt` in the output folder.
 
@@ -127,19 +121,15 @@ def train(
         arguments: of the program.
         output_dir: its output folder.
         num_processes: number of processes.
-        environment: further environment variables.
-        program: module of the training. Default: favor.train.glue.
 
     Raises:
         RuntimeError: if the program fails; the message ends with the last lines that it printed.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "log.txt"
-    command = launch_command([*arguments, "--output_dir", str(output_dir)], num_processes, program)
+    command = launch_command([*arguments, "--output_dir", str(output_dir)], num_processes)
     with log.open("w") as stream:
-        done = subprocess.run(
-            command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-        )
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise RuntimeError(f"training ended with code {done.returncode}; the end of {log}:\n{tail}")
@@ -147,7 +137,7 @@ def train(
 
 
 def train_once(
-    arguments: Sequence[str], backend: Backend, folder: Path, num_processes: int = 1, program: str = "favor.train.glue"
+    arguments: Sequence[str], backend: Backend, folder: Path, num_processes: int = 1
 ) -> tuple[dict[str, Any], str, bool]:
     """Runs one training of a table, or takes its results if it was finished before.
 
@@ -159,7 +149,6 @@ def train_once(
         backend: the attention.
         folder: of the run.
         num_processes: processes of the training.
-        program: module of the training. Default: favor.train.glue.
 
     Returns:
         The results, the machine of the training, and whether it was trained now.
@@ -174,7 +163,7 @@ def train_once(
         written = {"backend": backend.label, "arguments": list(arguments), "machine": machine()}
         record.write_text(json.dumps(written, indent=2))
         again = "--resume" if any(folder.glob("checkpoint-*")) else "--overwrite_output_dir"
-        return train([*arguments, again], folder, num_processes, program=program), machine(), True
+        return train([*arguments, again], folder, num_processes), machine(), True
     before = json.loads(record.read_text()) if record.exists() else {}
     if in_new_words(before.get("arguments", []), arguments) != list(arguments):
         raise ValueError(

@@ -38,10 +38,8 @@ MOST_CALLS = 100
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 MATMUL_WIDTH = {"cpu": 2048, "cuda": 8192}
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-# Freed memory goes back to the system at once: environment variables for a new process, numbers of malloc.h for this.
-_RELEASED = 1 << 16
-_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(_RELEASED), "MALLOC_MMAP_THRESHOLD_": str(_RELEASED)}
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# In a process that starts with these, freed memory goes back to the system at once.
+_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 16), "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 
 
 def synchronise(device: str) -> None:
@@ -266,12 +264,6 @@ def resident_peak(call: Callable[[], object]) -> int:
     return max(0, _status("VmHWM") - before)
 
 
-def release_early() -> None:
-    """Makes this process give freed memory back at once from now on, so that it does not count in a peak (Linux)."""
-    for setting in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-        ctypes.CDLL(None).mallopt(setting, _RELEASED)
-
-
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -293,11 +285,10 @@ class MemoryServer:
 
     Args:
         threads: CPU threads of a measurement.
-        program: module that calls `serve` when it is started with `--isolate`.
     """
 
-    def __init__(self, threads: int, program: str = "favor.eval.speed") -> None:
-        self.threads, self.program = threads, program
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._process: subprocess.Popen[str] | None = None
 
     @staticmethod
@@ -309,7 +300,7 @@ class MemoryServer:
 
     def __enter__(self) -> MemoryServer:
         environment = {**os.environ, **_RELEASE_EARLY, "OMP_NUM_THREADS": str(self.threads)}
-        command = [sys.executable, "-m", self.program, "--isolate", "--device", "cpu"]
+        command = [sys.executable, "-m", "favor.eval.speed", "--isolate", "--device", "cpu"]
         command += ["--threads", str(self.threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

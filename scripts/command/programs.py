@@ -61,7 +61,6 @@ EVAL = Folder(
     {
         "quality": {
             "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
-            "forms": Program("favor.eval.forms.__main__", "forms of landmark attention, of which the backend is one"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
             "feature_weights": Program("favor.eval.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
@@ -70,14 +69,10 @@ EVAL = Folder(
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
-            "hybrid": Program("favor.eval.hybrid", "an encoder with local and global layers, by length"),
-            "decoding": Program("favor.eval.decoding", "time of a token in generation with selected keys"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
-            "transducer_loss": Program("favor.eval.transducer_loss", "the Transducer loss"),
         },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
-            "mlm_steps": Program("favor.eval.mlm_steps", "loss of masked words against training steps"),
             "perplexity": Program("favor.eval.language.perplexity", "perplexity on long texts"),
             "small_decoder": Program("favor.eval.small_decoder", "make a small LLaMA to train with favor train clm"),
         },
@@ -87,7 +82,6 @@ EVAL = Folder(
             "streaming": Program("favor.eval.streaming", "what each piece of a stream costs"),
             "wer_by_features": Program("favor.eval.wer_by_features", "Figure 4 of the FAVOR# paper"),
             "whisper": Program("favor.eval.whisper", "a pretrained Whisper with a linear encoder"),
-            "chunks": Program("favor.eval.chunks", "error rates of Conformers by length of chunk, and their trainings"),
             "whisper_ctc": Program("favor.eval.whisper_ctc", "CTC on a Whisper's encoder: three searches"),
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
             "language_model": Program("favor.eval.speech.language_model", "an n-gram language model of books"),
@@ -97,7 +91,6 @@ EVAL = Folder(
         },
         "optimizers and decompositions": {
             "decomposition": Program("favor.eval.decomposition.__main__", "compared with scikit-learn"),
-            "exact_step": Program("favor.eval.exact_step", "what an exact step on one example costs"),
             "head_optimizer": Program("favor.eval.head_optimizer", "optimizers of a softmax output layer"),
             "majorization": Program("favor.eval.majorization", "bound majorization compared with other optimizers"),
         },

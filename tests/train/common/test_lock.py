@@ -24,7 +24,6 @@ WORDS = {
     "favor.train.nst": "--unlabelled_dir {tmp}",
     "favor.eval.asr": "--model_name_or_path {bert} --data_dir {tmp}",
     "favor.eval.glue": "--model_name_or_path {bert} --tasks sst2 --data_dir {glue}",
-    "favor.eval.mlm_steps": "--model_name_or_path {bert} --train_file {text}",
     "favor.eval.wer_by_features": "--data_dir {tmp} --backends favor+ --name wer",
 }
 

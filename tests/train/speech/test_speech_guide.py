@@ -17,7 +17,7 @@ from tiny_causal import save_causal
 from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
-from favor.eval import chunks, whisper_ctc, whisper_ctc_long
+from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, lexicon, synthesize
 from favor.models.speech import write_arpa
 from favor.train import asr, distill, nst
@@ -28,7 +28,6 @@ PROGRAMS = {
     "favor.train.distill": distill.main,
     "favor.train.nst": nst.main,
     "favor.eval.asr": evaluation.main,
-    "favor.eval.chunks": chunks.main,
     "favor.eval.speech.language_model": language_model.main,
     "favor.eval.speech.lexicon": lexicon.main,
     "favor.eval.speech.synthesize": synthesize.main,
@@ -56,7 +55,7 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
-    if program in ("favor.eval.chunks", "favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
+    if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
         return words
     if program == "favor.eval.speech.synthesize":
         return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.002"]]

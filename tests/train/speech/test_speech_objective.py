@@ -11,7 +11,6 @@ from stopping import whole_and_resumed
 from transformers import WhisperFeatureExtractor
 
 from favor.eval import asr as evaluation
-from favor.eval import chunks as chunk_report
 from favor.models.conformer import (
     Chunks,
     ConformerConfig,
@@ -142,12 +141,6 @@ def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp
         rates.append((found["chunks"], found["splits"]["dev"]["searches"]["greedy"]["cer"]))
     assert [chunks for chunks, _ in rates] == [None, "0.16 s, all before each", "0.16 s, 1 before each"]
     assert rates[0][1] == pytest.approx(trained["metrics"]["dev_cer"])
-    arguments = [str(tmp_path / "run"), "--data_dir", str(corpus), "--eval_splits", "dev", "--chunk_seconds", "0.16"]
-    assert chunk_report.main([*arguments, "--output_dir", str(tmp_path / "table")]) == 0
-    report = json.loads((tmp_path / "table" / "chunks.json").read_text())["models"]["run"]
-    assert report["rates"]["dev"]["whole"]["cer"] == pytest.approx(rates[0][1])
-    assert report["rates"]["dev"]["0.16"]["cer"] == pytest.approx(rates[1][1])
-    assert str(tmp_path) not in (tmp_path / "table" / "chunks.md").read_text()
     model = ConformerForCTC.from_pretrained(tmp_path / "run").eval()
     stream = model.transcribe_stream(chunks=Chunks(4))
     assert stream.feed(np.zeros(20000, np.float32)) == []

@@ -1,1 +1,0 @@
-"""Compares forms of landmark attention before one is built."""
