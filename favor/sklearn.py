@@ -24,6 +24,8 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils import check_array, check_random_state  # noqa: E402
 from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E402
 
+__all__ = ["SoftmaxKernelSampler"]
+
 ALPHA = {"softmax": 0.0, "gaussian": -0.5}
 # Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.
 LARGEST_LOG = 350.0
@@ -79,7 +81,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
     Example:
         >>> import numpy as np
-        >>> from favor.features import SoftmaxKernelSampler
+        >>> from favor.sklearn import SoftmaxKernelSampler
         >>> X = np.random.default_rng(0).normal(size=(50, 3)) / 3
         >>> sampler = SoftmaxKernelSampler(n_components=2000, random_state=0)
         >>> Z = sampler.fit_transform(X)

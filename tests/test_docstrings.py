@@ -16,6 +16,7 @@ MODULES = (
     "favor.kernels",
     "favor.optim",
     "favor.decomposition",
+    "favor.sklearn",
     "favor.models.bert",
     "favor.models.conformer",
     "favor.models.whisper_ctc",

@@ -16,7 +16,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import favor
-from favor.features import Parameters, SoftmaxKernelSampler
+from favor.features import Parameters
+from favor.sklearn import SoftmaxKernelSampler
 
 FEATURES = ("trig", "pos", "gerf", "saderf", "aderf", "sderf", "cderf")
 

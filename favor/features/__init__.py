@@ -14,8 +14,6 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
 from favor.features.centred import CDERF, WDERF
 from favor.features.moments import Moments
@@ -25,24 +23,6 @@ from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, opt
 from favor.features.signed import ELUFeatures, ReLUFeatures, TrigRF
 from favor.registry import FAMILIES as REGISTRY
 from favor.registry import get
-
-if TYPE_CHECKING:
-    from favor.landmark import Landmarks
-    from favor.sklearn import SoftmaxKernelSampler
-
-
-def __getattr__(name: str) -> Any:
-    # Landmarks are not random features, but older code finds them here; scikit-learn takes a second to import.
-    if name == "Landmarks":
-        from favor.landmark import Landmarks
-
-        return Landmarks
-    if name == "SoftmaxKernelSampler":
-        from favor.sklearn import SoftmaxKernelSampler
-
-        return SoftmaxKernelSampler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "ADERF",
@@ -54,7 +34,6 @@ __all__ = [
     "SDERF",
     "WDERF",
     "ELUFeatures",
-    "Landmarks",
     "Moments",
     "Parameters",
     "PosRF",
@@ -62,7 +41,6 @@ __all__ = [
     "RandomFeatures",
     "ReLUFeatures",
     "SignedFeatures",
-    "SoftmaxKernelSampler",
     "TrigRF",
     "draw_omega",
     "get",
