@@ -69,7 +69,7 @@ NEEDED = [
     ("jiwer", "favor.train.asr", "speech"),
     ("soundfile", "favor.train.nst", "speech"),
     ("matplotlib", "favor.eval.speed.__main__", "eval"),
-    ("sklearn", "favor.eval.variance", "eval"),
+    ("sklearn", "favor.eval.papers.variance", "eval"),
     ("soundfile", "favor.eval.asr", "speech"),
     ("jiwer", "favor.eval.long_form", "speech"),
     ("sklearn", "favor.sklearn", "sklearn"),

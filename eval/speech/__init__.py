@@ -1,1 +1,1 @@
-"""Parts of `favor.eval.wer_by_features` and `favor.eval.long_form`."""
+"""Parts of `favor.eval.papers.wer_by_features` and `favor.eval.long_form`."""

@@ -217,7 +217,7 @@ class Favor(Method):
 
     def scratch_bytes(self, cell: Cell) -> int:
         """Counts features of any sign, which are held for all tokens; positive features are not."""
-        if issubclass(self.family, families.PositiveFeatures | families.Landmarks):
+        if not issubclass(self.family, families.SignedFeatures):
             return 0
         return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
 

@@ -62,10 +62,10 @@ EVAL = Folder(
         "quality": {
             "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
-            "feature_weights": Program("favor.eval.feature_weights", "learned weights of random features"),
+            "feature_weights": Program("favor.eval.papers.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
-            "kernel_classification": Program("favor.eval.kernel_classification", "Figure 3 of the FAVOR# paper"),
-            "variance": Program("favor.eval.variance", "variance of features: Figure 2 of the FAVOR# paper"),
+            "kernel_classification": Program("favor.eval.papers.kernel_classification", "Figure 3 of the FAVOR# paper"),
+            "variance": Program("favor.eval.papers.variance", "variance of features: Figure 2 of the FAVOR# paper"),
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
@@ -80,7 +80,7 @@ EVAL = Folder(
             "asr": Program("favor.eval.asr", "error rates and speed of a saved speech model"),
             "long_form": Program("favor.eval.long_form", "whole chapters in one pass: time and memory"),
             "streaming": Program("favor.eval.streaming", "what each piece of a stream costs"),
-            "wer_by_features": Program("favor.eval.wer_by_features", "Figure 4 of the FAVOR# paper"),
+            "wer_by_features": Program("favor.eval.papers.wer_by_features", "Figure 4 of the FAVOR# paper"),
             "whisper": Program("favor.eval.whisper", "a pretrained Whisper with a linear encoder"),
             "whisper_ctc": Program("favor.eval.whisper_ctc", "CTC on a Whisper's encoder: three searches"),
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
@@ -90,9 +90,11 @@ EVAL = Folder(
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
         "optimizers and decompositions": {
-            "decomposition": Program("favor.eval.decomposition.__main__", "compared with scikit-learn"),
-            "head_optimizer": Program("favor.eval.head_optimizer", "optimizers of a softmax output layer"),
-            "majorization": Program("favor.eval.majorization", "bound majorization compared with other optimizers"),
+            "decomposition": Program("favor.eval.papers.decomposition.__main__", "compared with scikit-learn"),
+            "head_optimizer": Program("favor.eval.papers.head_optimizer.__main__", "optimizers of an output layer"),
+            "majorization": Program(
+                "favor.eval.papers.majorization.__main__", "bound majorization and other optimizers"
+            ),
         },
     },
     "The demo is favor demo, the report in a browser favor report.",

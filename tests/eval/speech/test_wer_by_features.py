@@ -14,9 +14,9 @@ from PIL import Image
 from tiny_speech import save_model, write_corpus
 
 from favor.eval import asr as evaluation
-from favor.eval import wer_by_features as program
-from favor.eval.speech import wer_report as report
-from favor.eval.wer_by_features import parse_arms, training_words
+from favor.eval.papers import wer_by_features as program
+from favor.eval.papers import wer_report as report
+from favor.eval.papers.wer_by_features import parse_arms, training_words
 from favor.models.conformer import ConformerForCTC
 
 SCORES = {
@@ -213,7 +213,7 @@ def test_numbers_of_the_table(tmp_path):
     ]  # fmt: skip
     assert sections["As converted, without training: dev"]["exact", "-"][:2] == ["40.00 ± 0.00", "1.000 ± 0.000"]
     assert sections["Cost of the training"]["mean over time", "-"] == ["7", "1.000", "100", "301", "1234"]
-    assert content["command"].startswith("python -m favor.eval.wer_by_features --model_name_or_path")
+    assert content["command"].startswith("python -m favor.eval.papers.wer_by_features --model_name_or_path")
     assert "--data_dir DATA" in content["command"]
     assert content["versions"] == {"torch": "2"}
     assert content["machine"] == "a machine"

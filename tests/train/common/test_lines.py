@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from favor.eval.figures.kernel_data import read_rows
+from favor.eval.papers.datasets import read_rows
 from favor.models.speech import Pronunciations
 from favor.train.common.lines import is_text, open_lines
 from favor.train.text.samples import read_text

@@ -24,7 +24,7 @@ WORDS = {
     "favor.train.nst": "--unlabelled_dir {tmp}",
     "favor.eval.asr": "--model_name_or_path {bert} --data_dir {tmp}",
     "favor.eval.glue": "--model_name_or_path {bert} --tasks sst2 --data_dir {glue}",
-    "favor.eval.wer_by_features": "--data_dir {tmp} --backends favor+ --name wer",
+    "favor.eval.papers.wer_by_features": "--data_dir {tmp} --backends favor+ --name wer",
 }
 
 

@@ -1,4 +1,4 @@
-"""Steps and runs of the methods of `favor.eval.majorization`: mini-batches, full batches, Newton's method.
+"""Steps and runs of the methods of `favor.eval.papers.majorization`: mini-batches, full batches, Newton's method.
 
 Every method trains one `torch.nn.Linear` without bias. Stochastic methods go through a new random order of the rows in
 every epoch. ASGD evaluates the mean of all iterates after the first epoch, and before that the iterate itself. Passes
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
-from favor.eval.optim.majorization_data import Optimum, Problem
+from favor.eval.papers.majorization.data import Optimum, Problem
 
 SUFFICIENT_DECREASE = 1e-4
 FULL_BATCH_FACTOR = 5

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import favor
-from favor.eval import feature_weights
-from favor.eval.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
+from favor.eval.papers import feature_weights
+from favor.eval.papers.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
 from favor.integrations.adapt.observe import observe
 
 SMALL = ["--max_length", "32", "--calibration_samples", "2", "--held_out_samples", "2", "--num_features", "8"]

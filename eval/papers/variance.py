@@ -1,6 +1,6 @@
 """Variance of random features by regime and scale: Figure 2 of the FAVOR# paper, from closed forms.
 
-    python -m favor.eval.variance --images_dir DIR
+    python -m favor.eval.papers.variance --images_dir DIR
 
 For two sets of L vectors the parameters of each family are fitted to the pair of sets. The curves are the mean of
 log(Var / K^2), M = 1, over all pairs of vectors and over several pairs of sets; less is better. (The paper prints
@@ -38,7 +38,7 @@ REGIMES = ("normal", "sphere", "heterogen", "mnist", "cifar10", "mnist/cifar10")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.variance", __doc__)
+    parser = Parser("favor.eval.papers.variance", __doc__)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
     parser.add_argument("--sets", type=int, default=5, help="pairs of sets per regime")
     parser.add_argument("--vectors", type=int, default=1024, help="vectors of a set")
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in row.items():
             results[regime][name].append(value)
     found = checks(results, sigmas)
-    command = report.shown_command("favor.eval.variance", words, ["--images_dir"], ["--output_dir"])
+    command = report.shown_command("favor.eval.papers.variance", words, ["--images_dir"], ["--output_dir"])
     settings = {"sets": arguments.sets, "length": arguments.vectors, "seed": arguments.seed, "images": source}
     content: dict[str, Any] = {
         **report.context(command),
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found))
 
 
-cli = program("favor.eval.variance", main)
+cli = program("favor.eval.papers.variance", main)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ import pytest
 import torch
 from scipy import io
 
-from favor.eval import majorization as program
-from favor.eval.optim import majorization_data as data
-from favor.eval.optim import majorization_methods as methods
-from favor.eval.optim import majorization_report as reports
-from favor.eval.optim import majorization_steps as steps
+from favor.eval.papers.majorization import __main__ as program
+from favor.eval.papers.majorization import data, methods, steps
+from favor.eval.papers.majorization import report as reports
 
 
 def small(name: str = "breast_cancer", rows: int = 120) -> data.Problem:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from favor.eval import variance
 from favor.eval.common import report
+from favor.eval.papers import variance
 
 
 def sets(sigma: float = 0.4, length: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ def test_the_program(tmp_path, capsys):
     assert code == int(not all(check["holds"] for check in content["checks"]))
     assert content["sigmas"] == [0.5, 1.0]
     assert str(tmp_path) not in markdown + json.dumps(content)
-    assert content["command"].startswith("python -m favor.eval.variance --images_dir DATA --sets 2")
+    assert content["command"].startswith("python -m favor.eval.papers.variance --images_dir DATA --sets 2")
     assert "--output_dir" not in content["command"]
     assert {"torch", "numpy", "scikit-learn"} <= set(content["versions"])
     assert (out / "variance.png").stat().st_size > 10_000

@@ -10,9 +10,9 @@ from sklearn.kernel_approximation import RBFSampler
 from sklearn.metrics.pairwise import rbf_kernel
 
 from favor import features
-from favor.eval import kernel_classification as program
-from favor.eval.figures import kernel_data, kernel_report
-from favor.eval.kernel_classification import METHODS
+from favor.eval.papers import datasets as kernel_data
+from favor.eval.papers import kernel_classification as program
+from favor.eval.papers.kernel_classification import METHODS
 
 SCALE = 0.5
 
@@ -192,13 +192,15 @@ def test_the_program(tmp_path, capsys):
     markdown = (out / "kc.md").read_text()
     assert code == int(not all(check["holds"] for check in content["checks"]))
     assert str(tmp_path) not in markdown + json.dumps(content)
-    assert content["command"].startswith("python -m favor.eval.kernel_classification --data_dir DATA --datasets mine")
+    assert content["command"].startswith(
+        "python -m favor.eval.papers.kernel_classification --data_dir DATA --datasets mine"
+    )
     assert content["num_features"] == [4, 16]
     assert list(content["datasets"]) == ["mine", "iris"]
     mine = content["datasets"]["mine"]
     assert (mine["rows"], mine["dim"], mine["classes"], len(mine["splits"])) == (50, 3, 2, 2)
     assert list(mine["splits"][0]["methods"]) == list(METHODS)
-    mean = kernel_report.mean_accuracy(content["datasets"], "cderf", 16)
+    mean = program.mean_accuracy(content["datasets"], "cderf", 16)
     values = [split["methods"]["cderf"]["16"]["test"] for d in content["datasets"].values() for split in d["splits"]]
     assert mean == pytest.approx(np.mean(values))
     assert f"{100 * mean:.1f}" in markdown
@@ -212,7 +214,7 @@ def test_checks_fail_when_the_numbers_say_so():
         return {"splits": [{"methods": {name: {"16": {"test": value}} for name, value in accuracy.items()}}]}
 
     results = {"one": result(gerf=0.5, sderf=0.7, cderf=0.6), "two": result(gerf=0.6, sderf=0.6, cderf=0.6)}
-    first, second = kernel_report.checks(results, [16])
+    first, second = program.checks(results, [16])
     assert not first.holds
     assert "M = 16: 60.00 and 65.00" in first.numbers
     assert second.holds

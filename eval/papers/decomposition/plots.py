@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from favor.eval.decomposition.nmf import MU
-from favor.eval.decomposition.pca import CLAIM_GAP, TARGETS
+from favor.eval.papers.decomposition.nmf import MU
+from favor.eval.papers.decomposition.pca import CLAIM_GAP, TARGETS
 
 LEAST_GAP = 1e-12
 

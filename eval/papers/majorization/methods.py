@@ -1,4 +1,4 @@
-"""The optimizers that `favor.eval.majorization` compares, and the search for the best setting of each.
+"""The optimizers that `favor.eval.papers.majorization` compares, and the search for the best setting of each.
 
 Step sizes are on half decades, with bounds far from where the search starts; other options have a few values. The
 search has the same number of trials for every method. "SoftmaxBound, exact" is missing, because it is "SPFB, damped"
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from favor import optim
-from favor.eval.optim.majorization_data import Problem
-from favor.eval.optim.majorization_steps import FullBatch, Newton, Stepper, Stochastic
+from favor.eval.papers.majorization.data import Problem
+from favor.eval.papers.majorization.steps import FullBatch, Newton, Stepper, Stochastic
 
 Configuration = Mapping[str, Any]
 HALF_DECADES = 8  # greatest distance of a step size from the start of its search

@@ -1,4 +1,4 @@
-"""Tables, checks and figures of `favor.eval.majorization`."""
+"""Tables, checks and figures of `favor.eval.papers.majorization`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from favor.eval.common import report
-from favor.eval.optim.majorization_steps import CONVERGED, FULL_BATCH_FACTOR, Trace
+from favor.eval.papers.majorization.steps import CONVERGED, FULL_BATCH_FACTOR, Trace
 
 Results = Mapping[str, Mapping[str, Any]]
 BASELINES = ("sgd", "asgd_tau", "asgd", "adam", "lbfgs", "newton")

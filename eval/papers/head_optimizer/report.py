@@ -1,4 +1,4 @@
-"""Table, checks and figure of `favor.eval.head_optimizer`."""
+"""Table, checks and figure of `favor.eval.papers.head_optimizer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from favor.eval.common import report
-from favor.eval.optim.head_tasks import HeadTask
+from favor.eval.papers.head_optimizer.tasks import HeadTask
 
 NAMES = {
     "adamw": "AdamW",

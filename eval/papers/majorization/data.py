@@ -23,7 +23,7 @@ import torch
 from scipy import io, optimize
 from torch import Tensor
 
-from favor.eval.figures.kernel_data import Dataset, encode, load, read_rows
+from favor.eval.papers.datasets import Dataset, encode, load, read_rows
 
 # lam_sum of the SUM objective; for secstr, digit1, text, mnist and synthetic it is that of the papers.
 LAM_SUM = {

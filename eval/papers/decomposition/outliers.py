@@ -26,7 +26,7 @@ from sklearn.neighbors import LocalOutlierFactor
 
 from favor.decomposition import L1KernelPCA
 from favor.eval.common import report
-from favor.eval.figures.kernel_data import encode, read_rows
+from favor.eval.papers.datasets import encode, read_rows
 
 SHARE = 0.8
 MALIGNANT = 21

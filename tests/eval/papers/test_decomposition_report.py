@@ -12,8 +12,8 @@ from sklearn.metrics import average_precision_score
 
 from favor.decomposition import L1KernelPCA, VRPower, mixture_proportions
 from favor.eval.common import report
-from favor.eval.decomposition import __main__ as decomposition
-from favor.eval.decomposition import mixture, nmf, outliers, pca
+from favor.eval.papers.decomposition import __main__ as decomposition
+from favor.eval.papers.decomposition import mixture, nmf, outliers, pca
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +296,7 @@ def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys):
     words += ["--iterations", "20", "--rows", "200", "--gaps", "0.05", "--max_passes", "3", "--num_seeds", "1"]
     assert decomposition.main([*words, "--output_dir", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "decomposition.json").read_text())
-    assert result["command"] == report.shown_command("favor.eval.decomposition", words, ["--keel_dir"])
+    assert result["command"] == report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"])
     assert str(tmp_path) not in (tmp_path / "out" / "decomposition.md").read_text()
     assert set(result["parts"]) == {"outliers", "nmf", "mixture", "pca"}
     assert sum(part["seconds"] for part in result["parts"].values()) <= time.perf_counter() - begin

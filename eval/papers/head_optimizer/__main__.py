@@ -1,6 +1,6 @@
 """Optimizers of a softmax output layer: AdamW with a learning rate of its own, and `favor.optim.SoftmaxBound`.
 
-    python -m favor.eval.head_optimizer --images_dir DIR --glue_dir DIR --text FILE --runs_file FILE
+    python -m favor.eval.papers.head_optimizer --images_dir DIR --glue_dir DIR --text FILE --runs_file FILE
 
 The body of each network trains with AdamW. Its output layer trains with AdamW, with `SoftmaxBound`, or, on the cheap
 task, with plain gradient descent; learning rates are constant, weight decay is 0. The program compares the training
@@ -11,8 +11,8 @@ epochs only, and the best few configurations of each optimizer continue to 5. A 
 the order of the samples and the dropout, equally for all optimizers.
 
 Tasks: `fashion` (10 labels, --images_dir), `sst2` (2 labels, --glue_dir) and `text` (8192 labels, --text); see
-`favor.eval.optim.head_tasks`. Finished runs are kept in the file --runs_file and are not repeated if the program is
-started again with that file.
+`favor.eval.papers.head_optimizer.tasks`. Finished runs are kept in the file --runs_file and are not repeated if the
+program is started again with that file.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.optim import head_report, head_tasks
-from favor.eval.optim.head_report import Entry, label
-from favor.eval.optim.head_tasks import IMAGES, HeadTask
+from favor.eval.papers.head_optimizer import report as head_report
+from favor.eval.papers.head_optimizer import tasks as head_tasks
+from favor.eval.papers.head_optimizer.report import Entry, label
+from favor.eval.papers.head_optimizer.tasks import IMAGES, HeadTask
 from favor.optim import SoftmaxBound
 from favor.train.common.batches import EpochSampler, mix
 from favor.train.common.program import Parser, program
@@ -48,7 +49,7 @@ MILESTONES = (1, 2, 5)
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.head_optimizer", __doc__)
+    parser = Parser("favor.eval.papers.head_optimizer", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="tasks to run")
     parser.add_argument(
         "--head_optimizers",
@@ -399,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     found = head_report.checks(results)
     folders = ["--images_dir", "--glue_dir", "--text"]
-    command = report.shown_command("favor.eval.head_optimizer", words, folders, ["--output_dir", "--runs_file"])
+    command = report.shown_command("favor.eval.papers.head_optimizer", words, folders, ["--output_dir", "--runs_file"])
     lines = head_report.report_lines(results, tasks, settings_text(arguments))
     content: dict[str, Any] = {
         **report.context(command, ("transformers", "numpy")),
@@ -415,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(check.holds for check in found))
 
 
-cli = program("favor.eval.head_optimizer", main)
+cli = program("favor.eval.papers.head_optimizer", main)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three classification problems with a softmax output layer, for `favor.eval.head_optimizer`."""
+"""Three classification problems with a softmax output layer, for `favor.eval.papers.head_optimizer`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Parts of `favor.eval.kernel_classification`."""

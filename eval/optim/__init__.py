@@ -1,1 +1,0 @@
-"""Parts of `favor.eval.head_optimizer` and `favor.eval.majorization`."""

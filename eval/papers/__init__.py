@@ -1,0 +1,1 @@
+"""The figures and tables of the papers, one program each."""

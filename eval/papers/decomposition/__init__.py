@@ -1,0 +1,1 @@
+"""The decompositions compared with those of scikit-learn: `python -m favor.eval.papers.decomposition`."""

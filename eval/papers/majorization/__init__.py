@@ -1,0 +1,1 @@
+"""Bound majorization compared with other optimizers: `python -m favor.eval.papers.majorization`."""
