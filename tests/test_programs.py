@@ -65,7 +65,7 @@ def programs() -> list[str]:
     """What `python -m` starts: modules and packages of `train` and `eval` that act when they are the main module."""
     found = []
     for part in ("train", "eval"):
-        for path in sorted([*(ROOT / part).glob("*.py"), *(ROOT / part).glob("*/*.py")]):
+        for path in sorted((ROOT / part).rglob("*.py")):
             if '__name__ == "__main__"' in path.read_text():
                 names = path.relative_to(ROOT / part).with_suffix("").parts
                 found.append(".".join(["favor", part, *(name for name in names if name != "__main__")]))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from favor.eval.papers.head_optimizer import GRIDS, Grid, Runs, config_of, train
 from favor.eval.papers.head_optimizer import __main__ as head_optimizer
 from favor.eval.papers.head_optimizer import report as head_report
 from favor.eval.papers.head_optimizer import tasks as head_tasks
+from favor.eval.papers.head_optimizer.__main__ import GRIDS, Grid, Runs, config_of, train
 from favor.train.common.batches import EpochSampler, mix
 
 ADAMW = config_of("adamw", 1e-2, lr=1e-2)
