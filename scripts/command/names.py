@@ -53,16 +53,28 @@ RENAMED: dict[str, tuple[str, ...]] = {
 
 # Options that are gone: what programs do now is what they did with these values.
 CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "attention_learning_rate": (3e-3,),
+    "calibration_samples": (8,),
+    "directions_learning_rate": (5e-2,),
+    "exact_below": ("0",),
     "factorization": (None,),
     "head_curvature": (None,),
     "head_damping": (None,),
+    "held_out_samples": (8,),
+    "join_seconds": (28.0,),
+    "lr_scheduler_type": ("cosine",),
+    "max_grad_norm": (1.0,),
+    "max_train_samples": (None,),
+    "model_directions_learning_rate": (5e-3,),
     "num_warmup_steps": (None,),
     "pad_to_max_length": (False,),
     "redraw_interval": (None,),
     "skip_bad_rows": (False,),
+    "start_length": (None,),
     "statistics": (None,),
     "task_weight": (1.0,),
     "temperature": (1.0,),
+    "warmup_ratio": (0.1,),
 }
 
 
