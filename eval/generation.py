@@ -100,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = Model.build(
         "llama",
         longest=arguments.lengths[-1] + arguments.tokens,
-        kernel="auto",
         layers=arguments.num_hidden_layers,
         **numbers,
     )

@@ -245,10 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a result is wrong."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    torch.set_num_threads(arguments.threads)
-    if arguments.isolate:
+    if arguments.isolate:  # with the threads of OMP_NUM_THREADS
         measure.serve(sys.stdin, sys.stdout, isolated_peak)
         return 0
+    torch.set_num_threads(arguments.threads)
     tables: list[list[dict[str, Any]]] = [[], []]
     for B, T, U, V in arguments.sizes:
         cell = Cell(B, T, U, V, width=arguments.width, device=arguments.device, seed=arguments.seed)
