@@ -1,5 +1,7 @@
 """Trainings that are stopped: as if by the user, right after a checkpoint was written."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,3 +43,11 @@ def whole_and_resumed(train: Callable, folder: Path, step: int, flags: tuple = (
     resumed = train(output="stopped", flags=(*flags, "resume"), **settings)
     assert same_weights(folder / "whole", folder / "stopped")
     return whole, resumed
+
+
+def redrawing(folder: Path, copy: Path, interval: int) -> Path:
+    """A copy of a saved model whose random features are drawn anew after this many forward passes."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"favor": {"redraw_interval": interval}}))
+    return copy

@@ -183,6 +183,18 @@ def test_settings_saved_under_old_names_are_the_same_run(tmp_path):
         open_run(tmp_path, {"validation_file": "b", "num_processes": 1}, resume=True, overwrite=False)
 
 
+def test_a_setting_that_is_a_constant_now_is_the_same_run_with_its_value_alone(tmp_path):
+    (tmp_path / checkpoint.RESULTS).touch()
+    open_run = releases_locks(checkpoint.open_run)
+    settings = {"trust_remote_code": True, "num_processes": 1}
+    old = settings | {"allow_pickle_weights": False, "temperature": 1.0, "skip_bad_rows": False}
+    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old)
+    open_run(tmp_path, settings, resume=True, overwrite=False)
+    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old | {"temperature": 2.0})
+    with pytest.raises(ValueError, match=r"other settings: temperature was 2\.0 and is None"):
+        open_run(tmp_path, settings, resume=True, overwrite=False)
+
+
 def test_a_training_finished_with_old_names_is_not_run_again(tmp_path):
     words = ["--train_file", "x", "--validation_file", "eval_file"]
     (tmp_path / checkpoint.RESULTS).write_text('{"loss": 3}')

@@ -4,8 +4,8 @@ r"""Continue the training of a causal language model, such as LLaMA, with exact 
         --attn_implementation favor# --features landmark --exact_below 0 --output_dir out/adapted
 
 A decoder that was trained with softmax attention adapts in this way to the estimate of it. Features other than
-landmarks need parameters that do not come from the sequence itself: run `favor.calibrate` on the model first, and add
-`--statistics calibrated`. Text is cut into samples of equal length, and every token of a sample is predicted from
+landmarks need parameters that do not come from the sequence itself: run `favor.calibrate` on the model first and
+save it. Text is cut into samples of equal length, and every token of a sample is predicted from
 earlier tokens. The output folder gets the model, its tokenizer and `all_results.json`.
 """
 

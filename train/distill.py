@@ -17,8 +17,8 @@ The stages, in one folder:
 With `--audio_dir` the model is one that hears, such as a Whisper or a Conformer: its encoder alone is switched and
 learns from recordings.
 
-After each stage the program prints the error of the hidden states on samples that are held out. Samples may begin short
-and grow (`--start_length`), have several lengths (`--lengths`), or be pairs of texts (`--pair_probability`). A run that
+After each stage the program prints the error of the hidden states on samples that are held out. Samples may
+have several lengths (`--lengths`), or be pairs of texts (`--pair_probability`). A run that
 was stopped continues with `--resume`, to the same weights. `from_pretrained` loads the output folder.
 """
 
@@ -53,11 +53,9 @@ from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import (
     FREE,
     PRECISIONS,
-    SCHEDULE,
     RunArguments,
     check_choice,
     check_positive,
-    check_schedule,
     option,
 )
 from favor.train.common.average import weight_average
@@ -75,6 +73,14 @@ if TYPE_CHECKING:
     from favor.train.speech.distill_data import Sounds
 
 NAME = "favor.train.distill"
+# Samples from which the closed form is computed.
+CALIBRATION_SAMPLES = 8
+# Peak learning rates in the attention steps: of the corrections, and of the directions of each head.
+ATTENTION_LEARNING_RATE, DIRECTIONS_LEARNING_RATE = 3e-3, 5e-2
+# Peak learning rate of learned directions in the model steps.
+MODEL_DIRECTIONS_LEARNING_RATE = 5e-3
+# Warm-up of the model steps, as a fraction of them.
+WARMUP_RATIO = 0.1
 
 
 @dataclass
@@ -88,7 +94,6 @@ class DistillArguments:
         None, "Instead of a text: recordings, in LibriSpeech's layout, with manifests, or a folder of audio files."
     )
     split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
-    join_seconds: float = option(28.0, "Consecutive utterances of a chapter are joined up to this length.")
     attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, favor+ or landmark.")
     num_features: int = option(256, "Random features, or means of landmarks in encoders, per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
@@ -96,7 +101,6 @@ class DistillArguments:
     selected_keys: int | None = option(
         None, "Keys that each block of queries reads exactly, for landmark. Default: 768, in causal layers 1,024."
     )
-    exact_below: str = option("0", "Exact attention for fewer tokens than this: a number, or auto.")
     layers: str = option(
         "all",
         "all, or auto: heads that cannot be estimated stay exact, within flop_budget; with landmarks, layers take the "
@@ -106,40 +110,24 @@ class DistillArguments:
         0.5, "Operations of attention, as a fraction of those of exact attention, for --layers auto."
     )
     max_length: int = option(512, "Tokens of a sample.")
-    start_length: int | None = option(
-        None, "Tokens of the first samples; the length doubles, in equal parts of a stage, up to max_length."
-    )
     lengths: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of the samples of a step, drawn from these. Default: max_length, or as start_length says."
-        },
+        default=None, metadata={"help": "Tokens of the samples of a step, drawn from these. Default: max_length."}
     )
     pair_probability: float = option(
         0.0,
         "Part of the samples that are two texts, as in tasks on pairs of sentences: the second begins inside the first "
         "or right after it, and shares words with it.",
     )
-    max_train_samples: int | None = option(
-        None, "Samples to learn from, evenly spaced in the text. Default: as many as the steps need, or all there are."
-    )
-    held_out_samples: int = option(8, "Samples that are not learned from, on which the error is measured.")
-    statistics: str | None = option(
-        None, "corrected: a correction of each sequence's parameters (default of encoders); calibrated: fixed ones."
-    )
     per_device_train_batch_size: int = option(2, "Samples per process and step.")
-    calibration_samples: int = option(8, "Samples from which the closed form is computed.")
     feature_weights: bool = option(
         False, "Learn weights of the features (with favor#, also parameters that go with them)."
     )
     attention_steps: int | None = option(
         None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
     )
-    attention_learning_rate: float = option(3e-3, "Peak learning rate of the corrections in the attention steps.")
     learn_directions: bool = option(
         True, "The attention steps also learn the directions of each head, in the place of random ones."
     )
-    directions_learning_rate: float = option(5e-2, "Peak learning rate of the directions.")
     exact_heads: int = option(
         0,
         "After the attention steps, this many key heads of the whole model keep exact attention, with their query "
@@ -148,18 +136,12 @@ class DistillArguments:
     )
     model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
-    model_directions_learning_rate: float = option(
-        5e-3, "Peak learning rate of learned directions in the model steps; 0: they are not trained there."
-    )
     hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states in the model steps.")
     logits_weight: float = option(1.0, "Weight of the divergence of predictions, if the model makes any.")
     task_weight: float = option(
         0.0, "Weight of the model's own loss: next words, or masked ones (15 %), which the teacher sees masked too."
     )
     ema_decay: float = option(0.0, "Decay of an average of the weights in the model steps, which is saved; 0: none.")
-    lr_scheduler_type: str = field(default="cosine", metadata=SCHEDULE)
-    warmup_ratio: float = option(0.1, "Warm-up of the model steps, as a fraction of them.")
-    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
     mixed_precision: str | None = option(
         None,
         "no, fp16 or bf16, of the model and of its exact self; parameters of the features are learned in float32. "
@@ -174,31 +156,17 @@ class DistillArguments:
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
-        check_positive(
-            self,
-            *("max_length", "start_length", "per_device_train_batch_size", "calibration_samples"),
-            *("max_train_samples", "held_out_samples", "checkpointing_steps", "join_seconds"),
-        )
-        check_schedule(self.lr_scheduler_type)
+        check_positive(self, "max_length", "per_device_train_batch_size", "checkpointing_steps")
         check_choice(self, "mixed_precision", PRECISIONS)
         if (self.train_file is None) == (self.audio_dir is None):
             raise ValueError("give a text, train_file, or recordings, audio_dir: one of them")
-        of_text = ("start_length", "lengths", "pair_probability", "task_weight")
+        of_text = ("lengths", "pair_probability", "task_weight")
         if self.audio_dir is not None and any(getattr(self, name) for name in of_text):
             raise ValueError(f"{', '.join(of_text)} are for text: leave them out with audio_dir")
         if self.audio_dir is None and self.split is not None:
             raise ValueError("split is of recordings: add audio_dir")
-        if self.start_length is not None and self.start_length > self.max_length:
-            raise ValueError(f"start_length must be at most max_length, got {self.start_length} and {self.max_length}")
-        if self.lengths is not None:
-            if self.start_length is not None:
-                raise ValueError("lengths and start_length both set the length of samples: leave one of them out")
-            if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > self.max_length:
-                raise ValueError(f"lengths must be between 1 and max_length, {self.max_length}, got {self.lengths}")
-        if self.model_directions_learning_rate < 0:
-            raise ValueError(
-                f"model_directions_learning_rate must not be negative, got {self.model_directions_learning_rate}"
-            )
+        if self.lengths is not None and (min(self.lengths) < 1 or max(self.lengths) > self.max_length):
+            raise ValueError(f"lengths must be between 1 and max_length, {self.max_length}, got {self.lengths}")
         if not 0 <= self.pair_probability <= 1:
             raise ValueError(f"pair_probability must be between 0 and 1, got {self.pair_probability}")
         for name in ("hidden_weight", "logits_weight", "task_weight"):
@@ -209,14 +177,11 @@ class DistillArguments:
                 "hidden_weight and logits_weight are both 0, so nothing of the exact model is matched: set one above "
                 "0, or train on text with favor.train.mlm or favor.train.clm"
             )
-        if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warmup_ratio must be between 0 and 1, got {self.warmup_ratio}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be at least 0 and less than 1, got {self.ema_decay}")
-        if self.feature_weights and (self.attention_steps or self.statistics == "corrected"):
+        if self.feature_weights and self.attention_steps:
             raise ValueError(
-                "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps, and "
-                "leave out statistics or set it to calibrated"
+                "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps"
             )
         if self.attn_implementation not in registry.BACKENDS:
             known = ", ".join(registry.BACKENDS)
@@ -225,10 +190,10 @@ class DistillArguments:
                 + did_you_mean(self.attn_implementation, registry.BACKENDS)
             )
         landmarks = self.family.selects_keys
-        if landmarks and (self.attention_steps or self.feature_weights or self.statistics):
+        if landmarks and (self.attention_steps or self.feature_weights):
             raise ValueError(
-                "landmarks have no parameters to learn: leave out attention_steps, feature_weights and statistics; "
-                "model_steps trains the model"
+                "landmarks have no parameters to learn: leave out attention_steps and feature_weights; model_steps "
+                "trains the model"
             )
         if self.attention_steps is None:
             self.attention_steps = 0 if self.feature_weights or landmarks else 300
@@ -251,16 +216,6 @@ class DistillArguments:
                 "attn_implementation must be favor#, favor++ or landmark, or favor+ with learn_directions or "
                 f"feature_weights, got {self.attn_implementation!r}"
             )
-        if self.statistics == "corrected" and not self.attention_steps:
-            raise ValueError("attention_steps learns the statistics corrected: set attention_steps above 0")
-        if self.statistics == "corrected" and not self.family.needs_statistics:
-            raise ValueError(
-                f"{self.attn_implementation} has no parameters of a sequence to correct: leave out statistics"
-            )
-        if self.statistics not in (None, "calibrated", "corrected"):
-            raise ValueError(f"statistics must be calibrated or corrected, got {self.statistics!r}")
-        if self.exact_below != "auto" and not self.exact_below.isdecimal():
-            raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
 
     @property
     def family(self) -> Any:
@@ -280,9 +235,8 @@ class DistillArguments:
             learning_rate=learning_rate,
             weight_decay=0.0,
             max_train_steps=steps,
-            lr_scheduler_type=self.lr_scheduler_type,
+            lr_scheduler_type="cosine",
             warmup_ratio=warmup_ratio,
-            max_grad_norm=self.max_grad_norm,
             mixed_precision=self.mixed_precision,
             seed=self.seed,
             checkpointing_steps=self.checkpointing_steps,
@@ -291,9 +245,8 @@ class DistillArguments:
 
     def options(self) -> dict[str, Any]:
         """Gives the options of the backend."""
-        exact_below: int | str = "auto" if self.exact_below == "auto" else int(self.exact_below)
         names = ("num_features", "features", "window", "selected_keys", "seed")
-        return {name: getattr(self, name) for name in names} | {"exact_below": exact_below}
+        return {name: getattr(self, name) for name in names} | {"exact_below": 0}
 
 
 def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
@@ -362,7 +315,7 @@ class Distillation:
         else:
             check_positions(self.whole, arguments.max_length)
             self.model = self.whole
-            self.data = Texts(arguments, load_processor(path), processes)
+            self.data = Texts(arguments, load_processor(path), processes, CALIBRATION_SAMPLES)
         self.teacher = copy.deepcopy(self.model).eval()
         inputs = self.moved(self.data.first(1)[0])
         try:
@@ -396,9 +349,8 @@ class Distillation:
         arguments, model = self.arguments, self.model
         family = arguments.family
         fixed = self.decoder or arguments.feature_weights or not family.needs_statistics
-        kind = arguments.statistics or ("calibrated" if fixed else "corrected")
-        kind = kind if family.takes_parameters else "batch"
-        batches, name = self.data.first(arguments.calibration_samples), arguments.attn_implementation
+        kind = ("calibrated" if fixed else "corrected") if family.takes_parameters else "batch"
+        batches, name = self.data.first(CALIBRATION_SAMPLES), arguments.attn_implementation
         fitted_later = arguments.feature_weights and arguments.layers == "all"
         fits = kind == "calibrated" and family.needs_statistics and not fitted_later
         favor.convert(
@@ -444,8 +396,8 @@ class Distillation:
 
         groups: list[dict[str, Any]] = [{"params": list(student.layers.values())}]
         if arguments.learn_directions:
-            groups.append({"params": list(student.directions.values()), "lr": arguments.directions_learning_rate})
-        optimizer = torch.optim.Adam(groups, lr=arguments.attention_learning_rate)
+            groups.append({"params": list(student.directions.values()), "lr": DIRECTIONS_LEARNING_RATE})
+        optimizer = torch.optim.Adam(groups, lr=ATTENTION_LEARNING_RATE)
         with observe(model, seen.append):
             losses, _ = self._stage("attention", arguments.attention_steps, student, optimizer, loss)
             worst = self.worst_heads(student, seen) if arguments.exact_heads else {}
@@ -466,7 +418,7 @@ class Distillation:
             seen: is filled with what the attention layers observe, as long as they are observed.
         """
         errors: dict[tuple[int, int], float] = {}
-        for inputs in map(self.moved, self.data.first(self.arguments.calibration_samples)):
+        for inputs in map(self.moved, self.data.first(CALIBRATION_SAMPLES)):
             seen.clear()
             with torch.no_grad():
                 self.model(**inputs)
@@ -492,9 +444,8 @@ class Distillation:
                 return teacher.loss(prepared, batch)
 
         groups: list[dict[str, Any]] = [{"params": list(self.model.parameters())}]
-        directions = train_directions(self.model) if arguments.model_directions_learning_rate else []
-        if directions:
-            groups.append({"params": directions, "lr": arguments.model_directions_learning_rate})
+        if directions := train_directions(self.model):
+            groups.append({"params": directions, "lr": MODEL_DIRECTIONS_LEARNING_RATE})
         optimizer = torch.optim.AdamW(groups, lr=arguments.model_learning_rate, weight_decay=0.0, fused=True)
         losses, trained = self._stage("model", arguments.model_steps, self.model, optimizer, loss)
         self.model.load_state_dict(trained.state_dict())
@@ -513,7 +464,7 @@ class Distillation:
         """Trains a module for some steps; returns the loss of every step, and the trained module or its average."""
         arguments, accelerator, folder = self.arguments, self.accelerator, self.folder / name
         is_model = name == "model"
-        rate, warmup = optimizer.param_groups[0]["lr"], arguments.warmup_ratio if is_model else 0.0
+        rate, warmup = optimizer.param_groups[0]["lr"], WARMUP_RATIO if is_model else 0.0
         run_arguments = arguments.of_stage(str(folder), steps, rate, warmup)
         loader = self.data.loader(labels=is_model and arguments.task_weight > 0, decoder=self.decoder)
         prepared = accelerator.prepare(module.to(accelerator.device), optimizer, loader)
@@ -527,7 +478,7 @@ class Distillation:
             run.after_step = lambda: average.update_parameters(bare)
 
         def noted(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            found = loss(trained, self.data.shaped(batch, run.progress.step, steps), run.progress.step + 1)
+            found = loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
             curve.losses.append(found.item())
             return found
 

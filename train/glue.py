@@ -4,9 +4,9 @@ r"""Fine-tune a pretrained model on a GLUE task, with exact or FAVOR attention.
         --attn_implementation favor# --num_features 128 --exact_below 0 --output_dir out/mrpc
 
 Without `--data_dir` the task comes from the hub (`nyu-mll/glue`). The output folder gets the model of the last
-step, its tokenizer, `all_results.json` and a model card. With `--seeds` each seed has a folder of its own, and the
-output folder gets mean and standard deviation. `accelerate launch` decides whether the program runs on a CPU, one GPU
-or several.
+step, its tokenizer, `all_results.json` and a model card. With several numbers of `--seed` each has a folder of
+its own, and the output folder gets mean and standard deviation. `accelerate launch` decides whether the program runs
+on a CPU, one GPU or several.
 
 With `--teacher` the model also learns from one that was fine-tuned on the task with exact attention: from its hidden
 states and its predictions.
@@ -26,13 +26,11 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from transformers import AutoModelForSequenceClassification
 
 import favor
 from favor.train.common import checkpoint, loop, report
 from favor.train.common.arguments import (
-    DEFAULT_SEED,
     FREE,
     ArgumentGroups,
     DataArguments,
@@ -58,22 +56,18 @@ class TeacherArguments:
     """An exact model to learn from."""
 
     teacher: str | None = option(None, "Folder or hub name of a model that was fine-tuned with exact attention.")
-    task_weight: float = option(1.0, "Weight of the loss of the task, with a teacher.")
     logits_weight: float = option(1.0, "Weight of the divergence from the teacher's predictions.")
     hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states of all layers.")
-    temperature: float = option(1.0, "Temperature of both predictions where they are compared.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        weights = {name: getattr(self, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
+        weights = {"logits_weight": self.logits_weight, "hidden_weight": self.hidden_weight}
         for name, weight in weights.items():
             if weight < 0:
                 raise ValueError(f"{name} must not be negative, got {weight}")
         if not any(weights.values()):
-            raise ValueError("task_weight, logits_weight and hidden_weight are all 0, so there is nothing to learn")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be greater than 0, got {self.temperature}")
-        changed = [name for name in (*weights, "temperature") if getattr(self, name) != 1]
+            raise ValueError("logits_weight and hidden_weight are both 0, so nothing is learned from a teacher")
+        changed = [name for name, weight in weights.items() if weight != 1]
         if self.teacher is None and changed:
             raise ValueError(f"{', '.join(changed)} needs a teacher: add --teacher DIR")
 
@@ -82,7 +76,7 @@ class TeacherArguments:
 class Arguments(ArgumentGroups):
     """All arguments of a fine-tuning; `settings` leaves out the seeds."""
 
-    free: ClassVar[tuple[str, ...]] = (*FREE, "seed", "seeds")
+    free: ClassVar[tuple[str, ...]] = (*FREE, "seed")
 
     model: ModelArguments
     data: DataArguments
@@ -110,9 +104,7 @@ def prepare_run(
     """
     train = arguments.train
     own = arguments.teacher
-    # Hidden states alone give pooler and classifier no gradient.
-    parts = [] if own.task_weight or own.logits_weight else [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    accelerator = loop.make_accelerator(train, folder, parts)
+    accelerator = loop.make_accelerator(train, folder)
     model = load_model(arguments.model, data.task, seed, accelerator.print)
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
@@ -221,9 +213,7 @@ def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) ->
 
 
 def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
-    """Prints, before the training, how many rows were left out, which options have no effect, and the baseline."""
-    if data.skipped.count:
-        accelerator.print(f"skipped {data.skipped.count} malformed rows, first {'; '.join(data.skipped.first)}")
+    """Prints, before the training, which options have no effect, and the baseline."""
     if note := arguments.model.without_effect():
         accelerator.print(note)
     scores = report.describe(glue_report.baseline(data, load_glue_metric(data.task.name)))
@@ -247,14 +237,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         transformers.utils.logging.set_verbosity_error()
         datasets.disable_progress_bars()
     output = Path(train.output_dir)
-    seeds = train.seeds or [DEFAULT_SEED if train.seed is None else train.seed]
+    seeds: list[int] = train.seed
     folders = {seed: output / f"seed_{seed}" if len(seeds) > 1 else output for seed in seeds}
     settings = arguments.settings(accelerator.num_processes)
     for folder in {output, *folders.values()}:
         checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir)
     check_model(arguments.model.model_name_or_path)
     with accelerator.main_process_first():
-        data = load_glue(task.name, arguments.data.data_dir, arguments.data.skip_bad_rows)
+        data = load_glue(task.name, arguments.data.data_dir)
     data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
     data.add_distractors(arguments.data.distractors)
     announce(accelerator, arguments, data)

@@ -142,7 +142,6 @@ def _add_classifier(parser: Parser) -> None:
     add("--max_eval_samples", type=int, help="evaluate on this number of samples only, the first ones")
     add("--per_device_eval_batch_size", type=int, default=64, help="samples of a forward pass")
     add("--distractors", type=int, default=0, help="texts of other samples around the one that holds the answer")
-    add("--skip_bad_rows", action="store_true", help="leave out malformed rows of TSV files and count them")
 
 
 def _checked(parser: Parser, arguments: argparse.Namespace, rest: list[str]) -> argparse.Namespace:

@@ -80,7 +80,7 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
     known = {field.name for field in fields(DataArguments)} & results["arguments"].keys()
     arguments = DataArguments(**{name: results["arguments"][name] for name in known})
     task = get_task(results["task_name"])
-    data = load_glue(task.name, data_dir or arguments.data_dir, arguments.skip_bad_rows, train=False)
+    data = load_glue(task.name, data_dir or arguments.data_dir, train=False)
     data.keep_first(None, arguments.max_eval_samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(folder, results).to(device), saved.load_processor(str(folder))

@@ -54,7 +54,7 @@ def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
     options = DataArguments(
         task_name=task.name, max_length=arguments.max_length, max_eval_samples=arguments.max_eval_samples
     )
-    data = load_glue(task.name, arguments.data_dir, arguments.skip_bad_rows, train=False)
+    data = load_glue(task.name, arguments.data_dir, train=False)
     data.keep_first(None, options.max_eval_samples)
     texts = {split: with_distractors(part, task, arguments.distractors) for split, part in data.evaluation.items()}
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=path))

@@ -99,7 +99,6 @@ def report_lines(arguments: argparse.Namespace, samples: Samples, rows: list[Row
         *([f"- Labels: {remark}"] if remark else []),
         f"- Data: {sources}; samples: {numbers}{', the first ones' * (arguments.max_eval_samples is not None)}",
         *([f"- Not there, so not evaluated: {', '.join(missing)}"] if missing else []),
-        *([f"- Skipped: {data.skipped.count} malformed rows"] if data.skipped.count else []),
         *([f"- Documents: {arguments.distractors} texts of other samples in each"] if arguments.distractors else []),
         f"- Tokens of a sample: {lengths[0]} to {lengths[-1]}, median {statistics.median(lengths):g}; "
         + (f"{cut} reach max_length = {arguments.max_length}, and lose what is longer" if cut else "none is cut off"),

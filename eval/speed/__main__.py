@@ -28,7 +28,7 @@ from favor.eval.common.program import device_or_default
 from favor.eval.speed import measure, methods, report
 from favor.eval.speed import models as speed_models
 from favor.eval.speed.cell import Cell, run_pass
-from favor.eval.speed.panel import Bench, Contender, Trial
+from favor.eval.speed.panel import REPEATS, Bench, Contender, Trial
 from favor.eval.speed.reference import TOLERANCE
 from favor.train.common.program import Parser, program
 
@@ -36,6 +36,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("bidirectional", "causal")
 PASSES = ("forward", "forward+backward")
 LONGEST = {"cpu": 1 << 15, "cuda": 1 << 18}
+# Attention: heads, of queries and of keys and values, and their width. Models: layers, in the shape of BERT-base.
+HEADS, KEY_HEADS, HEAD_DIM, LAYERS = 8, 8, 64, 12
+# Random features, or means of landmarks in encoders, per head.
+NUM_FEATURES = 256
+# Part of the free memory that a method may need.
+MEMORY_SHARE = 0.5
+SEED = 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,7 +50,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("favor.eval.speed", __doc__)
     add = parser.add_argument
     add("--model_types", nargs="+", choices=speed_models.MODELS, help="time whole models instead of attention")
-    add("--num_hidden_layers", type=int, default=12, help="layers of the models")
     add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="directions of attention")
     add("--passes", nargs="+", choices=PASSES, default=PASSES, help="passes to time")
@@ -56,26 +62,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "with 256 selected keys, landmark+0 with none",
     )
     add("--per_device_eval_batch_size", type=int, default=1, help="sequences of a batch")
-    add("--num_attention_heads", type=int, default=8, help="attention heads")
-    add("--num_key_value_heads", type=int, help="heads of keys and values; default: as many as heads")
-    add("--head_dim", type=int, default=64, help="width of a head")
-    add("--num_features", type=int, default=256, help="random features, or means of landmarks in encoders, per head")
-    add("--kernel", choices=("auto", "torch", "triton"), default="auto", help="kernel of favor_attention")
     add(
         "--device",
         choices=("cpu", "cuda"),
         help="device to run on; default: cuda if there is a GPU, else cpu",
     )
     add("--dtype", choices=DTYPES, help="type of the numbers; default: float32 on a CPU, bfloat16 on CUDA")
-    add("--repeats", type=int, default=20, help="greatest number of measurements of a method in a cell")
     add("--seconds_per_cell", type=float, default=1.0, help="a method slower than this is repeated less often")
     add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
-    add("--max_gigabytes", type=float, help="GB that a method may need; default: half of the free memory")
     add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the time of the host")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
-    add("--threads", type=int, help="CPU threads; default: those of torch")
-    add("--seed", type=int, default=0, help="seed of all random choices")
-    add("--magnitude", type=float, default=1.0, help="standard deviation of the numbers in queries and keys")
     add("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
     add("--name", help="name of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     add("--isolate", action="store_true", help=argparse.SUPPRESS)
@@ -89,16 +85,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.cuda_graph and (not cuda or arguments.model_types):
         parser.error("expected --cuda_graph with --device cuda and without --model_types")
     arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
-    arguments.num_key_value_heads = arguments.num_key_value_heads or arguments.num_attention_heads
-    if arguments.num_attention_heads % arguments.num_key_value_heads:
-        numbers = f"{arguments.num_attention_heads}, {arguments.num_key_value_heads}"
-        parser.error(f"expected --num_attention_heads to be a multiple of --num_key_value_heads, got {numbers}")
     if arguments.lengths is None:
         arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
-    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_features")
-    for name in (*sizes, "per_device_eval_batch_size", "repeats"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"expected --{name} of at least 1, got {getattr(arguments, name)}")
+    if (size := arguments.per_device_eval_batch_size) < 1:
+        parser.error(f"expected --per_device_eval_batch_size of at least 1, got {size}")
     arguments.lengths = sorted(set(arguments.lengths))
     if arguments.lengths[0] < 1:
         parser.error(f"expected --lengths of at least 1, got {arguments.lengths[0]}")
@@ -153,7 +143,7 @@ def attention_contender(bench: Bench, method: methods.Method, cell: Cell) -> Con
 def _over_limit(needed: float, limit: float) -> str | None:
     if needed <= limit:
         return None
-    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB (--max_gigabytes)"
+    return f"it needs about {needed / 1e9:.3g} GB, the limit is {limit / 1e9:.3g} GB, half of the free memory"
 
 
 @lru_cache(maxsize=1)
@@ -184,12 +174,12 @@ def run_attention(bench: Bench) -> Iterator[None]:
             bench.note(f"{method.name} skipped: {missing}")
     shape = {
         "batch_size": arguments.per_device_eval_batch_size,
-        "heads": arguments.num_attention_heads,
-        "key_heads": arguments.num_key_value_heads,
-        "head_dim": arguments.head_dim,
-        "num_features": arguments.num_features,
+        "heads": HEADS,
+        "key_heads": KEY_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_features": NUM_FEATURES,
     }
-    same = {name: getattr(arguments, name) for name in ("dtype", "device", "kernel", "seed", "magnitude")}
+    same = {"dtype": arguments.dtype, "device": arguments.device, "seed": SEED}
     for direction in arguments.directions:
         for pass_name in arguments.passes:
             cell = Cell(1, direction == "causal", pass_name != "forward", **shape, **same)
@@ -240,11 +230,10 @@ def run_models(bench: Bench) -> Iterator[None]:
     for name in arguments.model_types:
         model = speed_models.Model.build(
             name,
-            layers=arguments.num_hidden_layers,
+            layers=LAYERS,
             longest=arguments.lengths[-1],
-            num_features=arguments.num_features,
-            seed=arguments.seed,
-            kernel=arguments.kernel,
+            num_features=NUM_FEATURES,
+            seed=SEED,
             dtype=arguments.dtype,
             device=arguments.device,
         )
@@ -259,15 +248,15 @@ def explanation(bench: Bench) -> list[str]:
     """Explains how to read the numbers, as Markdown lines."""
     a, ceilings = bench.arguments, bench.ceilings
     lines = [
-        f"Medians of up to {a.repeats} samples (fewer where a pass is slow), methods in turns; quartiles are in the",
+        f"Medians of up to {REPEATS} samples (fewer where a pass is slow), methods in turns; quartiles are in the",
         "JSON. Causal rows of data-dependent features (gerf, saderf, aderf, sderf; favor++, favor#) compute what `pos`",
         "computes: statistics of a sequence would show its tokens the future.",
     ]
     if a.model_types:
         return [
             *lines,
-            f"Models: random weights, {a.num_hidden_layers} layers of width 768, 12 heads (llama: 4 key heads),",
-            f"batch {a.per_device_eval_batch_size}, {a.num_features} features, {a.dtype}, seed {a.seed}, up to the",
+            f"Models: random weights, {LAYERS} layers of width 768, 12 heads (llama: 4 key heads),",
+            f"batch {a.per_device_eval_batch_size}, {NUM_FEATURES} features, {a.dtype}, seed {SEED}, up to the",
             "last hidden state, without a head; forward+backward includes the gradients of all weights. Before its",
             "time each backend is run once and must give finite numbers and, for FAVOR, others than SDPA.",
         ]
@@ -275,10 +264,9 @@ def explanation(bench: Bench) -> list[str]:
         lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
     return [
         *lines,
-        f"Inputs: normal, standard deviation of queries and keys {a.magnitude:g}, of values 1,",
-        f"batch {a.per_device_eval_batch_size}, {a.num_attention_heads} heads, {a.num_key_value_heads} key heads,",
-        f"width {a.head_dim},",
-        f"{a.num_features} features, {a.dtype}, seed {a.seed}. forward+backward gives the gradients of query, key and",
+        "Inputs: normal, standard deviation 1,",
+        f"batch {a.per_device_eval_batch_size}, {HEADS} heads, {KEY_HEADS} key heads, width {HEAD_DIM},",
+        f"{NUM_FEATURES} features, {a.dtype}, seed {SEED}. forward+backward gives the gradients of query, key and",
         "value. Before its time each method is compared with its own formula in float64 on the cell's inputs: up to 64",
         "query rows of one head, with a backward all gradients that follow from them. Largest relative error allowed:",
         f"{TOLERANCE[a.dtype]:g}, gradients twice that, performer-pytorch in half precision four times that.",
@@ -310,12 +298,14 @@ def context(bench: Bench, argv: Sequence[str]) -> dict[str, Any]:
             continue
     what = "Whole models" if arguments.model_types else "Attention"
     settings = {key: value for key, value in vars(arguments).items() if key not in ("output_dir", "isolate")}
+    settings |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "head_dim": HEAD_DIM}
+    settings |= {"num_features": NUM_FEATURES, "num_hidden_layers": LAYERS, "repeats": REPEATS}
     return {
         "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
         "command": shown_command(argv),
         "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
         "versions": versions,
-        "seed": arguments.seed,
+        "seed": SEED,
         "settings": settings,
         "memory_limit_bytes": bench.memory_limit,
         "ceilings": asdict(bench.ceilings),
@@ -326,14 +316,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code, 1 if a cell failed."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     if arguments.isolate:
         methods.preload()
         measure.serve(sys.stdin, sys.stdout, isolated_peak)
         return 0
-    share = 0.5 * measure.free_bytes(arguments.device)
-    limit = share if arguments.max_gigabytes is None else 1e9 * arguments.max_gigabytes
+    limit = MEMORY_SHARE * measure.free_bytes(arguments.device)
     bench = Bench(arguments, measure.ceilings(arguments.dtype, arguments.device), limit)
     ceilings = bench.ceilings
     about, lines = context(bench, words), []

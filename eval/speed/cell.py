@@ -25,9 +25,7 @@ class Cell:
     num_features: int = 256
     dtype: str = "float32"
     device: str = "cpu"
-    kernel: str = "auto"
     seed: int = 0
-    magnitude: float = 1.0
 
     @property
     def direction(self) -> str:
@@ -47,19 +45,19 @@ class Cell:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draws normal query and output gradient `[B, H, L, d]`, key and value `[B, Hk, L, d]`.
 
-        The standard deviation of query and key is `magnitude`, of the others 1.
+        The standard deviation is 1.
 
         Returns:
             Query, key, value, output gradient; the first three require gradients if the cell has a backward pass.
         """
         generator = torch.Generator(device=self.device).manual_seed(self.seed)
 
-        def draw(heads: int, grad: bool, magnitude: float = 1.0) -> Tensor:
+        def draw(heads: int, grad: bool) -> Tensor:
             shape = (self.batch_size, heads, self.length, self.head_dim)
             numbers = torch.randn(shape, generator=generator, device=self.device, dtype=getattr(torch, self.dtype))
-            return numbers.mul_(magnitude).requires_grad_(grad and self.backward)
+            return numbers.requires_grad_(grad and self.backward)
 
-        query, key = draw(self.heads, True, self.magnitude), draw(self.key_heads, True, self.magnitude)
+        query, key = draw(self.heads, True), draw(self.key_heads, True)
         return query, key, draw(self.key_heads, True), draw(self.heads, False)
 
     @property

@@ -20,20 +20,19 @@ from favor.landmark.sorting import order_of
 Choice = tuple[Tensor, Tensor, Tensor]
 
 
-def landmark_rows(sample: Sample, means: int, selected: int, kernel: str) -> Rows:
+def landmark_rows(sample: Sample, means: int, selected: int) -> Rows:
     """Computes the output of some rows, `[R, dv]`.
 
     Args:
         sample: the rows.
         means: M, nodes of keys in encoders.
         selected: K, keys that a block reads exactly.
-        kernel: that of the code that is timed.
     """
     query, key = sample.tokens
     if query.device.type == "cpu":
         query, key = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (query, key))
     if sample.causal:
-        exact, mean, left = _causal(sample, query, key, selected, kernel)
+        exact, mean, left = _causal(sample, query, key, selected)
     else:
         exact, mean, left = _nodes(sample, query, key, means, selected)
     widths, pairs = (sample.key.shape[1], sample.value.shape[1]), torch.cat([sample.key, sample.value], 1)
@@ -81,7 +80,7 @@ def _nodes(sample: Sample, query: Tensor, key: Tensor, means: int, selected: int
     return is_chosen[:, node], node, left.masked_fill(is_chosen, 0)
 
 
-def _causal(sample: Sample, query: Tensor, key: Tensor, selected: int, kernel: str) -> Choice:
+def _causal(sample: Sample, query: Tensor, key: Tensor, selected: int) -> Choice:
     """Chooses for rows of a decoder; the choice of a head does not depend on others."""
     query, key = query[sample.batch, sample.head][None, None], key[sample.batch, sample.key_head][None, None]
     length, rows = key.shape[2], sample.rows
@@ -89,12 +88,12 @@ def _causal(sample: Sample, query: Tensor, key: Tensor, selected: int, kernel: s
     kept = causal.coordinates(samples[:, :, : BLOCK // STEP], key[:, :, :BLOCK])
     index = causal.indexed(key, kept)
     start = torch.arange(0, length, BLOCK, device=key.device).unsqueeze(0)
-    shared = causal.votes(Past(key, key, key, key, samples, kept, index), start, selected, kernel)
+    shared = causal.votes(Past(key, key, key, key, samples, kept, index), start, selected, "auto")
     blocks = pad(query, (0, 0, 0, -length % BLOCK)).unflatten(2, (-1, BLOCK))[0]
     blocks = blocks.gather(3, kept[0, :, None, None].expand(*blocks.shape[:3], -1))
     number = shared.shape[2] // SHARE
     seen = (start // SECTION * SECTION).to(torch.int32)
-    own = choose(blocks, index[0], seen, number, taken=shared, kernel=kernel)
+    own = choose(blocks, index[0], seen, number, taken=shared, kernel="auto")
     place, limit = torch.arange(length, device=key.device), (rows // SECTION * SECTION).unsqueeze(1)
     by_block = _marked(shared[0, rows // BLOCK], length)
     near = (place >= limit) & (place <= rows.unsqueeze(1))

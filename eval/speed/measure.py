@@ -301,7 +301,6 @@ class MemoryServer:
     def __enter__(self) -> MemoryServer:
         environment = {**os.environ, **_RELEASE_EARLY, "OMP_NUM_THREADS": str(self.threads)}
         command = [sys.executable, "-m", "favor.eval.speed", "--isolate", "--device", "cpu"]
-        command += ["--threads", str(self.threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )

@@ -222,8 +222,8 @@ class Favor(Method):
         return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
 
     def prepare(self, cell: Cell) -> Prepared:
-        """Makes `favor_attention` with the kernel of the cell."""
-        kernel, keys = cell.kernel if self.family.has_kernel else "auto", self.selected(cell)
+        """Makes `favor_attention` with the options of the cell."""
+        keys = self.selected(cell)
         attend = partial(
             favor_attention,
             features=self.features,
@@ -232,10 +232,9 @@ class Favor(Method):
             seed=cell.seed,
             window=self.window,
             selected_keys=keys,
-            kernel=kernel,
         )
         if self.family.selects_keys:
-            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, keys, kernel))
+            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, keys))
         dtype = torch.float64 if cell.dtype == "float64" else torch.float32
         drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
         omega = directions(Draw(self.features, *drawn, dtype))

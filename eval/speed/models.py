@@ -27,7 +27,7 @@ class Model:
     Attributes:
         name: "bert" or "llama".
         module: a transformers model in evaluation mode, without dropout.
-        num_features, seed, kernel: options of the FAVOR backends.
+        num_features, seed: options of the FAVOR backends.
         device: device of the weights.
     """
 
@@ -35,7 +35,6 @@ class Model:
     module: Any
     num_features: int
     seed: int
-    kernel: str
     device: str
 
     @classmethod
@@ -47,7 +46,6 @@ class Model:
         longest: int,
         num_features: int,
         seed: int,
-        kernel: str,
         dtype: str,
         device: str,
     ) -> Model:
@@ -57,7 +55,7 @@ class Model:
             name: "bert" (BERT-base shape: 12 heads of 64) or "llama" (12 heads of 64, 4 key heads, causal).
             layers: number of layers, 12 in BERT-base.
             longest: number of positions.
-            num_features, seed, kernel: options of the FAVOR backends; the seed also draws the weights.
+            num_features, seed: options of the FAVOR backends; the seed also draws the weights.
             dtype, device: type and device of the weights.
         """
         from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
@@ -79,7 +77,7 @@ class Model:
             else:
                 raise ValueError(f"expected a model among {', '.join(MODELS)}, got {name!r}")
         module = module.eval().to(device=device, dtype=getattr(torch, dtype))
-        return cls(name, module, num_features, seed, kernel, device)
+        return cls(name, module, num_features, seed, device)
 
     @property
     def causal(self) -> bool:
@@ -91,9 +89,7 @@ class Model:
         if backend == "sdpa":
             self.module.set_attn_implementation("sdpa")
             return
-        favor.configure(
-            self.module, backend, exact_below=0, num_features=self.num_features, seed=self.seed, kernel=self.kernel
-        )
+        favor.configure(self.module, backend, exact_below=0, num_features=self.num_features, seed=self.seed)
 
     def scratch_bytes(self, batch_size: int, length: int, backward: bool) -> int:
         """Estimates the memory of a pass without attention: 12 hidden states, or 30 per layer with a backward pass.

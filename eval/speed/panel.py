@@ -13,6 +13,9 @@ import torch
 
 from favor.eval.speed import measure, report
 
+# Greatest number of measurements of a method in a cell.
+REPEATS = 20
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -131,7 +134,7 @@ class Bench:
     def _time(self, results: Sequence[report.Result], trials: dict[str, tuple[Trial, measure.Stopwatch]]) -> None:
         arguments = self.arguments
         watches = {name: watch for name, (_, watch) in trials.items()}
-        timings = measure.interleaved(watches, arguments.device, arguments.repeats, arguments.seconds_per_cell)
+        timings = measure.interleaved(watches, arguments.device, REPEATS, arguments.seconds_per_cell)
         for result in results:
             if result.method not in trials:
                 continue

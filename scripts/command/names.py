@@ -7,6 +7,7 @@ from typing import Any
 
 # Old names, each with its new ones; the one that the program has is meant.
 RENAMED: dict[str, tuple[str, ...]] = {
+    "allow_pickle_weights": ("trust_remote_code",),
     "arms": ("backends",),
     "backend": ("attn_implementation",),
     "batch_seconds": ("per_device_eval_batch_seconds", "per_device_train_batch_seconds"),
@@ -38,7 +39,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "results": ("results_dir", "output_dir"),
     "samples": ("calibration_samples",),
     "seconds": ("seconds_per_cell", "time_limit", "piece_seconds"),
-    "seeds": ("num_seeds",),
+    "seeds": ("num_seeds", "seed"),
     "splits": ("eval_splits", "shuffles"),
     "text_file": ("text",),
     "text": ("texts",),
@@ -48,6 +49,32 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "tune_beam_size": ("choose_beam_size",),
     "tune_utterances": ("choose_samples",),
     "variants": ("backends",),
+}
+
+# Options that are gone: what programs do now is what they did with these values.
+CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "attention_learning_rate": (3e-3,),
+    "calibration_samples": (8,),
+    "directions_learning_rate": (5e-2,),
+    "exact_below": ("0",),
+    "factorization": (None,),
+    "head_curvature": (None,),
+    "head_damping": (None,),
+    "held_out_samples": (8,),
+    "join_seconds": (28.0,),
+    "lr_scheduler_type": ("cosine",),
+    "max_grad_norm": (1.0,),
+    "max_train_samples": (None,),
+    "model_directions_learning_rate": (5e-3,),
+    "num_warmup_steps": (None,),
+    "pad_to_max_length": (False,),
+    "redraw_interval": (None,),
+    "skip_bad_rows": (False,),
+    "start_length": (None,),
+    "statistics": (None,),
+    "task_weight": (1.0,),
+    "temperature": (1.0,),
+    "warmup_ratio": (0.1,),
 }
 
 
@@ -62,13 +89,18 @@ def renamed(name: str, known: Collection[str]) -> str | None:
 
 
 def with_new_names(saved: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Gives saved settings of a program by the names that its options have now.
+    """Gives saved settings of a program by the names that its options have now, without those that are constants now.
+
+    A setting with another value than the constant stays, so that a comparison names it.
 
     Args:
         saved: settings of an earlier run.
         known: the names of the settings now.
     """
-    return {renamed(name, known) or name: value for name, value in saved.items()}
+    by_name = {renamed(name, known) or name: value for name, value in saved.items()} | {
+        name: value for name, value in saved.items() if name in known
+    }
+    return {name: value for name, value in by_name.items() if name in known or value not in CONSTANTS.get(name, ())}
 
 
 def in_new_words(saved: Sequence[str], words: Sequence[str]) -> list[str]:

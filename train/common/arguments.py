@@ -83,19 +83,14 @@ class BackendArguments:
     features: str | None = option(
         None, "Features of favor#: wderf (default), cderf, sderf, saderf, aderf, or landmark."
     )
-    factorization: str | None = option(None, "How favor# factors: auto (default), eigh, cholesky, newton_schulz.")
     window: int | None = option(
         None, "Tokens of a block in which attention is exact. Default 0: none. Not for landmark."
     )
-    statistics: str | None = option(None, "batch (default), or what the checkpoint stores: calibrated or corrected.")
     exact_below: str | None = option(
         None, "Exact attention for fewer tokens than this: a number, 0 for never, auto (default) by speed."
     )
     selected_keys: int | None = option(
         None, "Keys that each block of queries reads exactly, for landmark. Default: 768, in causal layers 1,024."
-    )
-    redraw_interval: int | None = option(
-        None, "Forward passes after which random features are drawn anew. Default 0: never."
     )
 
     def __post_init__(self) -> None:
@@ -111,15 +106,7 @@ class BackendArguments:
 
     def favor_options(self) -> dict[str, Any]:
         """Gives the options of the FAVOR backends that the user set."""
-        names = (
-            "num_features",
-            "features",
-            "factorization",
-            "window",
-            "statistics",
-            "selected_keys",
-            "redraw_interval",
-        )
+        names = ("num_features", "features", "window", "selected_keys")
         options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.exact_below is not None:
             options["exact_below"] = "auto" if self.exact_below == "auto" else int(self.exact_below)
@@ -138,8 +125,9 @@ class ModelArguments(BackendArguments):
 
     model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
     ignore_mismatched_sizes: bool = option(False, "Replace a head for other labels by a new head.")
-    trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.")
-    allow_pickle_weights: bool = option(False, "Accept weights that are not in safetensors files.")
+    trust_remote_code: bool = option(
+        False, "Allow code from the checkpoint to run, also that of pickle files: weights that are not in safetensors."
+    )
     dropout: float | None = option(None, "Every dropout probability of the model. Default: those of the checkpoint.")
 
     def __post_init__(self) -> None:
@@ -158,7 +146,6 @@ class DataArguments:
         None, "Folder of GLUE, or of the task, with TSV files. Default: nyu-mll/glue on the hub."
     )
     max_length: int = option(128, "Greatest number of tokens of a sample; the rest is cut off.")
-    pad_to_max_length: bool = option(False, "Pad every sample to max_length, not only to the longest of its batch.")
     max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.")
     max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.")
     distractors: int = option(
@@ -166,7 +153,6 @@ class DataArguments:
         "Texts of other samples around the one that holds the answer, for QNLI, MNLI and RTE: long documents, which "
         "need a larger max_length.",
     )
-    skip_bad_rows: bool = option(False, "Leave out malformed rows of TSV files and count them, instead of stopping.")
 
     def __post_init__(self) -> None:
         """Checks the numbers; raises ValueError."""
@@ -186,7 +172,6 @@ class RunArguments:
     max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
     gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimizer step.")
     lr_scheduler_type: str = field(default="linear", metadata=SCHEDULE)
-    num_warmup_steps: int | None = option(None, "Steps of linear warm-up. Default: warmup_ratio decides.")
     warmup_ratio: float = option(0.0, "Warm-up as a fraction of all steps.")
     max_grad_norm: float = option(
         1.0, f"Gradients are clipped to this norm, except those of a head with {SOFTMAX_BOUND}; 0: no clipping."
@@ -212,8 +197,6 @@ class RunArguments:
         )
         check_choice(self, "report_to", ("tensorboard", "none"))
         check_choice(self, "mixed_precision", PRECISIONS)
-        if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("num_warmup_steps and warmup_ratio both set the warm-up: give one of them")
         check_schedule(self.lr_scheduler_type)
 
 
@@ -232,10 +215,14 @@ class BatchedRunArguments(RunArguments):
 
 @dataclass(kw_only=True)
 class TrainArguments(BatchedRunArguments):
-    """Several seeds, and the order of the samples."""
+    """One seed or several, and the order of the samples."""
 
-    seeds: list[int] | None = field(
-        default=None, metadata={"help": "Several seeds: one training per seed, then mean and standard deviation."}
+    seed: list[int] = field(  # type: ignore[assignment]
+        default_factory=lambda: [DEFAULT_SEED],
+        metadata={
+            "help": "Seed of new weights, order of samples, dropout and random features. With several there is one "
+            "training per seed, then mean and standard deviation."
+        },
     )
     group_by_length: bool = option(
         False, "Put samples of about the same length into one batch: less padding, but another order."
@@ -244,10 +231,8 @@ class TrainArguments(BatchedRunArguments):
     def __post_init__(self) -> None:
         """Checks what argparse cannot; raises ValueError."""
         super().__post_init__()
-        if self.seed is not None and self.seeds:
-            raise ValueError(f"seed is {self.seed} and seeds is {self.seeds}: give one of them")
-        if len(set(self.seeds or ())) != len(self.seeds or ()):
-            raise ValueError(f"seeds must be different, got {self.seeds}")
+        if len(set(self.seed)) != len(self.seed):
+            raise ValueError(f"the numbers of seed must be different, got {self.seed}")
 
 
 @dataclass
@@ -261,24 +246,11 @@ class HeadArguments:
     head_learning_rate: float | None = option(
         None, f"Peak learning rate of the output layer. Default: 1 for {SOFTMAX_BOUND}, else that of the other layers."
     )
-    head_damping: float | None = option(None, f"Damping of {SOFTMAX_BOUND}. Default: the optimizer's own.")
-    head_curvature: str | None = option(
-        None,
-        f"Curvature of {SOFTMAX_BOUND}: bohning, diag, block, kfac, exact, geometric. Default: the optimizer's own. "
-        "geometric is for "
-        "thousands of labels, with head_learning_rate 0.3 and head_damping 0.001.",
-    )
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        from favor.optim.softmax_bound import CURVATURES
-
-        check_positive(self, "head_learning_rate", "head_damping")
+        check_positive(self, "head_learning_rate")
         check_choice(self, "head_optimizer", (ADAMW, SOFTMAX_BOUND))
-        check_choice(self, "head_curvature", (None, *CURVATURES))
-        for name in ("head_damping", "head_curvature"):
-            if getattr(self, name) is not None and self.head_optimizer != SOFTMAX_BOUND:
-                raise ValueError(f"{name} is an option of head_optimizer {SOFTMAX_BOUND}, not of {self.head_optimizer}")
 
 
 Groups = TypeVar("Groups", bound="ArgumentGroups")

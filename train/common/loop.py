@@ -92,8 +92,7 @@ def start(
     model, optimizer, train_loader = prepared
     steps_per_epoch = math.ceil(len(train_loader) / arguments.gradient_accumulation_steps)
     total_steps = arguments.max_train_steps or math.ceil(arguments.num_train_epochs * steps_per_epoch)
-    warmup = arguments.num_warmup_steps
-    warmup = math.ceil(arguments.warmup_ratio * total_steps) if warmup is None else warmup
+    warmup = math.ceil(arguments.warmup_ratio * total_steps)
     # The scheduler has the bare optimizer: a prepared scheduler would advance once for each process.
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
     progress = checkpoint.Progress()

@@ -55,8 +55,7 @@ def make_optimizer(
     if not bound:
         groups += [{**group, "lr": rate} for group in adamw_groups(head.parameters(), decay)]
         return torch.optim.AdamW(groups, lr=arguments.learning_rate, fused=True), everything
-    options = {"lr": rate, "damping": head_arguments.head_damping, "curvature": head_arguments.head_curvature}
-    bounded = SoftmaxBound(head, **{name: value for name, value in options.items() if value is not None})
+    bounded = SoftmaxBound(head) if rate is None else SoftmaxBound(head, lr=rate)
     return CombinedOptimizer(torch.optim.AdamW(groups, lr=arguments.learning_rate, fused=True), bounded), body
 
 

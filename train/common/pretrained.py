@@ -76,14 +76,14 @@ def load_switched(
             config=config,
             attn_implementation=backend or config._attn_implementation,
             dtype=torch.float32,
-            use_safetensors=None if arguments.allow_pickle_weights else True,
+            use_safetensors=None if arguments.trust_remote_code else True,
             ignore_mismatched_sizes=arguments.ignore_mismatched_sizes,
             **remote,
         )
     except ValueError as error:
-        if isinstance(error.__cause__, OSError) and not arguments.allow_pickle_weights:
+        if isinstance(error.__cause__, OSError) and not arguments.trust_remote_code:
             raise ValueError(
-                f"{error}\nIf the weights are in a pickle file that you trust, add --allow_pickle_weights."
+                f"{error}\nIf the weights are in a pickle file that you trust, add --trust_remote_code."
             ) from error
         raise
     if model.config._attn_implementation in favor.BACKENDS:

@@ -19,7 +19,6 @@ class Teacher:
         hidden_weight: of the hidden states in the loss, see `hidden_loss`.
         logits_weight: of the predictions, see `logits_loss`.
         task_weight: of the student's own loss, for batches with labels.
-        temperature: by which logits are divided.
         is_regression: whether the predictions are numbers, compared by their squared difference.
         columns: the teacher's output that each output of the student is compared with. None: that of the same number.
     """
@@ -28,7 +27,6 @@ class Teacher:
     hidden_weight: float = 1.0
     logits_weight: float = 1.0
     task_weight: float = 0.0
-    temperature: float = 1.0
     is_regression: bool = False
     columns: Sequence[int] | None = None
 
@@ -50,9 +48,7 @@ class Teacher:
         if self.logits_weight and getattr(goal, "logits", None) is not None:
             mask = batch.get("attention_mask") if goal.logits.ndim == 3 else None
             own = (found.logits, goal.logits if self.columns is None else goal.logits[..., list(self.columns)])
-            difference = (
-                nn.functional.mse_loss(*own) if self.is_regression else logits_loss(*own, mask, self.temperature)
-            )
+            difference = nn.functional.mse_loss(*own) if self.is_regression else logits_loss(*own, mask)
             total = total + self.logits_weight * difference
         return total  # type: ignore[return-value]
 
@@ -85,16 +81,15 @@ def relative_squared_error(found: Tensor, goal: Tensor, mask: Tensor | None) -> 
     return ((found - goal) * counts).square().sum() / (goal * counts).square().sum().clamp(min=1e-12)
 
 
-def logits_loss(found: Tensor, goal: Tensor, mask: Tensor | None, temperature: float = 1.0) -> Tensor:
-    """Computes the Kullback-Leibler divergence of predictions at a temperature, times its square (Hinton et al., 2015).
+def logits_loss(found: Tensor, goal: Tensor, mask: Tensor | None) -> Tensor:
+    """Computes the Kullback-Leibler divergence of predictions, mean over rows.
 
     Args:
         found, goal: logits of student and teacher, `[..., n]`.
         mask: `[...]`, 0 for rows that do not count; None if all count.
-        temperature: by which logits are divided.
     """
-    log_p, log_q = ((own.float() / temperature).log_softmax(-1) for own in (goal, found))
+    log_p, log_q = (own.float().log_softmax(-1) for own in (goal, found))
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     if mask is None:
-        return divergence.mean() * temperature**2
-    return (divergence * mask).sum() / mask.sum().clamp(min=1) * temperature**2
+        return divergence.mean()
+    return (divergence * mask).sum() / mask.sum().clamp(min=1)

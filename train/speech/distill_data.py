@@ -13,13 +13,15 @@ from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel
 from favor.train.common.batches import EpochSampler, mix
 from favor.train.speech.data import Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
-from favor.train.text.distill_data import check_number
+from favor.train.text.distill_data import HELD_OUT_SAMPLES, check_number
 from favor_command.saved import load_processor
 
 if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
 
 INPUTS = ("input_features", "input_values")
+# Consecutive utterances of a chapter are joined up to this length; a Whisper hears 30 seconds.
+JOIN_SECONDS = 28.0
 
 
 class Listed(Dataset[Utterance]):
@@ -36,7 +38,7 @@ class Listed(Dataset[Utterance]):
 
 
 class Sounds:
-    """Recordings of `--audio_dir`; consecutive utterances are joined up to `--join_seconds`.
+    """Recordings of `--audio_dir`; consecutive utterances are joined up to 28 seconds.
 
     Args:
         arguments: of the program.
@@ -60,13 +62,11 @@ class Sounds:
             )
         rate = self.extractor.sampling_rate
         found = load_speech(folder, arguments.split, sampling_rate=rate, transcripts=arguments.split is not None)[0]
-        found = join(found, arguments.join_seconds)
+        found = join(found, JOIN_SECONDS)
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(mix(arguments.seed))).tolist()
-        held = arguments.held_out_samples
-        check_number(len(found), arguments, processes, f"{folder} (joined up to {arguments.join_seconds:g} seconds)")
+        check_number(len(found), processes, f"{folder} (joined up to {JOIN_SECONDS:g} seconds)")
         chosen = [found[place] for place in order]
-        number = None if arguments.max_train_samples is None else max(arguments.max_train_samples, processes)
-        self.utterances, self._held = chosen[held:][:number], chosen[:held]
+        self.utterances, self._held = chosen[HELD_OUT_SAMPLES:], chosen[:HELD_OUT_SAMPLES]
 
     def __len__(self) -> int:
         return len(self.utterances)
@@ -92,7 +92,7 @@ class Sounds:
         sampler = EpochSampler(len(self), self.arguments.seed)
         return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
 
-    def shaped(self, batch: dict[str, Tensor], step: int, steps: int) -> dict[str, Tensor]:
+    def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """Gives the batch: recordings keep their length."""
         return batch
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
 
 MASKED = 0.15
+# Samples that are not learned from, on which the error is measured.
+HELD_OUT_SAMPLES = 8
 
 
 class Plain(Dataset[dict[str, Tensor]]):
@@ -41,6 +43,7 @@ class Texts:
         arguments: of the program.
         tokenizer: that of the model.
         processes: that learn.
+        closed_form: samples that the closed form needs.
 
     Attributes:
         processor: the tokenizer, to be saved with the model.
@@ -50,24 +53,19 @@ class Texts:
         ValueError: if the text is too short.
     """
 
-    def __init__(self, arguments: DistillArguments, tokenizer: Any, processes: int) -> None:
+    def __init__(self, arguments: DistillArguments, tokenizer: Any, processes: int, closed_form: int) -> None:
         self.arguments, self.processor, self.processes = arguments, tokenizer, processes
         steps = max(arguments.attention_steps or 0, arguments.model_steps)
-        needed = steps * arguments.per_device_train_batch_size * processes
-        number = max(arguments.max_train_samples or max(needed, arguments.calibration_samples), processes)
-        held = arguments.held_out_samples
+        number = max(steps * arguments.per_device_train_batch_size * processes, closed_form, processes)
+        held = HELD_OUT_SAMPLES
         ids = samples(str(arguments.train_file), tokenizer, arguments.max_length, number + held, arguments.seed)
-        check_number(
-            len(ids), arguments, processes, f"{arguments.train_file} (samples of {arguments.max_length} tokens)"
-        )
+        check_number(len(ids), processes, f"{arguments.train_file} (samples of {arguments.max_length} tokens)")
         before, after = around(tokenizer)
         least = len(before) + len(after) + 2
-        for name, shortest in (
-            ("start_length", arguments.start_length),
-            ("lengths", min(arguments.lengths or [least])),
-        ):
-            if shortest is not None and shortest < least:
-                raise ValueError(f"{name} must be at least {least}, with the tokens around a text; got {shortest}")
+        if min(arguments.lengths or [least]) < least:
+            raise ValueError(
+                f"lengths must be at least {least}, with the tokens around a text; got {min(arguments.lengths)}"
+            )
         self._held, self.ids = ids[:held], ids[held:]
         self.before, self.after = len(before), len(after)
         self.pairs = Pairs(tokenizer, self.before, self.after, arguments.pair_probability)
@@ -104,21 +102,17 @@ class Texts:
             data = MaskedTexts(self.ids, self.processor, MASKED, seed)
         return DataLoader(data, size, sampler=VisitSampler(len(self.ids), seed), drop_last=True)
 
-    def shaped(self, batch: dict[str, Tensor], step: int, steps: int) -> dict[str, Tensor]:
+    def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """Cuts a batch to the length of a step, before the special tokens at the end, and makes pairs of some samples.
 
         Args:
             batch: tensors `[B, max_length]`.
             step: how many steps are done.
-            steps: of the stage.
         """
         generator = torch.Generator().manual_seed(mix(self.arguments.seed, step))
-        drawn = self.arguments.lengths
-        if drawn:
+        length = self.arguments.max_length
+        if drawn := self.arguments.lengths:
             length = drawn[int(torch.randint(len(drawn), (), generator=generator))]
-        else:
-            growing = growing_lengths(self.arguments.start_length, self.arguments.max_length)
-            length = growing[step * len(growing) // steps]
         made = self.pairs(self._cut(batch, length), generator)
         if "labels" in made:  # a sample that has lost all its masked words says its first word
             lost = (made["labels"] == IGNORED).all(1)
@@ -131,19 +125,10 @@ class Texts:
         return {n: torch.cat([own[:, :kept], own[:, own.shape[1] - self.after :]], 1) for n, own in batch.items()}
 
 
-def check_number(number: int, arguments: DistillArguments, processes: int, source: str) -> None:
+def check_number(number: int, processes: int, source: str) -> None:
     """Raises ValueError if some samples are held out and a process has none left to learn from."""
-    if number < arguments.held_out_samples + processes:
+    if number < HELD_OUT_SAMPLES + processes:
         raise ValueError(
-            f"{source}: {number} samples, of which {arguments.held_out_samples} are held out, are too few for "
-            f"{processes} processes. Give more data, a smaller held_out_samples, or shorter samples"
+            f"{source}: {number} samples, of which {HELD_OUT_SAMPLES} are held out, are too few for {processes} "
+            "processes. Give more data, or shorter samples"
         )
-
-
-def growing_lengths(start: int | None, longest: int) -> list[int]:
-    """Gives the lengths that samples take one after another: doubled from `start`, and at last `longest`."""
-    lengths = []
-    while start is not None and start < longest:
-        lengths.append(start)
-        start *= 2
-    return [*lengths, longest]

@@ -10,7 +10,7 @@ import gzip
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +147,6 @@ def get_task(name: str) -> Task:
 
 
 @dataclass
-class SkippedRows:
-    """Malformed rows that were left out: their number, and the first five as `file:line: reason`."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, message: str) -> None:
-        """Counts one row."""
-        self.count += 1
-        if len(self.first) < 5:
-            self.first.append(message)
-
-
-@dataclass
 class GlueData:
     """The splits of one task. `evaluation` holds one split, for MNLI one or two. Label columns are named `label`.
 
@@ -171,7 +157,6 @@ class GlueData:
     task: Task
     train: Dataset
     evaluation: dict[str, Dataset]
-    skipped: SkippedRows
     sources: dict[str, str]
 
     def keep_first(self, train: int | None, evaluation: int | None) -> None:
@@ -222,9 +207,7 @@ def with_distractors(dataset: Dataset, task: Task, number: int) -> Dataset:
     return dataset.map(document, with_indices=True, load_from_cache_file=False)
 
 
-def load_glue(
-    name: str, data_dir: str | Path | None = None, skip_bad_rows: bool = False, *, train: bool = True
-) -> GlueData:
+def load_glue(name: str, data_dir: str | Path | None = None, *, train: bool = True) -> GlueData:
     """Loads the training and development sets of a task.
 
     Args:
@@ -232,7 +215,6 @@ def load_glue(
         data_dir: GLUE's folder, or the task's own, in the official TSV layout; each file is plain or ends in .gz. If
             `train.tsv` is missing, a file that is marked as a sample of it is read, such as `train.sub9999.tsv`.
             Default None: `nyu-mll/glue` from the hub.
-        skip_bad_rows: leave out malformed rows and count them, instead of raising. Default False.
         train: read the training set too. Default True.
 
     Raises:
@@ -243,19 +225,14 @@ def load_glue(
     if data_dir is None:
         return load_from_hub(task)
     folder = find_folder(task, Path(data_dir))
-    skipped = SkippedRows()
     first = ("train",) if train else ()
     files = {split: find_file(folder, split.replace("validation", "dev")) for split in (*first, *task.eval_splits)}
     for split in (*first, task.eval_splits[0]):
         if files[split] is None:
             raise missing_file(folder, split.replace("validation", "dev"))
-    splits = {
-        split: read_tsv(task, path, skipped if skip_bad_rows else None)
-        for split, path in files.items()
-        if path is not None
-    }
+    splits = {split: read_tsv(task, path) for split, path in files.items() if path is not None}
     sources = {split: f"{task.folder}/{path.name}" for split, path in files.items() if path is not None}
-    return GlueData(task, splits.pop("train", Dataset.from_dict({})), splits, skipped, sources)
+    return GlueData(task, splits.pop("train", Dataset.from_dict({})), splits, sources)
 
 
 def load_from_hub(task: Task) -> GlueData:
@@ -272,7 +249,7 @@ def load_from_hub(task: Task) -> GlueData:
         ) from error
     evaluation = {split: hub[split] for split in task.eval_splits}
     sources = dict.fromkeys(("train", *evaluation), f"{HUB_ID} {task.name}")
-    return GlueData(task, hub["train"], evaluation, SkippedRows(), sources)
+    return GlueData(task, hub["train"], evaluation, sources)
 
 
 def find_folder(task: Task, data_dir: Path) -> Path:
@@ -308,16 +285,15 @@ def missing_file(folder: Path, stem: str) -> ValueError:
     return ValueError(f"expected one of {names} in {folder}, which holds {found}")
 
 
-def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Dataset:
+def read_tsv(task: Task, path: Path) -> Dataset:
     """Reads one TSV file as a dataset with the task's hub columns.
 
     Args:
         task: the task.
         path: the file, plain or gzip.
-        skipped: takes the malformed rows. Default None: the first one raises.
 
     Raises:
-        ValueError: for an empty file, a header without the task's columns, and, with `skipped` None, a malformed row.
+        ValueError: for an empty file, a header without the task's columns, or a malformed row.
     """
     rows = numbered_rows(path)
     header = task.headerless or next(rows, (1, ("nothing",)))[1]
@@ -334,16 +310,12 @@ def read_tsv(task: Task, path: Path, skipped: SkippedRows | None = None) -> Data
                 raise ValueError("expected UTF-8 text without NUL")
             label = task.parse_label(fields[places[-1]])
         except ValueError as error:
-            message = f"{path}:{line}: {error}"
-            if skipped is None:
-                raise ValueError(f"{message}; skip_bad_rows leaves such rows out and counts them") from None
-            skipped.add(message)
-            continue
+            raise ValueError(f"{path}:{line}: {error}") from None
         for name, place in zip(task.sentences, places, strict=False):
             columns[name].append(fields[place])
         columns["label"].append(label)
     if not columns["label"]:
-        raise ValueError(f"{path}:1: expected rows, found none that can be used")
+        raise ValueError(f"{path}:1: expected rows, found none")
     return Dataset.from_dict(columns)
 
 

@@ -21,20 +21,19 @@ CHECKED = 1000  # samples of a split, about, whose tokens must be known
 def tokenized(
     dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments, rows: Sequence[int] | None = None
 ) -> Dataset:
-    """Turns sentences into token numbers, without padding unless `pad_to_max_length` is set.
+    """Turns sentences into token numbers, without padding.
 
     Args:
         dataset: one split.
         task: names the columns with sentences.
         tokenizer: that of the model.
-        arguments: greatest length and padding.
+        arguments: greatest length.
         rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
     """
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
-        padding = "max_length" if arguments.pad_to_max_length else False
-        encoded = tokenizer(*texts, truncation=True, max_length=arguments.max_length, padding=padding)
+        encoded = tokenizer(*texts, truncation=True, max_length=arguments.max_length)
         if rows is None or task.is_regression:
             return encoded
         return encoded | {"label": [rows[label] for label in batch["label"]]}
@@ -59,10 +58,10 @@ def cut_off(samples: Dataset, max_length: int) -> str:
     """Says how many documents have the greatest length, so that longer ones lost their end; empty if none has.
 
     Args:
-        samples: token numbers, and their masks.
+        samples: token numbers.
         max_length: greatest length.
     """
-    number = sum(sum(mask) == max_length for mask in samples["attention_mask"])  # not of padding
+    number = sum(len(ids) == max_length for ids in samples["input_ids"])
     if not number:
         return ""
     return (
@@ -85,7 +84,7 @@ def make_loaders(
     Args:
         data: the splits.
         tokenizer: that of the model.
-        arguments: greatest length and padding.
+        arguments: greatest length.
         train: sizes of batches.
         seed: of the order.
         multiple: batches are padded to their longest sample, rounded up to a multiple of this. None: not rounded.

@@ -102,9 +102,8 @@ def load_teacher(
             f"teacher and student read the same tokens: the vocabulary of {path} has {config.vocab_size} and that of "
             f"{given.model_name_or_path} has {student.config.vocab_size}"
         )
-    safe = None if given.allow_pickle_weights else True
+    safe = None if given.trust_remote_code else True
     exact = {"attn_implementation": "sdpa", "dtype": torch.float32, "use_safetensors": safe}
     model = saved.load_model(AutoModelForSequenceClassification, path, **exact, **remote)
-    weights = {name: getattr(arguments, name) for name in ("task_weight", "logits_weight", "hidden_weight")}
-    options = {"temperature": arguments.temperature, "is_regression": task.is_regression, "columns": columns}
-    return Teacher(model.eval(), **weights, **options)
+    weights = {"hidden_weight": arguments.hidden_weight, "logits_weight": arguments.logits_weight}
+    return Teacher(model.eval(), **weights, task_weight=1.0, is_regression=task.is_regression, columns=columns)

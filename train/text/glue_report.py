@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +95,6 @@ def all_results(
         "train_samples": len(data.train),
         "eval_samples": {split: len(part) for split, part in data.evaluation.items()},
         "sources": data.sources,
-        "skipped_rows": asdict(data.skipped),
         "per_seed": per_seed,
         "arguments": arguments.to_dict(),
         "command": command,

@@ -211,7 +211,7 @@ def test_an_adapted_model_is_fine_tuned_and_reloaded(bert_folder, glue_folder, t
     monkeypatch.setattr(launch, "subprocess", Forked)
     adapted, sizes = tmp_path / "adapted", ["--num_features", "8", "--max_length", "32", "--attention_steps", "2"]
     folders = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(adapted)]
-    distill.main([*folders, *sizes, "--calibration_samples", "2"])
+    distill.main([*folders, *sizes])
     common = ["--tasks", "sst2", "--name", "table"]
     train = [*common, "--data_dir", str(glue_folder), "--output_dir", str(tmp_path / "runs")]
     monkeypatch.setattr(glue, "minilm_path", pytest.fail)  # the package of MiniLM is not needed

@@ -11,21 +11,23 @@ import torch
 
 from favor.attention.functional import favor_attention
 from favor.eval.speed import __main__ as speed
-from favor.eval.speed import measure, reference, report
+from favor.eval.speed import measure, panel, reference, report
 from favor.eval.speed import methods as speed_methods
 from favor.eval.speed import models as speed_models
 from favor.eval.speed.__main__ import DIRECTIONS, PASSES
 from favor.eval.speed.cell import Cell, run_pass
 
-TINY = ["--lengths", "32", "64", "--num_features", "16", "--num_attention_heads", "2", "--head_dim", "16"]
-TINY += ["--repeats", "1"]
+TINY = ["--lengths", "32", "64"]
 needs_performer = pytest.mark.skipif(
     speed_methods.Performer().missing() is not None, reason="performer-pytorch is not installed"
 )
 
 
 @pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch):
+def tiny(monkeypatch):
+    for name, value in {"NUM_FEATURES": 16, "HEADS": 2, "KEY_HEADS": 2, "HEAD_DIM": 16, "LAYERS": 1}.items():
+        monkeypatch.setattr(speed, name, value)
+    monkeypatch.setattr(panel, "REPEATS", 1)
     monkeypatch.setitem(measure.COPIED_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(measure.MATMUL_WIDTH, "cpu", 64)
 
@@ -53,8 +55,9 @@ def absent(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_whole_run(tmp_path):
-    own = ("--methods", "favor", "sdpa", "eager", "--families", "pos", "sderf", "--num_key_value_heads", "1")
+def test_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "KEY_HEADS", 1)
+    own = ("--methods", "favor", "sdpa", "eager", "--families", "pos", "sderf")
     code, content, text = run(tmp_path, *own)
     assert code == 0
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
@@ -248,11 +251,12 @@ def test_what_would_take_too_long_is_skipped(tmp_path):
     assert "causal, forward: favor:pos skipped from L = 64 on: a pass would take" in content["notes"][0]
 
 
-def test_what_would_need_too_much_memory_is_skipped(tmp_path):
+def test_what_would_need_too_much_memory_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 8e4)
     more = ("--methods", "eager", "--skip_memory", "--directions", "causal", "--passes", "forward")
-    _, content, _ = run(tmp_path, *more, "--max_gigabytes", "4e-5")
+    _, content, _ = run(tmp_path, *more)
     assert [cell["status"] for cell in content["cells"]] == ["ok", "skipped"]
-    assert "it needs about 9.83e-05 GB, the limit is 4e-05 GB (--max_gigabytes)" in content["notes"][0]
+    assert "it needs about 9.83e-05 GB, the limit is 4e-05 GB, half of the free memory" in content["notes"][0]
 
 
 def test_prediction():
@@ -331,7 +335,7 @@ def test_memory_counts_the_output_and_the_gradients():
 def test_models(tmp_path, monkeypatch):
     monkeypatch.setattr(speed_models, "HIDDEN", 24)
     monkeypatch.setattr(speed_models, "BACKENDS", ("sdpa", "favor+", "favor#"))
-    code, content, text = run(tmp_path, "--model_types", "bert", "llama", "--num_hidden_layers", "1")
+    code, content, text = run(tmp_path, "--model_types", "bert", "llama")
     assert code == 0
     panels = {f"{m}, {p}" for m in speed_models.MODELS for p in PASSES}
     assert {cell["panel"] for cell in content["cells"]} == panels
@@ -344,7 +348,7 @@ def test_models(tmp_path, monkeypatch):
 def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
     monkeypatch.setattr(speed_models, "HIDDEN", 24)
     model = speed_models.Model.build(
-        "bert", layers=1, longest=16, num_features=8, seed=0, kernel="auto", dtype="float32", device="cpu"
+        "bert", layers=1, longest=16, num_features=8, seed=0, dtype="float32", device="cpu"
     )
     tokens = model.tokens(1, 16)
     assert model.problem("favor+", tokens, None) is None

@@ -8,8 +8,7 @@ import favor
 from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
 from favor.models.speech.transcript.tokenizer import MODEL_TYPES
-from favor.optim.softmax_bound import CURVATURES
-from favor.train.common.arguments import BackendArguments, HeadArguments, RunArguments, option
+from favor.train.common.arguments import BackendArguments, RunArguments, option
 from favor.train.common.program import DataclassParser
 from favor.train.speech.arguments import SIZES, SpeechDataArguments, SpeechModelArguments
 
@@ -84,7 +83,6 @@ def text_of(kind, name):
 def test_help_names_what_there_is():
     """Help does not import the modules that know it."""
     assert tuple(PRESETS) == SIZES
-    assert ", ".join(CURVATURES) in text_of(HeadArguments, "head_curvature")
     assert " or ".join(PREDICTION_NETWORKS) in text_of(SpeechModelArguments, "prediction_network")
     assert " or ".join(NORMALIZE) in text_of(SpeechDataArguments, "normalize")
     assert ", ".join(MODEL_TYPES) in text_of(SpeechDataArguments, "tokenizer_type")

@@ -16,7 +16,7 @@ from favor.train.common.lock import NAME, locked
 REFUSED = r"another run writes to .*run: wait until it ends, stop it, or choose another --output_dir"
 # Options of each program that fills a folder; `main` gets no further than the lock.
 WORDS = {
-    "favor.train.glue": "--model_name_or_path {bert} --task_name sst2 --data_dir {glue} --seeds 1 2",
+    "favor.train.glue": "--model_name_or_path {bert} --task_name sst2 --data_dir {glue} --seed 1 2",
     "favor.train.mlm": "--model_name_or_path {bert} --train_file {text}",
     "favor.train.clm": "--model_name_or_path {bert} --train_file {text}",
     "favor.train.distill": "--model_name_or_path {bert} --train_file {text}",

@@ -21,15 +21,14 @@ def batch(label):
     return {"input_ids": ids, "attention_mask": mask, "labels": label}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_divergence_is_that_of_torch(temperature):
+def test_divergence_is_that_of_torch():
     found, goal = torch.randn(2, 5, 4)
-    log_p, log_q = ((own / temperature).log_softmax(-1) for own in (goal, found))
-    expected = torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * temperature**2
-    torch.testing.assert_close(logits_loss(found, goal, None, temperature), expected)
+    log_p, log_q = (own.log_softmax(-1) for own in (goal, found))
+    expected = torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    torch.testing.assert_close(logits_loss(found, goal, None), expected)
     kept = torch.tensor([1, 0, 1, 1, 0])
-    only = logits_loss(found[kept > 0], goal[kept > 0], None, temperature)
-    torch.testing.assert_close(logits_loss(found, goal, kept, temperature), only)
+    only = logits_loss(found[kept > 0], goal[kept > 0], None)
+    torch.testing.assert_close(logits_loss(found, goal, kept), only)
 
 
 def test_padding_has_no_part_in_the_error_of_hidden_states():
@@ -47,11 +46,11 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(weights):
     student, exact = model(seed=1), model()
     given = batch(torch.tensor([0, 2, 1]))
     hidden, logits, task = weights
-    teacher = Teacher(exact, hidden_weight=hidden, logits_weight=logits, task_weight=task, temperature=3.0)
+    teacher = Teacher(exact, hidden_weight=hidden, logits_weight=logits, task_weight=task)
     loss = teacher.loss(student, given)
     own, goal = (each(**given, output_hidden_states=True) for each in (student, exact))
     expected = hidden * hidden_loss(own.hidden_states, goal.hidden_states, given["attention_mask"])
-    expected = expected + logits * logits_loss(own.logits, goal.logits, None, 3.0) + task * own.loss
+    expected = expected + logits * logits_loss(own.logits, goal.logits, None) + task * own.loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert student.bert.embeddings.word_embeddings.weight.grad.abs().sum() > 0

@@ -11,8 +11,19 @@ from transformers import AutoFeatureExtractor, AutoProcessor, WhisperForConditio
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import distill
+from favor.train.speech import distill_data
+from favor.train.text import distill_data as text_data
 
-OPTIONS = ["--num_features", "16", "--join_seconds", "4", "--held_out_samples", "2", "--calibration_samples", "2"]
+OPTIONS = ["--num_features", "16"]
+
+
+@pytest.fixture(autouse=True)
+def few_and_short(monkeypatch):
+    """Makes the samples of the corpus, which is small, shorter and fewer."""
+    monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 2)
+    monkeypatch.setattr(distill_data, "JOIN_SECONDS", 4.0)
+    for module in (distill_data, text_data):
+        monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +43,9 @@ def run(folder, corpus, out, *more):
     return distill.main([*words, "--output_dir", str(out), *OPTIONS, *more])
 
 
-def test_the_encoder_of_a_whisper_learns_and_nothing_else(whisper, corpus, tmp_path):
-    more = ["--attention_steps", "30", "--attention_learning_rate", "1e-2", "--model_steps", "20"]
+def test_the_encoder_of_a_whisper_learns_and_nothing_else(whisper, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "ATTENTION_LEARNING_RATE", 1e-2)
+    more = ["--attention_steps", "30", "--model_steps", "20"]
     results = run(whisper, corpus, tmp_path, *more, "--model_learning_rate", "1e-3")
     errors = results["errors"]
     assert list(errors) == ["closed form", "attention", "model"]
@@ -71,13 +83,18 @@ def test_a_conformer_learns_in_batches_with_padding(corpus, tmp_path):
     ("more", "message"),
     [
         (["--train_file", "book.txt"], "one of them"),
-        (["--start_length", "8"], "start_length, lengths, pair_probability, task_weight are for text"),
-        (["--held_out_samples", "50"], "50 are held out, are too few"),
+        (["--lengths", "8"], "lengths, pair_probability, task_weight are for text"),
     ],
 )
 def test_bad_arguments(more, message, whisper, corpus, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(whisper, corpus, tmp_path / "out", *more)
+
+
+def test_too_few_recordings_are_refused(whisper, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_data, "HELD_OUT_SAMPLES", 50)
+    with pytest.raises(ValueError, match="50 are held out, are too few"):
+        run(whisper, corpus, tmp_path / "out")
 
 
 def test_a_model_of_text_is_refused(bert_folder, corpus, tmp_path):

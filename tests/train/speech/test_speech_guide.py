@@ -21,6 +21,8 @@ from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, lexicon, synthesize
 from favor.models.speech import write_arpa
 from favor.train import asr, distill, nst
+from favor.train.speech import distill_data
+from favor.train.text import distill_data as text_data
 
 GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
 PROGRAMS = {
@@ -66,8 +68,7 @@ def smaller(program, words):
     if program == "favor.eval.whisper_ctc_long":
         return [*words, "--minutes", "0.02", "--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     if program == "favor.train.distill":
-        steps = ["--attention_steps", "1", "--model_steps", "1", "--calibration_samples", "1"]
-        return [*words, *steps, "--held_out_samples", "1", "--join_seconds", "1"]
+        return [*words, "--attention_steps", "1", "--model_steps", "1"]
     if "--encoder_learning_rate" in words:
         return [*words, "--max_train_steps", "1"]
     if {"whisper", "out/linear"} & {*words} and "--whisper_teacher" not in words:
@@ -99,6 +100,10 @@ def place(tmp_path, monkeypatch):
     install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
     install_piper(monkeypatch)
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
+    monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 1)
+    monkeypatch.setattr(distill_data, "JOIN_SECONDS", 1.0)
+    for module in (distill_data, text_data):
+        monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 1)
     save(tmp_path / "whisper", make_processor())
     save_causal(tmp_path / "causal")
     return tmp_path

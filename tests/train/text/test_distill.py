@@ -17,13 +17,14 @@ from favor import features
 from favor.integrations.adapt.observe import Observation
 from favor.train import distill
 from favor.train.distill import parse_arguments
+from favor.train.text import distill_data
 from favor.train.text.attention_student import AttentionStudent
-from favor.train.text.distill_data import Texts, growing_lengths
+from favor.train.text.distill_data import Texts
 from favor.train.text.samples import samples
 
 
 def arguments(folder, text, out, *more):
-    common = ["--num_features", "16", "--window", "8", "--max_length", "32", "--calibration_samples", "4"]
+    common = ["--num_features", "16", "--window", "8", "--max_length", "32"]
     return ["--model_name_or_path", str(folder), "--train_file", str(text), "--output_dir", str(out), *common, *more]
 
 
@@ -38,10 +39,11 @@ def held_out_error(model, exact, ids, draws=8):
     return torch.stack(errors).mean().item()
 
 
-def test_each_stage_brings_held_out_text_closer(decoder_folder, text, tmp_path, capsys):
+def test_each_stage_brings_held_out_text_closer(decoder_folder, text, tmp_path, capsys, monkeypatch):
     """As the program measures it, and as the saved models do on text of their own."""
-    more = ["--attention_learning_rate", "1e-2", "--per_device_train_batch_size", "8", "--window", "0"]
-    more += ["--model_learning_rate", "3e-3", "--held_out_samples", "20"]
+    monkeypatch.setattr(distill, "ATTENTION_LEARNING_RATE", 1e-2)
+    monkeypatch.setattr(distill_data, "HELD_OUT_SAMPLES", 20)
+    more = ["--per_device_train_batch_size", "8", "--window", "0", "--model_learning_rate", "3e-3"]
     found, layer = {}, "layers.0.self_attn"
     for steps in ("0", "60"):
         words = arguments(decoder_folder, text, tmp_path / steps, "--attention_steps", steps, "--model_steps", steps)
@@ -79,7 +81,7 @@ def test_corrections_of_encoders_load_with_the_auto_class(bert_folder, text, tmp
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_the_worst_heads_stay_exact(kind, bert_folder, decoder_folder, text, tmp_path, capsys):
     folder = bert_folder if kind == "encoder" else decoder_folder
-    more = ["--attention_steps", "2", "--num_features", "4", "--held_out_samples", "2"]
+    more = ["--attention_steps", "2", "--num_features", "4"]
     results = {
         number: distill.main(arguments(folder, text, tmp_path / number, *more, "--exact_heads", number))
         for number in ("0", "1")
@@ -127,16 +129,15 @@ def test_errors_of_heads_are_those_of_their_output():
 
 def test_the_model_steps_train_directions_too(bert_folder, text, tmp_path):
     common = ["--attention_steps", "2", "--checkpointing_steps", "2", "--model_learning_rate", "1e-3"]
-    names, found = ("attention", "fixed", "moved"), {}
-    for name, more in zip(names, (("0", "0"), ("2", "0"), ("2", "5e-3")), strict=True):
-        own = ["--model_steps", more[0], "--model_directions_learning_rate", more[1], "--ema_decay", "0.5"]
-        distill.main(arguments(bert_folder, text, tmp_path / name, *common, *own))
-        model = AutoModel.from_pretrained(tmp_path / name)
+    found = {}
+    for steps in ("0", "2"):
+        own = ["--model_steps", steps, "--ema_decay", "0.5"]
+        distill.main(arguments(bert_folder, text, tmp_path / steps, *common, *own))
+        model = AutoModel.from_pretrained(tmp_path / steps)
         assert not any(key.endswith("favor_directions") for key, _ in model.named_parameters())
-        found[name] = [own for key, own in model.named_buffers() if key.endswith("favor_directions")]
-        assert found[name]
-    assert all(torch.equal(one, two) for one, two in zip(found["attention"], found["fixed"], strict=True))
-    assert not any(torch.equal(one, two) for one, two in zip(found["attention"], found["moved"], strict=True))
+        found[steps] = [own for key, own in model.named_buffers() if key.endswith("favor_directions")]
+        assert found[steps]
+    assert not any(torch.equal(one, two) for one, two in zip(found["0"], found["2"], strict=True))
 
 
 @pytest.mark.parametrize("layers", ["all", "auto"])
@@ -195,35 +196,31 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
         (["--exact_heads", "1", "--attention_steps", "0"], "exact_heads are chosen after the attention steps"),
         (["--exact_heads", "1", "--layers", "auto"], "layers auto chooses exact heads itself"),
         (["--exact_heads", "1", "--features", "landmark"], "which landmarks and feature_weights do not have"),
-        (["--start_length", "64"], "start_length must be at most max_length, got 64 and 32"),
         (["--ema_decay", "1"], "ema_decay must be at least 0 and less than 1"),
         (
             ["--model_steps", "1", "--hidden_weight", "0", "--logits_weight", "0"],
             "nothing of the exact model is matched",
         ),
         (["--task_weight", "-1"], "task_weight must not be negative"),
-        (["--held_out_samples", "3000"], "3000 are held out, are too few"),
-        (["--warmup_ratio", "-1"], "warmup_ratio must be between 0 and 1"),
-        (["--start_length", "3"], "start_length must be at least 4"),
         (["--lengths", "3", "8"], "lengths must be at least 4"),
         (["--lengths", "8", "64"], r"lengths must be between 1 and max_length, 32, got \[8, 64\]"),
-        (["--lengths", "8", "--start_length", "8"], "lengths and start_length both set"),
-        (["--model_directions_learning_rate", "-1"], "model_directions_learning_rate must not be negative, got -1"),
         (["--pair_probability", "1.5"], "pair_probability must be between 0 and 1, got 1.5"),
         (["--model_steps", "1", "--task_weight", "1"], "and PerformerBertModel predicts none: set task_weight to 0"),
         (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
-        (["--statistics", "batch"], "statistics must be calibrated or corrected"),
-        (["--exact_below", "often"], "exact_below must be"),
         (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
-        (["--feature_weights", "True", "--statistics", "corrected"], "feature_weights learns calibrated parameters"),
         (["--features", "landmark", "--attention_steps", "3"], "landmarks have no parameters to learn"),
-        (["--features", "landmark", "--statistics", "calibrated"], "landmarks have no parameters to learn"),
         (["--attn_implementation", "favor+", "--attention_steps", "0"], "or favor\\+ with learn_directions or"),
     ],
 )
 def test_bad_arguments(more, message, bert_folder, text, tmp_path):
     with pytest.raises(ValueError, match=message):
         distill.main(arguments(bert_folder, text, tmp_path, *more))
+
+
+def test_too_short_a_text_is_refused(bert_folder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill_data, "HELD_OUT_SAMPLES", 3000)
+    with pytest.raises(ValueError, match="3000 are held out, are too few"):
+        distill.main(arguments(bert_folder, text, tmp_path))
 
 
 def test_a_stopped_run_ends_with_the_same_weights(bert_folder, text, tmp_path):
@@ -248,30 +245,27 @@ def test_a_stopped_run_ends_with_the_same_weights(bert_folder, text, tmp_path):
         distill.main([*words[:-1], "1e-4", "--resume"])
 
 
-def test_samples_grow(bert_folder, text, tmp_path, monkeypatch):
-    assert growing_lengths(None, 32) == [32]
-    assert growing_lengths(8, 32) == [8, 16, 32]
-    assert growing_lengths(5, 32) == [5, 10, 20, 32]
+def test_samples_have_the_lengths_that_are_drawn(bert_folder, text, tmp_path, monkeypatch):
     seen, tokenizer = [], AutoTokenizer.from_pretrained(bert_folder)
     shaped = Texts.shaped
 
-    def note(self, batch, step, steps):
-        found = shaped(self, batch, step, steps)
+    def note(self, batch, step):
+        found = shaped(self, batch, step)
         seen.append(found["input_ids"])
         return found
 
     monkeypatch.setattr(Texts, "shaped", note)
-    more = ["--attention_steps", "0", "--model_steps", "6", "--start_length", "8"]
+    more = ["--attention_steps", "0", "--model_steps", "6", "--lengths", "8", "16"]
     distill.main(arguments(bert_folder, text, tmp_path, *more))
-    assert [ids.shape[1] for ids in seen] == [8, 8, 16, 16, 32, 32]
+    assert {ids.shape[1] for ids in seen} == {8, 16}
     assert all((ids[:, -1] == tokenizer.sep_token_id).all() for ids in seen)
 
 
 def test_a_short_sample_without_masked_words_says_its_first(bert_folder, text, tmp_path):
-    words = arguments(bert_folder, text, tmp_path, "--start_length", "4", "--task_weight", "1")
-    texts = Texts(parse_arguments(words), AutoTokenizer.from_pretrained(bert_folder), 1)
+    words = arguments(bert_folder, text, tmp_path, "--lengths", "4", "--task_weight", "1")
+    texts = Texts(parse_arguments(words), AutoTokenizer.from_pretrained(bert_folder), 1, 4)
     batch = next(iter(texts.loader(labels=True, decoder=False)))
-    short = texts.shaped({name: own.clone() for name, own in batch.items()}, 0, 1)
+    short = texts.shaped({name: own.clone() for name, own in batch.items()}, 0)
     assert short["labels"].shape == (2, 4)
     counts = (short["labels"] != -100).sum(1)
     assert counts.min() == 1
@@ -282,9 +276,10 @@ def test_a_short_sample_without_masked_words_says_its_first(bert_folder, text, t
     assert torch.equal(short["labels"][lost, 1], batch["input_ids"][lost, 1])
 
 
-def test_one_sample_is_enough_and_starting_again_takes_nothing_else_away(bert_folder, text, tmp_path):
+def test_one_sample_is_enough_and_starting_again_takes_nothing_else_away(bert_folder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 1)
     shutil.copytree(bert_folder, tmp_path / "model")
-    more = ["--attention_steps", "0", "--model_steps", "1", "--max_train_samples", "1", "--calibration_samples", "1"]
+    more = ["--attention_steps", "0", "--model_steps", "1", "--per_device_train_batch_size", "1"]
     more += ["--overwrite_output_dir", "True"]
     for _ in range(2):
         assert distill.main(arguments(tmp_path / "model", text, tmp_path, *more))["samples"] == 1

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from favor.train.common.arguments import DataArguments, TrainArguments
-from favor.train.text.glue_data import TASKS, GlueData, SkippedRows, get_task, load_glue
+from favor.train.text.glue_data import TASKS, GlueData, get_task, load_glue
 from favor.train.text.glue_loaders import make_loaders
 from favor_command.saved import load_processor
 
@@ -125,17 +125,6 @@ def test_malformed_row_names_file_and_line(row, reason, tmp_path):
     with pytest.raises(ValueError, match=r"dev\.tsv\.gz:4: ") as error:
         load_glue("rte", tmp_path)
     assert reason in str(error.value)
-    data = load_glue("rte", tmp_path, skip_bad_rows=True)
-    assert data.evaluation["validation"].num_rows == 3
-    assert data.skipped.count == 1
-    assert reason in data.skipped.first[0]
-
-
-def test_skipped_rows_are_counted_and_the_first_five_named(tmp_path):
-    write(tmp_path, {"train.tsv": rte(*["bad"] * 7, "0\ta\tb\tentailment"), "dev.tsv": GOOD})
-    skipped = load_glue("rte", tmp_path, skip_bad_rows=True).skipped
-    assert skipped.count == 7
-    assert [message.split(":")[1] for message in skipped.first] == ["2", "3", "4", "5", "6"]
 
 
 @pytest.mark.parametrize("score", ["5.001", "-0.1", "nan", "inf", "high", ""])
@@ -251,7 +240,7 @@ def test_distractors_that_cannot_be(tmp_path, glue_folder):
 def test_the_samples_to_train_must_be_known(train, refused, bert_folder):
     """All of them together: the few of a development set may well be of rare words."""
     splits = [Dataset.from_dict({"sentence": texts, "label": [0] * len(texts)}) for texts in (train, ["zz"])]
-    data = GlueData(get_task("sst2"), splits[0], {"validation": splits[1]}, SkippedRows(), {})
+    data = GlueData(get_task("sst2"), splits[0], {"validation": splits[1]}, {})
     arguments = DataArguments(task_name="sst2"), TrainArguments(output_dir=""), 0, None, [0, 1]
     said = pytest.raises(ValueError, match=r"50% of the tokens of the samples of SST-2") if refused else nullcontext()
     with said:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from launching import LAUNCH, TWO, fork, kill_after, options, run
 from safetensors.torch import load_file
-from stopping import same_weights
+from stopping import redrawing, same_weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import favor.models  # noqa: F401  registers Performer BERT
@@ -24,14 +24,15 @@ def arguments(bert: Path, data: Path, output: Path, **values: object) -> list[st
 
 
 def test_kill_and_resume_gives_the_same_bits(bert_folder, glue_folder, tmp_path):
-    backend = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0, "redraw_interval": 7}
+    backend = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
     steps = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "checkpointing_steps": 5}
     run_settings = {"task_name": "sst2", "head_optimizer": "softmax_bound", "max_train_steps": 60, **backend, **steps}
     program = "favor.train.glue"
-    fork(program, *arguments(bert_folder, glue_folder, tmp_path / "whole", **run_settings))
+    model = redrawing(bert_folder, tmp_path / "redrawing", 7)
+    fork(program, *arguments(model, glue_folder, tmp_path / "whole", **run_settings))
 
     killed = tmp_path / "killed"
-    words = arguments(bert_folder, glue_folder, killed, **run_settings)
+    words = arguments(model, glue_folder, killed, **run_settings)
     kill_after(10, killed, program, *words)
     printed = fork(program, *words, "--resume")
     assert "continuing from checkpoint-" in printed

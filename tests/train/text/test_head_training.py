@@ -29,14 +29,14 @@ def given(bert_folder, *words):
 
 def test_every_parameter_has_one_optimizer_and_options_arrive(bert_folder):
     model = AutoModelForSequenceClassification.from_pretrained(bert_folder)
-    words = ("--head_optimizer", "softmax_bound", "--head_learning_rate", "0.5", "--head_damping", "0.2")
-    arguments = given(bert_folder, *words, "--head_curvature", "diag")
+    words = ("--head_optimizer", "softmax_bound", "--head_learning_rate", "0.5")
+    arguments = given(bert_folder, *words)
     optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, 2)
     assert isinstance(optimizer, CombinedOptimizer)
     _, head = optimizer.optimizers
     assert isinstance(head, SoftmaxBound)
     group = head.param_groups[0]
-    assert (group["lr"], group["damping"], group["curvature"]) == (0.5, 0.2, "diag")
+    assert group["lr"] == 0.5
     assert {id(p) for p in group["params"]} == {id(p) for p in model.classifier.parameters()}
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
@@ -62,8 +62,6 @@ def test_output_layer_is_found_by_its_labels(bert_folder):
     ("words", "message"),
     [
         (("--head_optimizer", "sgd"), "head_optimizer must be one of adamw, softmax_bound, got 'sgd'"),
-        (("--head_damping", "0.1"), "head_damping is an option of head_optimizer softmax_bound"),
-        (("--head_optimizer", "softmax_bound", "--head_curvature", "hessian"), "head_curvature must be one of bohning"),
         (("--head_learning_rate", "0"), "head_learning_rate must be greater than 0"),
     ],
 )
@@ -89,12 +87,12 @@ def test_it_learns_with_its_defaults(train):
 def test_accumulated_steps_are_those_of_large_batches(head, train, still_folder, tmp_path):
     """Without dropout, and with sizes that divide, two batches of 4 are one of 8."""
     common = {"model_name_or_path": still_folder, **head}
-    train(output="two", gradient_accumulation_steps=2, flags=("pad_to_max_length",), **common)
-    train(output="one", per_device_train_batch_size=8, flags=("pad_to_max_length",), **common)
+    train(output="two", gradient_accumulation_steps=2, **common)
+    train(output="one", per_device_train_batch_size=8, **common)
     close(tmp_path / "two", tmp_path / "one", atol=1e-5)
 
 
 def test_resume_repeats_the_uninterrupted_run(train, tmp_path):
-    settings = {"max_train_steps": 7, "checkpointing_steps": 2, "head_curvature": "diag", **BOUND}
+    settings = {"max_train_steps": 7, "checkpointing_steps": 2, **BOUND}
     whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["train_loss"] == whole["train_loss"]

@@ -23,7 +23,7 @@ from favor.train.mlm import Arguments
 from favor.train.text import language
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
-BOUND = {"head_optimizer": "softmax_bound", "head_damping": 0.1}
+BOUND = {"head_optimizer": "softmax_bound"}
 
 
 @pytest.fixture
