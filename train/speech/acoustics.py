@@ -1,4 +1,4 @@
-"""Noise, reverberation and volume of waveforms."""
+"""Noise and reverberation of waveforms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY_RATE = 16000
 
 @dataclass(frozen=True)
 class Acoustics:
-    """Reverberates waveforms, adds noise to them and changes their volume, in this order, all by chance.
+    """Reverberates waveforms and adds noise to them, in this order, by chance.
 
     Numbers are drawn uniformly from their ranges, and files with equal probability.
 
@@ -31,7 +31,6 @@ class Acoustics:
         rt60: range of reverberation times in seconds of responses that `synthetic_response` makes, in the place of
             files. Default None: no such responses.
         reverb_probability: probability of reverberation. Default 0.5.
-        gain: range in dB by which the volume changes, always. Default None: it stays.
     """
 
     noises: tuple[Path, ...] = ()
@@ -40,7 +39,6 @@ class Acoustics:
     responses: tuple[Path, ...] = ()
     rt60: Range | None = None
     reverb_probability: float = 0.5
-    gain: Range | None = None
 
     def __call__(self, waveform: np.ndarray, sampling_rate: int, generator: torch.Generator) -> np.ndarray:
         """Gives a changed copy of a waveform.
@@ -62,8 +60,6 @@ class Acoustics:
             path, place = _choose(self.noises, generator), _uniform((0, 1), generator)
             noise = read_piece(path, sampling_rate, len(waveform), place)
             waveform = add_noise(waveform, noise, _uniform(self.snr, generator))
-        if self.gain is not None:
-            waveform = change_volume(waveform, _uniform(self.gain, generator))
         return waveform
 
     def _response(self, sampling_rate: int, generator: torch.Generator) -> np.ndarray:
@@ -113,11 +109,6 @@ def reverberate(speech: np.ndarray, response: np.ndarray) -> np.ndarray:
     wet = fftconvolve(speech, response / response[peak])[peak : peak + len(speech)]
     power = _power(wet)
     return wet * math.sqrt(_power(speech) / power) if power else speech
-
-
-def change_volume(waveform: np.ndarray, gain: float) -> np.ndarray:
-    """Multiplies samples `[n]` so that their power changes by `gain` dB."""
-    return waveform * 10 ** (gain / 20)
 
 
 def synthetic_response(rt60: float, sampling_rate: int, generator: torch.Generator) -> np.ndarray:

@@ -14,12 +14,13 @@ from favor.train.common.arguments import (
     check_positive,
     option,
 )
-from favor.train.speech.acoustic_arguments import AcousticArguments
 from favor.train.speech.objective_arguments import ObjectiveArguments
 
 HUB = "openslr/librispeech_asr"
 # Names in `favor.models.conformer.configuration_conformer.PRESETS`, which help does not import.
 SIZES = ("tiny", "small", "paper")
+# In the place of the folder reverb_dir.
+SYNTHETIC = "synthetic"
 ARCHITECTURES = ("ctc", "transducer", "whisper")
 
 
@@ -41,18 +42,16 @@ class SpeechModelArguments(BackendArguments):
         "of a Whisper. Default: the checkpoint's, else ctc.",
     )
     ctc_weight: float = option(0.0, "Weight of a CTC loss added to the Transducer's: above 0 trains both jointly.")
-    prediction_network: str = option("lstm", "Prediction network of a new Transducer: lstm or stateless.")
     causal: bool = option(False, "Make a causal encoder, for streaming. Needs normalize none.")
     dropout: float = option(0.1, "Every dropout probability of a new model.")
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
+        from favor.models.conformer.configuration_conformer import PRESETS
 
         super().__post_init__()
         check_choice(self, "preset", PRESETS)
         check_choice(self, "architecture", (None, *ARCHITECTURES))
-        check_choice(self, "prediction_network", PREDICTION_NETWORKS)
         if self.architecture == "whisper" and self.model_name_or_path is None:
             raise ValueError("a Whisper is not made new: name one with --model_name_or_path")
         if self.ctc_weight and self.architecture != "transducer":
@@ -60,8 +59,15 @@ class SpeechModelArguments(BackendArguments):
 
 
 @dataclass(kw_only=True)
-class SpeechDataArguments(AcousticArguments):
+class SpeechDataArguments:
     """The speech, its features and its augmentation."""
+
+    noise_dir: str | None = option(None, "Folder of audio files with noise, added to half of the utterances.")
+    reverb_dir: str | None = option(
+        None,
+        "Folder of audio files with impulse responses of rooms, which reverberate half of the utterances, or "
+        f"{SYNTHETIC}: responses of decaying noise.",
+    )
 
     data_dir: str | None = option(
         None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
@@ -103,7 +109,6 @@ class SpeechDataArguments(AcousticArguments):
         default_factory=lambda: [0.9, 1.0, 1.1],
         metadata={"help": "Speed factors of the audio to draw from; 1 alone: no change."},
     )
-    dither: float = option(1e-5, "Standard deviation of noise added to the samples in training.")
     frequency_masks: int = option(2, "Frequency masks of SpecAugment.")
     frequency_width: int = option(27, "Greatest width of a frequency mask, in bins.")
     time_masks: int = option(10, "Time masks of SpecAugment.")
@@ -115,7 +120,6 @@ class SpeechDataArguments(AcousticArguments):
         from favor.models.conformer.feature_extraction_conformer import NORMALIZE
         from favor.models.speech.transcript.tokenizer import MODEL_TYPES
 
-        super().__post_init__()
         check_positive(self, "train_repeats", "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)
         check_choice(self, "normalize", NORMALIZE)

@@ -11,27 +11,29 @@ from transformers import WhisperProcessor
 
 from favor.models.speech import ConformerProcessor
 from favor.train.speech.acoustics import Acoustics, audio_files
-from favor.train.speech.arguments import Arguments, SpeechDataArguments
+from favor.train.speech.arguments import SYNTHETIC, Arguments, SpeechDataArguments
 from favor.train.speech.augment import SpecAugment
 from favor.train.speech.batches import DurationBatchSampler, Key, SpeechDataset, collate
 from favor.train.speech.data import Utterance
 from favor.train.speech.whisper import WhisperDataset, collate_whisper
 
+# Standard deviation of noise added to the samples in training.
+DITHER = 1e-5
+# Range of reverberation times in seconds of responses that are made, those of rooms.
+RT60 = (0.2, 0.6)
+
 
 def make_acoustics(data: SpeechDataArguments) -> Acoustics | None:
-    """Makes what adds noise, reverberation and changes of volume to the training set; None if nothing is asked for.
+    """Makes what adds noise and reverberation to the training set; None if nothing is asked for.
 
     Raises:
         ValueError: for a folder without audio, or with a file that cannot be opened.
     """
     noises = () if data.noise_dir is None else audio_files(data.noise_dir, "noise_dir")
+    if data.reverb_dir == SYNTHETIC:
+        return Acoustics(noises=noises, rt60=RT60)
     responses = () if data.reverb_dir is None else audio_files(data.reverb_dir, "reverb_dir")
-    ranges = {"snr": data.noise_snr, "rt60": data.reverb_rt60, "gain": data.gain}
-    given: dict[str, Any] = {name: tuple(values) for name, values in ranges.items() if values is not None}
-    for name in ("noise_probability", "reverb_probability"):
-        if getattr(data, name) is not None:
-            given[name] = getattr(data, name)
-    return Acoustics(noises=noises, responses=responses, **given) if noises or responses or given else None
+    return Acoustics(noises=noises, responses=responses) if noises or responses else None
 
 
 def make_loaders(
@@ -61,7 +63,7 @@ def make_loaders(
         utterances,
         processor,
         speeds=data.speeds,
-        dither=data.dither,
+        dither=DITHER,
         acoustics=acoustics,
         augment=masks,
         seed=seed,

@@ -27,7 +27,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 WHISPER = "whisper"
 MEASURED = 200
-_OF_CONFORMERS = ("preset", "processor_name_or_path", "prediction_network", "causal")
+_OF_CONFORMERS = ("preset", "processor_name_or_path", "causal")
 _OF_NEW_MODELS = (*_OF_CONFORMERS, "dropout")
 _OF_FEATURES = ("num_mel_bins", "normalize")
 OF_NEW_PROCESSORS = ("tokenizer_type", "vocab_size", *_OF_FEATURES)
@@ -158,7 +158,6 @@ def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
             num_mel_bins=processor.feature_extractor.feature_size,
             feature_hop_length=processor.feature_extractor.hop_length,
             causal=given.causal,
-            prediction_network=given.prediction_network,
             ctc_weight=given.ctc_weight,
             attn_implementation=given.attn_implementation,
             **dict.fromkeys(dropouts, given.dropout),

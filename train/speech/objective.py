@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from favor.models.conformer import Chunks
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
-from favor.train.speech.objective_arguments import CHUNK_SECONDS, ObjectiveArguments
+from favor.train.speech.objective_arguments import ObjectiveArguments
 from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, split
+
+# Least and greatest length of a chunk in seconds; one is drawn per batch.
+CHUNK_SECONDS = (0.16, 1.28)
 
 
 @dataclass(frozen=True)
@@ -24,19 +27,17 @@ class DynamicChunks:
     Attributes:
         probability: of chunks; the other batches see whole recordings.
         sizes: least and greatest number of frames of a chunk.
-        left: least and greatest number of chunks before; None for all.
     """
 
     probability: float
     sizes: tuple[int, int]
-    left: tuple[int, int] | None = None
 
     def draw(self) -> Chunks | None:
         """Draws with torch's generator, uniformly; None for a batch without chunks."""
         if torch.rand(()) >= self.probability:
             return None
-        size, *left = (_uniform(*range_) for range_ in (self.sizes, self.left) if range_ is not None)
-        return Chunks(size, *left)
+        least, greatest = self.sizes
+        return Chunks(int(torch.randint(least, greatest + 1, ())))
 
 
 class Objective:
@@ -108,10 +109,9 @@ def make_chunks(given: ObjectiveArguments, model: Any, processor: Any) -> Dynami
             "--normalize none, or name a processor with it"
         )
     frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
-    least, greatest = (max(1, round(seconds / frame)) for seconds in given.chunk_seconds or CHUNK_SECONDS)
-    left = None if given.left_chunks is None else (given.left_chunks[0], given.left_chunks[1])
-    check_chunks(model.encoder, Chunks(least, None if left is None else left[0]))
-    return DynamicChunks(given.dynamic_chunk, (least, greatest), left)
+    least, greatest = (max(1, round(seconds / frame)) for seconds in CHUNK_SECONDS)
+    check_chunks(model.encoder, Chunks(least))
+    return DynamicChunks(given.dynamic_chunk, (least, greatest))
 
 
 def make_teacher(given: ObjectiveArguments, model: Any, device: torch.device) -> WhisperTeacher | None:
@@ -127,7 +127,3 @@ def make_teacher(given: ObjectiveArguments, model: Any, device: torch.device) ->
             f"whisper_teacher is for a Conformer that learns from a Whisper, got {type(model).__name__}: leave it out"
         )
     return WhisperTeacher(given.whisper_teacher, device)
-
-
-def _uniform(least: int, greatest: int) -> int:
-    return int(torch.randint(least, greatest + 1, ()))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from favor.train.common.arguments import RunArguments, option
-
-CHUNK_SECONDS = (0.16, 1.28)
-# How the command line takes a range.
-_RANGE = {"nargs": 2, "metavar": ("LEAST", "GREATEST")}
 
 
 @dataclass(kw_only=True)
@@ -19,20 +15,6 @@ class ObjectiveArguments(RunArguments):
         0.0,
         "Fraction of the batches that a Conformer sees in chunks, so that it can stream too. Needs normalize none. "
         "Default 0: none.",
-    )
-    chunk_seconds: list[float] | None = field(
-        default=None,
-        metadata={
-            **_RANGE,
-            "help": "Range of lengths of a chunk in seconds; one is drawn per batch. Default: .16 1.28.",
-        },
-    )
-    left_chunks: list[int] | None = field(
-        default=None,
-        metadata={
-            **_RANGE,
-            "help": "Range of numbers of chunks that are seen before each chunk, with exact attention. Default: all.",
-        },
     )
     whisper_teacher: str | None = option(
         None,
@@ -45,14 +27,6 @@ class ObjectiveArguments(RunArguments):
         super().__post_init__()
         if not 0 <= self.dynamic_chunk <= 1:
             raise ValueError(f"dynamic_chunk must be from 0 to 1, got {self.dynamic_chunk}")
-        for name, least in (("chunk_seconds", 0.04), ("left_chunks", 0)):
-            values = getattr(self, name)
-            if values is not None and not least <= values[0] <= values[1]:
-                raise ValueError(
-                    f"{name} must be two numbers, the least ({least} or more) and the greatest, got {values}"
-                )
-            if values is not None and not self.dynamic_chunk:
-                raise ValueError(f"{name} has no effect without dynamic_chunk: add --dynamic_chunk 0.5")
         if self.hidden_weight <= 0:
             raise ValueError(f"hidden_weight must be greater than 0, got {self.hidden_weight}")
         if self.whisper_teacher is None and self.hidden_weight != 1:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, fields
 import pytest
 
 import favor
-from favor.models.conformer.configuration_conformer import PREDICTION_NETWORKS, PRESETS
+from favor.models.conformer.configuration_conformer import PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
 from favor.models.speech.transcript.tokenizer import MODEL_TYPES
 from favor.train.common.arguments import BackendArguments, RunArguments, option
 from favor.train.common.program import DataclassParser
-from favor.train.speech.arguments import SIZES, SpeechDataArguments, SpeechModelArguments
+from favor.train.speech.arguments import SIZES, SpeechDataArguments
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,6 @@ def text_of(kind, name):
 def test_help_names_what_there_is():
     """Help does not import the modules that know it."""
     assert tuple(PRESETS) == SIZES
-    assert " or ".join(PREDICTION_NETWORKS) in text_of(SpeechModelArguments, "prediction_network")
     assert " or ".join(NORMALIZE) in text_of(SpeechDataArguments, "normalize")
     assert ", ".join(MODEL_TYPES) in text_of(SpeechDataArguments, "tokenizer_type")
     named = text_of(BackendArguments, "attn_implementation").split(", another of")[0].split(", ")

@@ -13,8 +13,7 @@ from speech_corpus import RATE, WORDS, librispeech, sound, write_sound
 from favor.models.conformer import ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, read_file, train_tokenizer
 from favor.models.speech.audio.files import read_piece
-from favor.train.speech.acoustic_arguments import AcousticArguments
-from favor.train.speech.acoustics import Acoustics, add_noise, change_volume, reverberate, synthetic_response
+from favor.train.speech.acoustics import Acoustics, add_noise, reverberate, synthetic_response
 from favor.train.speech.arguments import SpeechDataArguments
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.loaders import make_acoustics
@@ -90,14 +89,6 @@ def test_a_synthetic_response_decays_by_60_decibels(rt60):
     np.testing.assert_allclose(np.diff(levels), -6, atol=0.5)
 
 
-@pytest.mark.parametrize("gain", [-12.0, 0.0, 6.0])
-def test_the_volume_changes_by_decibels(gain):
-    waveform = sound(0.5)
-    louder = change_volume(waveform, gain)
-    assert louder.dtype == np.float32
-    assert decibels(louder, waveform) == pytest.approx(gain, abs=1e-5)
-
-
 def test_a_piece_is_cut_at_its_place_or_repeated(tmp_path):
     samples = sound(1.0)
     path = float_file(tmp_path / "two.wav", np.stack([samples, -samples], 1))
@@ -130,19 +121,16 @@ def test_what_is_drawn_is_in_the_ranges_and_as_probable_as_it_should_be(tmp_path
     assert min(ratios) >= 3 - 1e-5
     assert max(ratios) <= 9 + 1e-5
     assert np.mean(ratios) == pytest.approx(6, abs=4 * 6 / np.sqrt(12 * len(ratios)))
-    levels = [decibels(Acoustics(gain=(-6.0, 2.0))(speech, RATE, seeded(seed)), speech) for seed in range(400)]
-    assert -6 - 1e-5 <= min(levels) <= max(levels) <= 2 + 1e-5
-    assert np.mean(levels) == pytest.approx(-2, abs=4 * 8 / np.sqrt(12 * 400))
 
 
-def test_reverberation_noise_and_volume_follow_each_other(tmp_path):
+def test_noise_follows_reverberation(tmp_path):
     noise, room = float_file(tmp_path / "n.wav", sound(3.0, 1)), float_file(tmp_path / "r.wav", sound(0.05, 2))
     always = {"noise_probability": 1.0, "reverb_probability": 1.0}
-    acoustics = Acoustics(noises=(noise,), responses=(room,), snr=(10.0, 10.0), gain=(4.0, 4.0), **always)
+    acoustics = Acoustics(noises=(noise,), responses=(room,), snr=(10.0, 10.0), **always)
     speech = sound(0.5, 3)
     changed = acoustics(speech, RATE, seeded())
     wet = reverberate(speech, read_file(room))
-    added = changed.astype(np.float64) / 10 ** (4 / 20) - wet
+    added = changed.astype(np.float64) - wet
     assert decibels(wet, added) == pytest.approx(10, abs=1e-4)
     # The noise is a piece of its file, whose place a correlation finds.
     scale = np.sqrt(np.mean(added**2))
@@ -160,7 +148,7 @@ def utterances(tmp_path_factory):
 def test_draws_depend_on_seed_epoch_and_utterance_alone(utterances, tmp_path):
     processor = ConformerProcessor(ConformerFeatureExtractor(), train_tokenizer([" ".join(WORDS)], "char"))
     noises = (float_file(tmp_path / "n.wav", sound(3.0, 1)),)
-    acoustics = Acoustics(noises=noises, noise_probability=1.0, rt60=(0.1, 0.3), gain=(-3.0, 3.0))
+    acoustics = Acoustics(noises=noises, noise_probability=1.0, rt60=(0.1, 0.3))
 
     def features(seed, key, **given):
         data = SpeechDataset(utterances, processor, acoustics=acoustics, seed=seed, **given)
@@ -181,12 +169,9 @@ def test_folders_become_acoustics(tmp_path):
     for name in ("b.wav", "inner/a.flac", "c.mp3"):
         write_sound(tmp_path / "noise" / name, 0.2)
     (tmp_path / "noise" / "LICENSE.txt").write_text("free")
-    given = {"noise_dir": str(tmp_path / "noise"), "noise_snr": [0.0, 10.0], "reverb_rt60": [0.2, 0.5]}
-    made = make_acoustics(SpeechDataArguments(**given, reverb_probability=0.3))
+    made = make_acoustics(SpeechDataArguments(noise_dir=str(tmp_path / "noise"), reverb_dir="synthetic"))
     assert [path.name for path in made.noises] == ["b.wav", "c.mp3", "a.flac"]
-    expected = Acoustics(made.noises, snr=(0.0, 10.0), rt60=(0.2, 0.5), reverb_probability=0.3)
-    assert dataclasses.asdict(made) == dataclasses.asdict(expected)
-    assert make_acoustics(SpeechDataArguments(gain=[-3.0, 3.0])) == Acoustics(gain=(-3.0, 3.0))
+    assert dataclasses.asdict(made) == dataclasses.asdict(Acoustics(made.noises, rt60=(0.2, 0.6)))
     assert make_acoustics(SpeechDataArguments()) is None
 
 
@@ -212,24 +197,3 @@ def test_a_silent_response_is_named(tmp_path):
     room = float_file(tmp_path / "r.wav", np.zeros(100, np.float32))
     with pytest.raises(ValueError, match=r"r\.wav: an impulse response must not be silent"):
         Acoustics(responses=(room,), reverb_probability=1.0)(sound(0.1), RATE, seeded())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"noise_snr": [0.0, 5.0]}, "noise_snr has no effect without noise_dir"),
-        ({"noise_probability": 0.5}, "noise_probability has no effect without noise_dir"),
-        ({"reverb_probability": 0.5}, "reverb_probability has no effect without reverb_dir or reverb_rt60"),
-        ({"noise_dir": "x", "noise_snr": [5.0, 0.0]}, r"noise_snr must be two numbers, the least .*\[5.0, 0.0\]"),
-        ({"gain": [0.0, math.inf]}, "gain must be two numbers"),
-        ({"gain": [math.nan, 1.0]}, "gain must be two numbers"),
-        ({"gain": [1.0]}, "gain must be two numbers"),
-        ({"noise_dir": "x", "noise_probability": 0.0}, "noise_probability must be above 0 and at most 1"),
-        ({"reverb_dir": "x", "reverb_probability": 2.0}, "reverb_probability must be above 0 and at most 1"),
-        ({"reverb_dir": "x", "reverb_rt60": [0.2, 0.3]}, "give one of them"),
-        ({"reverb_rt60": [0.01, 0.3]}, "reverb_rt60 must be at least 0.05 seconds"),
-    ],
-)
-def test_refuses_options(given, message):
-    with pytest.raises(ValueError, match=message):
-        AcousticArguments(**given)
