@@ -17,7 +17,7 @@ EXACT = {"attn_implementation": "sdpa"}
 PLUS = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
 LANDMARKS = {"attn_implementation": "favor#", "features": "landmark", "selected_keys": 16, "exact_below": 0}
 LONGER = {"max_length": 320, "per_device_train_batch_size": 2}  # landmarks read the last 256 tokens exactly
-CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0, "statistics": "calibrated"}
+CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
 
 
 @pytest.fixture(scope="session")
