@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import favor
 from favor.train.common.program import did_you_mean
 from favor_command.names import in_new_words
 
@@ -44,8 +45,6 @@ class Backend:
     @classmethod
     def parse(cls, text: str) -> Backend:
         """Reads `name[:features][:number]`; raises ValueError if the name is neither exact attention nor a backend."""
-        import favor
-
         name, *options = text.split(":")
         exact = ("sdpa", "eager")
         if name not in exact and name not in favor.BACKENDS:

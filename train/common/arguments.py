@@ -1,7 +1,4 @@
-"""Command-line arguments of `train/glue.py` and those that programs share. They are checked before anything runs.
-
-Only the checks import `favor` and transformers, so that --help is fast.
-"""
+"""Command-line arguments of `train/glue.py` and those that programs share. They are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from transformers import AttentionInterface, SchedulerType
+
+import favor
 from favor.train.common.program import DataclassParser, did_you_mean
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
@@ -38,10 +38,6 @@ def check_positive(arguments: Any, *names: str) -> None:
 
 def check_backend(name: str | None) -> None:
     """Raises ValueError for an attention backend that transformers does not know; a name with / is one of the hub."""
-    from transformers import AttentionInterface
-
-    import favor
-
     known = [*favor.BACKENDS, "sdpa", "eager"]
     if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
         raise ValueError(
@@ -59,8 +55,6 @@ def check_choice(arguments: Any, name: str, allowed: Collection[str | None]) -> 
 
 def check_schedule(name: str) -> None:
     """Raises ValueError for a learning rate schedule that transformers does not know."""
-    from transformers import SchedulerType
-
     known = [kind.value for kind in SchedulerType]
     if name not in known:
         raise ValueError(
@@ -95,8 +89,6 @@ class BackendArguments:
 
     def __post_init__(self) -> None:
         """Checks the backend and its options; raises ValueError."""
-        import favor
-
         check_backend(self.attn_implementation)
         if self.exact_below not in (None, "auto") and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")

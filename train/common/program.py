@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -55,10 +55,6 @@ class DataclassParser(Parser):
         given, rest = self.parse_known_args(words)
         found = [kind(**{field.name: getattr(given, field.name) for field in fields(kind)}) for kind in self.kinds]
         return tuple(found), rest
-
-
-def _names(kind: type) -> set[str]:
-    return {field.name for field in fields(kind)} if is_dataclass(kind) else set()
 
 
 def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
