@@ -16,6 +16,7 @@ from favor.kernels.operands import ChosenOperands
 
 # Numbers of keys gathered, or of scores held, at a time: on a CPU they stay in the cache of each thread.
 _NUMBERS, _NUMBERS_OF_GPU = 2**19, 2**25
+_NUMBERS_OF_ONE = 2**22  # the same for single queries, which read them once
 _ROWS = 64  # queries searched at a time at least, where there are as many: fewer make slow products
 _LOWEST = -8388609  # the digits of the smallest finite number of float32
 
@@ -25,6 +26,8 @@ def choose(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, numbe
     query, key = _raised(query), _raised(key)
     heads, blocks, rows = query.shape[:3]
     groups, length = heads // len(key), key.shape[1]
+    if blocks == rows == 1 and heads * length <= _NUMBERS_OF_ONE:
+        return _choose_once(query[:, 0], key, seen.squeeze(1), taken, number)
     chosen = torch.full((heads, blocks, rows, number), -1, dtype=torch.int32, device=query.device)
     most = max(2 * _numbers(query) // max(length * rows, 1), 1)
     least = 0 if taken is None else taken.shape[-1]  # if there are no more keys, all of them are taken
@@ -45,6 +48,22 @@ def choose(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, numbe
             scores = found.view(last - first, rows, -1, number)
             chosen[head, first:last] = _best(scores, hidden, some.view(-1, number), limits[first:last])
     return chosen
+
+
+def _choose_once(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, number: int) -> Tensor:
+    """Chooses for one query `[N, 1, r]` of each head: too little work for a loop over heads."""
+    limits = seen.tolist()
+    limit = max(limits)
+    if limit <= (0 if taken is None else taken.shape[-1]):  # all of them are taken
+        return query.new_full((len(query), 1, 1, number), -1, dtype=torch.int32)
+    place = torch.arange(-(-limit // number) * number, dtype=torch.int32, device=query.device)
+    hidden = place >= seen.unsqueeze(1)
+    if taken is not None:
+        hidden |= _taken(taken[:, 0], place)
+    found = query.new_empty(len(key), len(query) // len(key), len(place))
+    torch.bmm(query.view(*found.shape[:2], -1), key[:, :limit].mT, out=found[..., :limit])
+    scores = found.view(len(query), 1, -1, number)
+    return _best(scores, hidden, place.view(-1, number), limits).unsqueeze(1)
 
 
 def _raised(tensor: Tensor) -> Tensor:
@@ -277,6 +296,9 @@ def _prepared(given: ChosenOperands) -> ChosenOperands:
 def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
     """Computes `favor.kernels.chosen.chosen_attention`: the output and the logarithm of the normaliser."""
     dtypes, given = (given.query.dtype, given.far_log.dtype), _prepared(given)
+    if given.section and given.query.shape[1:3] == (1, 1):
+        out, lse = _one_query(given)
+        return out.to(dtypes[0]), lse.to(dtypes[1])
     out = given.query.new_zeros(*given.query.shape[:3], given.value.shape[2])
     lse = given.query.new_full((*given.query.shape[:3], 1), -torch.inf)
     memory = {name: Buffer(out) for name in ("logits", "rows")}
@@ -292,6 +314,39 @@ def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
             result /= total.clamp(min=tiny)
             lse[number, part.blocks] = total.log2_().add_(top).mul_(LN2)
     return out.to(dtypes[0]), lse.squeeze(3).to(dtypes[1])
+
+
+def _one_query(given: ChosenOperands) -> tuple[Tensor, Tensor]:
+    """Computes one query of each head: too little work for a loop over heads. Runs are single keys here."""
+    (heads, _, _, width), (key_heads, length) = given.query.shape, given.key.shape[:2]
+    groups, first = heads // key_heads, given.first.unsqueeze(1)
+    begin = first // given.section * given.section
+    near = begin + torch.arange(int((first - begin).max()) + 1, dtype=torch.int32, device=first.device)
+    own = torch.where(given.seen > given.most, given.own[:, 0, 0], -1)
+    place = torch.cat([torch.where(near > first, -1, near), given.shared[:, 0], own], 1)
+    hidden, count = (place < 0).unsqueeze(1), place.shape[1]
+    base = torch.arange(key_heads, device=place.device).repeat_interleave(groups) * length
+    rows = place.clamp(min=0) + base.unsqueeze(1)
+    query, far_log = given.query[:, 0] * (given.scale * LOG2E), given.far_log * LOG2E
+    out, lse = query.new_empty(heads, 1, given.value.shape[2]), query.new_empty(heads, 1, 1)
+    memory, lowest = Buffer(query), torch.finfo(query.dtype).min
+    step = max(_NUMBERS_OF_ONE // (count * width * groups), 1)
+    for start in range(0, key_heads, step):
+        own_keys, part = slice(start, start + step), slice(start * groups, (start + step) * groups)
+        some = query[part]
+        far = some.unflatten(0, (-1, groups)).squeeze(2) @ given.far_key[own_keys].mT
+        far = far.flatten(0, 1).unsqueeze(1) + far_log[part]
+        found = memory.rows(given.key.flatten(0, 1), rows[part].flatten()).view(len(some), count, width)
+        exact = (some @ found.mT).masked_fill_(hidden[part], -torch.inf)
+        top = torch.maximum(exact.amax(2, keepdim=True), far.amax(2, keepdim=True)).clamp_(min=lowest)
+        exact, far = (vanish(logits.sub_(top).exp2_()) for logits in (exact, far))
+        total = exact.sum(2, keepdim=True) + far.sum(2, keepdim=True)
+        means = far.squeeze(1).unflatten(0, (-1, groups)) @ given.far_value[own_keys]
+        weights = exact.squeeze(1)
+        found = embedding_bag(rows[part], given.value.flatten(0, 1), mode="sum", per_sample_weights=weights)
+        out[part] = (found + means.flatten(0, 1)).unsqueeze(1) / total
+        lse[part] = total.log2_().add_(top).mul_(LN2)
+    return out.unsqueeze(1), lse.squeeze(2).unsqueeze(1)
 
 
 def backward(grad: Tensor, given: ChosenOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
