@@ -49,7 +49,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/**.md",
     "docs/**.rst",
-    "eval/results/*.md",
+    "eval/results/**.md",
     "favor/*/README.md",
     "models/*/README.md",
 ]
@@ -113,8 +113,8 @@ def add_contents(app, name: str, content: list[str]) -> None:
     if name == root_doc:
         content[0] += sidebar(content[0], "docs")
     if name == "eval/results/README":
-        pages = sorted(path.stem for path in (ROOT / "eval/results").glob("*.md") if path.stem != "README")
-        lines = "\n".join(f"{page} <{page}>" for page in pages)
+        topics = sorted(path.parent.name for path in (ROOT / "eval/results").glob("*/README.md"))
+        lines = "\n".join(f"{topic} <{topic}/README>" for topic in topics)
         content[0] += f"\n```{{toctree}}\n:hidden:\n\n{lines}\n```\n"
 
 

@@ -31,13 +31,13 @@ def speed(words: str) -> str:
     """A table of times as fast as the fastest exact attention, by length.
 
     Args:
-        words: "RESULT | PANEL", the name of a file in eval/results and of one of its panels.
+        words: "RESULT | PANEL", the name of a file in eval/results/speed and of one of its panels.
     """
     name, panel = (word.strip() for word in words.split("|"))
-    content = json.loads((ROOT / f"eval/results/{name}.json").read_text())
+    content = json.loads((ROOT / f"eval/results/speed/{name}.json").read_text())
     cells = [cell for cell in content["cells"] if cell["panel"] == panel and cell["status"] == "ok"]
     if not cells:
-        raise ValueError(f"eval/results/{name}.json has no panel {panel!r}")
+        raise ValueError(f"eval/results/speed/{name}.json has no panel {panel!r}")
     methods = list(dict.fromkeys(cell["method"] for cell in cells if not cell["method"].startswith("sdpa")))
     rows = {cell["length"]: {} for cell in cells}
     for cell in cells:
@@ -54,7 +54,7 @@ def speed(words: str) -> str:
         "",
         f"Batch {batch}, {heads} heads of width {settings['head_dim']}, "
         f"M = {settings['num_features']}; {content['machine']}; torch {versions['torch']}; seed {content['seed']}. "
-        f"[Times, memory, and the command](../eval/results/{name}.md)",
+        "[Times, memory, and the command](../eval/results/speed/README.md)",
     ]
     return "\n".join(lines)
 

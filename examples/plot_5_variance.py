@@ -58,7 +58,7 @@ plt.show()
 
 # %%
 # The order is as in the paper: each family has more parameters than the family before, and less variance.
-# ``eval/results/variance.md`` has the whole figure, also with images as data.
+# ``eval/results/variance`` has the whole figure, also with images as data.
 
 for regime, lines in results.items():
     print(f"{regime}, sigma 1:", ", ".join(f"{FAMILIES[name]} {line[-1]:.1f}" for name, line in lines.items()))

@@ -100,4 +100,4 @@ plt.show()
 
 # %%
 # L-BFGS solves the first problem in less time, and ``SoftmaxBound`` is one choice among several for the second.
-# ``majorization.md`` and ``head_optimizer.md`` in ``eval/results`` compare them with tuned rates and several seeds.
+# The tables in ``eval/results/optimizers`` compare them with tuned rates and several seeds.

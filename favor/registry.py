@@ -33,10 +33,10 @@ class Family:
         default_selected: how many keys it selects by default, (bidirectional, causal).
         pooled_options: keyword arguments of the class when statistics of some texts are used for other texts.
         crossover: number of keys per feature from which on forward and backward pass together take less time than the
-            fastest exact attention, (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32
-            (eval/results/speed_cpu*.md), on an H200 in bfloat16 with 64 heads (speed_gpu_*.md).
+            fastest exact attention, (bidirectional, causal), by kind of device. head_dim 64: on a CPU in float32,
+            on an H200 in bfloat16 with 64 heads (eval/results/speed, "Crossover").
         crossover_keys: the crossover in keys, where speed does not follow the number of features; else empty.
-        windowed: factor of the crossover with a window in bidirectional layers (from the files named above).
+        windowed: factor of the crossover with a window in bidirectional layers (from the same page).
     """
 
     name: str

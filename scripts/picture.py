@@ -22,10 +22,10 @@ def speeds(name: str, method: str) -> dict[int, float]:
     """Gives, for each length, how many times as fast a method is as PyTorch's fastest exact attention (more is better).
 
     Args:
-        name: a result file of eval/results, without its ending; both times are of the run that it holds.
+        name: a result file of eval/results/speed, without its ending; both times are of the run that it holds.
         method: the method, as the file names it.
     """
-    cells = json.loads((ROOT / f"eval/results/{name}.json").read_text())["cells"]
+    cells = json.loads((ROOT / f"eval/results/speed/{name}.json").read_text())["cells"]
     wanted = [cell for cell in cells if (cell["panel"], cell["method"], cell["status"]) == (PANEL, method, "ok")]
     return {cell["length"]: cell["speedup"] for cell in wanted if cell["speedup"]}
 

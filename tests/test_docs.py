@@ -51,7 +51,7 @@ def test_a_table_of_speeds_has_the_numbers_of_its_file():
     columns = [cell.strip() for cell in made[0].split("|")]
     row = next(line for line in made if line.startswith("| 16,384 |"))
     shown = row.split("|")[columns.index("landmark, 256 selected keys")]
-    cells = json.loads((ROOT / "eval/results/speed_landmark_cpu.json").read_text())["cells"]
+    cells = json.loads((ROOT / "eval/results/speed/speed_landmark_cpu.json").read_text())["cells"]
     wanted = ("bidirectional, forward", "favor:landmark+256", 16384)
     cell = next(cell for cell in cells if (cell["panel"], cell["method"], cell["length"]) == wanted)
     assert float(shown) == pytest.approx(cell["speedup"], rel=0.01)

@@ -1,4 +1,4 @@
-"""README fits a screen and its examples run; links in README and docs lead somewhere."""
+"""README fits a screen and its examples run; links in all pages lead somewhere."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from pages import FENCED, run_page
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = [page for folder in ("eval/results", "favor", "models") for page in sorted((ROOT / folder).rglob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -31,7 +32,7 @@ def dead_links(page: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES + OTHERS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_local_links_and_anchors_resolve(page):
     assert dead_links(page) == []
 

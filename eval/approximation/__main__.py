@@ -1,6 +1,6 @@
 """Error of linear attention on a pretrained model, per head and of the whole model.
 
-    python -m favor.eval.approximation MODEL --text book.txt --output_dir eval/results
+    python -m favor.eval.approximation MODEL --text book.txt
     python -m favor.eval.approximation --text book.txt --lengths 512 4096 --backends landmark favor#:wderf
     python -m favor.eval.approximation --audio_dir DATA --split dev+test --backends landmark --selected_keys 128 256
 
@@ -118,7 +118,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--glue_dir", help="GLUE as TSV files: adds STS-B, for models with embeddings")
     parser.add_argument("--sts_pairs", type=int, help="number of pairs of STS-B; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of random directions and masks")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     parser.add_argument("--name", default="approximation", help="file name of the results, without ending")
     arguments = parser.parse_args(argv)
     kind, others = ("text", AUDIO_ONLY) if arguments.audio_dir is None else ("audio", TEXT_ONLY)

@@ -20,5 +20,5 @@ def add_results(parser: argparse.ArgumentParser, name: str) -> None:
         parser: parser of the program.
         name: default file name, without ending.
     """
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     parser.add_argument("--name", default=name, help="file name of the results, without ending")

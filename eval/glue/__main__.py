@@ -6,7 +6,7 @@ With `--task_name` the model is a classifier that was fine-tuned on this task, a
 with exact attention and with each backend stand side by side. Labels are ordered by their names.
 
     python -m favor.eval.glue --data_dir DIR --tasks mrpc rte --backends sdpa favor+ favor#:saderf \
-        --seeds 0 1 2 --output_dir out/glue --results_dir eval/results --exact_below 0 --num_train_epochs 3
+        --seeds 0 1 2 --output_dir out/glue --results_dir out/results --exact_below 0 --num_train_epochs 3
 
 Without it a table in the layout of the FAVOR# paper's Table 1 is made. Each (task, backend, seed) is one training run
 of `favor.train.glue` in a process of its own, in a folder of its own below `--output_dir`. If the program is started

@@ -66,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
-    parser.add_argument("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     parser.add_argument("--name", default="feature_weights", help="file name of the results, without ending")
     return parser.parse_args(argv)
 

@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
     add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the time of the host")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
-    add("--output_dir", type=Path, default=Path("eval/results"), help="folder of the results")
+    add("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     add("--name", help="name of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     add("--isolate", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

@@ -44,7 +44,7 @@ class Landmarks(Family):
     has_kernel = True
     selects_keys = True
     default_selected = (768, 1024)  # docs/papers/landmark_form.md
-    # Both passes on a CPU, 2,417 and 4,942 keys rounded up (eval/results/speed_landmark_cpu.md); not measured on a GPU.
+    # Both passes on a CPU, 2,417 and 4,942 keys rounded up (eval/results/speed); not measured on a GPU.
     crossover_keys = {"cpu": (2560, 5120), "cuda": (24576, 524288)}  # noqa: RUF012
 
     def __repr__(self) -> str:
