@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from favor.features.base import RandomFeatures, SignedFeatures
-from favor.features.omega import draw_omega
+from favor.features.base import RandomFeatures, SignedFeatures, draw_omega
 from favor.registry import register
 
 

@@ -27,7 +27,9 @@ from favor.kernels.gpu.common import (
     store_rows,
     width_constants,
 )
-from favor.kernels.gpu.summary import Summaries, join
+from favor.kernels.gpu.summary import Summaries, join, summarise
+
+__all__ = ["decode", "summarise"]
 
 
 @triton.jit
@@ -153,19 +155,8 @@ def decode(
     # The first launch updates the state, the others only read it.
     for first_row in range(0, group, most):
         _step[(owners * splits,)](
-            *(
-                query,
-                key,
-                value,
-                query_directions,
-                key_directions,
-                offset,
-                key_bias,
-                log_weight,
-                summary,
-                rows,
-                weights,
-            ),
+            *(query, key, value, query_directions, key_directions, offset, key_bias),
+            *(log_weight, summary, rows, weights),
             *(key_heads, group, first_row, features, per_program, splits),
             *(shared_stride(offset), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
             **width_constants(width, value_width),
