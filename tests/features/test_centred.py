@@ -131,15 +131,6 @@ def test_causal_weights_leave_later_keys_out():
     torch.testing.assert_close(weights, torch.softmax(logits, -1).mean(0), rtol=0, atol=1e-12)
 
 
-def test_a_key_that_counts_several_times_receives_what_its_copies_do():
-    x, y = data(6, 4, scale=1.5)
-    counts = torch.tensor([1, 3, 2, 1])
-    weights = attention_received(x, y, None, None, 6, scale=1.0, counts=counts.double())
-    copies = attention_received(x, y.repeat_interleave(counts, 0), None, None, 6, scale=1.0)
-    expected = torch.stack([part.sum() for part in copies.split(counts.tolist())])
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
 def test_uniform_attention_makes_wderf_cderf():
     x, y = data(8, 9)
     weighted, plain = features.WDERF().fit(0 * x, y), features.CDERF().fit(0 * x, y)

@@ -260,23 +260,14 @@ def collect(
     return parts
 
 
-def summarise(
-    directions: Tensor,
-    tokens: Tensor,
-    bias: Tensor,
-    values: Tensor,
-    cumulative: Tensor | None,
-    max_length: int,
-    extra: Tensor | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def summarise(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes the summaries of the tokens of each sequence; the arguments are those of `collect`.
 
     Returns:
         mean `[N, Hk, M, dv]`, log_weight `[N, Hk, M]` and the mean of extra `[N, Hk, M]` (or None), float32; 0, -inf
         and 0 for a sequence without a visible token.
     """
-    parts = collect(directions, tokens, bias, values, cumulative, max_length, extra, splits)
+    parts = collect(*arguments, **options)
     into = empty_summaries(parts)
     join(parts, into)
     return into.mean, into.log_weight, into.extra
