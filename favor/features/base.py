@@ -61,13 +61,8 @@ def draw_omega(
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}.")
     if antithetic:
-        half = draw_omega(
-            (num_features + 1) // 2,
-            head_dim,
-            orthogonal=orthogonal,
-            generator=generator,
-            batch_shape=batch_shape,
-        )
+        number, options = (num_features + 1) // 2, {"generator": generator, "batch_shape": batch_shape}
+        half = draw_omega(number, head_dim, orthogonal=orthogonal, **options)  # type: ignore[arg-type]
         return torch.cat((half, -half), dim=-2)[..., :num_features, :].contiguous()
     if not orthogonal:
         return torch.randn(*batch_shape, num_features, head_dim, dtype=torch.float64, device="cpu", generator=generator)
@@ -128,17 +123,12 @@ class RandomFeatures(Family, ABC):
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Draws omega, the random directions, on the CPU in float64; see `favor.features.draw_omega`.
+        """Draws omega, the random directions; the arguments are those of `favor.features.draw_omega`.
 
-        Args:
-            num_features, head_dim: M and d.
-            orthogonal: whether directions are orthogonal in blocks of d (default), or independent.
-            antithetic: whether directions come in opposite pairs; by default in families that gain from pairs.
-            generator: CPU generator; the global one by default.
-            batch_shape: leading dimensions, such as the number of heads.
+        They come in opposite pairs by default in families that gain from it.
 
         Returns:
-            `[*batch_shape, num_features, head_dim]`.
+            `[*batch_shape, num_features, head_dim]`, float64, on the CPU.
         """
         return draw_omega(
             num_features,

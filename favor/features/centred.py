@@ -41,9 +41,7 @@ class CDERF(Regularised):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.CDERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.CDERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 
@@ -113,9 +111,7 @@ class WDERF(CDERF):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.WDERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.WDERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 

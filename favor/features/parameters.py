@@ -166,27 +166,6 @@ class Parameters:
         check_onnx()
         return 2 * torch.linalg.slogdet(self.factor).logabsdet
 
-    @property
-    def A(self) -> Tensor:
-        """A of Theorem 4.1, `[..., d, d]`."""
-        gram = self.factor.transpose(-1, -2) @ self.factor
-        return (torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - gram) / 4
-
-    @property
-    def B1(self) -> Tensor:
-        """B_1 of Theorem 4.1, `[..., d, d]`."""
-        return self.factor.transpose(-1, -2) @ self.transform
-
-    @property
-    def B2(self) -> Tensor:
-        """B_2 of Theorem 4.1, `[..., d, d]`."""
-        return self.factor.transpose(-1, -2) @ self.inverse.transpose(-1, -2)
-
-    @property
-    def D(self) -> Tensor:
-        """D = det(I - 4A)^(1/4), `[...]`."""
-        return (self.log_det_sigma / 4).exp()
-
     def map_queries(self, x: Tensor) -> Tensor:
         """Computes G x for rows x `[..., L, d]`."""
         return x @ self.transform.transpose(-1, -2)

@@ -62,9 +62,7 @@ class PosRF(PositiveFeatures):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.PosRF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.PosRF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 
@@ -91,9 +89,7 @@ class GERF(PositiveFeatures):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.GERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.GERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 
@@ -139,9 +135,7 @@ class SADERF(Regularised):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.SADERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.SADERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 
@@ -179,9 +173,7 @@ class ADERF(Regularised):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.ADERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.ADERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 
@@ -233,9 +225,7 @@ class SDERF(PositiveFeatures):
 
     Example:
         >>> import torch, favor
-        >>> x, y = torch.randn(2, 5, 8)
-        >>> params = favor.features.SDERF().fit(x, y)
-        >>> params.sigma.shape
+        >>> favor.features.SDERF().fit(torch.randn(5, 8), torch.randn(7, 8)).sigma.shape
         torch.Size([8, 8])
     """
 

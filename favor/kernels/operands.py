@@ -112,7 +112,7 @@ class Geometry(NamedTuple):
         given = (options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
         cu_q, cu_k = (None if ends is None else ends.to(torch.int32) for ends in given)
         max_q, max_k = options.get("max_seqlen_q"), options.get("max_seqlen_k")
-        longest = (length if max_q is None else max_q, keys if max_k is None else max_k)
+        longest = (length if cu_q is None or max_q is None else max_q, keys if cu_k is None or max_k is None else max_k)
         return cls(cu_q, cu_k, *longest, is_causal, window, options.get("scale", 1.0))
 
     @property

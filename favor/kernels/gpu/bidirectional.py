@@ -223,12 +223,7 @@ def _key_gradients(
 
 
 def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -> Result:
-    """Computes the attention output and what the backward pass needs.
-
-    Args:
-        operands: the last stride of query, key and value is 1; the other tensors are float32.
-        geometry: the longest sequences and where packed ones begin are read.
-        splits: into how many pieces to cut the keys; by default, as many as fill the device.
+    """Computes the attention output and what the backward pass needs; cuts the keys into `splits` pieces.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`; logarithm of the
@@ -299,7 +294,7 @@ def _launch(
 ) -> None:
     """Launches `kernel` for all tiles of the queries, or of the keys, with `tensors` and the strides of `strided`."""
     query, key, value, directions, *_ = problem.operands
-    tokens, longest = (query, problem.max_q) if of_queries else (key, problem.max_k)
+    tokens, longest = (query, problem.geometry.max_q) if of_queries else (key, problem.geometry.max_k)
     heads, length, width = tokens.shape[1:]
     key_heads, features = directions.shape[1:3]
     groups = (heads // key_heads,) if of_queries else ()

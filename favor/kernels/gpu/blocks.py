@@ -77,17 +77,17 @@ class Problem(common.Problem):
     @property
     def blocks(self) -> int:
         """Blocks of the longest sequence."""
-        return ceil_divide(self.max_k, self.window)
+        return ceil_divide(self.geometry.max_k, self.window)
 
     @property
     def query_blocks(self) -> int:
         """Blocks with queries, of the sequence with most of them."""
-        return min(self.blocks, ceil_divide(self.max_q, self.window) + self.geometry.is_causal)
+        return min(self.blocks, ceil_divide(self.geometry.max_q, self.window) + self.geometry.is_causal)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest block."""
-        return min(self.window, self.max_k)
+        return min(self.window, self.geometry.max_k)
 
     @property
     def sizes(self) -> tuple[Any, ...]:

@@ -276,8 +276,7 @@ def forward(
     """Computes causal attention; the queries belong to the last keys.
 
     Args:
-        operands: the last stride of query, key and value is 1; the other tensors are float32.
-        geometry: the longest sequence of keys and where packed ones begin are read.
+        operands, geometry: if there are more keys than queries, they come before the first query.
         chunk_size: tokens in a chunk, a power of two from 16; None to choose.
         segments: parts into which the pass over the chunks is cut; None to choose.
 

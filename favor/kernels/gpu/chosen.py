@@ -326,14 +326,7 @@ def _launch(kernel: Any, choices: dict[int, Any], given: ChosenOperands, *others
 
 
 def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
-    """Computes output `[N, Z, B, dv]` and logarithms of normalisers `[N, Z, B]`.
-
-    Args:
-        given: the operands, float32 or half precision.
-
-    Returns:
-        Output and logarithms; these are float32, -inf for rows that see nothing.
-    """
+    """Computes output `[N, Z, B, dv]` and log normalisers `[N, Z, B]`, float32, -inf for rows that see nothing."""
     out = given.query.new_empty(*given.query.shape[:3], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:3], dtype=torch.float32)
     if out.numel():

@@ -86,7 +86,7 @@ class Problem(common.Problem):
     @property
     def chunks(self) -> int:
         """Chunks of the longest sequence."""
-        return ceil_divide(self.max_k, self.chunk)
+        return ceil_divide(self.geometry.max_k, self.chunk)
 
     @property
     def slots(self) -> int:

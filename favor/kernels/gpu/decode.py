@@ -125,12 +125,8 @@ def decode(
     """Attends from one new query to all keys so far and the new one; updates log_weight and summary in place.
 
     Args:
-        query, key, value: `[B, H, 1, d]`, `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`, one type; the last stride is 1.
-        query_directions, key_directions, offset: `[n, Hk, M, d]`, `[n, Hk, M, d]`, `[n, Hk, M]`, contiguous float32; n
-            is B or 1.
-        key_bias: `[B, Hk, 1]` contiguous float32; -inf hides the key and leaves the state unchanged.
-        log_weight, summary: the state, `[B, Hk, M]` and `[B, Hk, M, dv]`, contiguous float32. At the start log_weight
-            is -inf, and the summary is ignored.
+        query, key, value, query_directions, key_directions, offset, key_bias: as in `favor.kernels.decode`.
+        log_weight, summary: the state, contiguous float32. At the start log_weight is -inf, and the summary is ignored.
         splits: over how many programs to spread the summaries of a head; by default, until the device is full.
 
     Returns:

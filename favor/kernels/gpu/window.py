@@ -259,10 +259,6 @@ def _key_gradients(
 def forward(operands: Operands, geometry: Geometry) -> Result:
     """Computes the attention output and what the backward pass needs.
 
-    Args:
-        operands: the last stride of query, key and value is 1; the other tensors are float32.
-        geometry: if causal, there may be keys before the first query.
-
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, +inf where a query
         sees no key; log weights `[b, B, Hk, M]` and summaries `[b, B, Hk, M, dv]` of what lies outside of each of b

@@ -148,8 +148,9 @@ def make(kind, width, packed):
         return torch.zeros(1, 2, 256, *shape)
 
     lengths = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
+    longest = 156 if packed else 256
     directions = (per_head(width), per_head(width), per_head())
-    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, 156, 156)
+    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, longest, longest)
     return inputs, tokens(4)
 
 
