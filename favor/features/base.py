@@ -16,6 +16,7 @@ from favor.features.parameters import Parameters
 from favor.registry import FAMILIES, Family
 
 Side = Literal["query", "key"]
+Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
 
 
 def draw_omega(
@@ -147,6 +148,10 @@ class PositiveFeatures(RandomFeatures):
 
     Args:
         alpha: see `RandomFeatures`.
+        factorization: one of the `factorizations` of the class, or "auto" (default), the fastest one on the device.
+
+    Raises:
+        ValueError: for another factorization.
 
     Example:
         >>> import torch, favor
@@ -162,6 +167,13 @@ class PositiveFeatures(RandomFeatures):
     supports_window = True
     supports_state = True
     has_kernel = True
+
+    def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
+        super().__init__(alpha=alpha)
+        allowed = ("auto", *self.factorizations)
+        if factorization not in allowed:
+            raise ValueError(f"factorization must be one of {', '.join(map(repr, allowed))}; got {factorization!r}.")
+        self.factorization = factorization
 
     def moments(
         self,

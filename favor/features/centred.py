@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.features.base import Factorization
 from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments, attention_received
 from favor.features.parameters import Parameters
-from favor.features.positive import SHARP, Factorization, Regularised, check_factorization, optimal_sigma
+from favor.features.positive import SHARP, Regularised, optimal_sigma
 from favor.registry import register
 
 _MOST_QUERIES = 2**14  # each has a logit for each key
@@ -50,18 +51,6 @@ class CDERF(Regularised):
     factorizations = ("eigh", "cholesky")
     learns_matrices = True
     antithetic = True
-
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.0,
-        factorization: Factorization = "auto",
-        regularization: float = 1e-2,
-        floor: float = 1e-4,
-    ) -> None:
-        super().__init__(alpha=alpha, regularization=regularization, floor=floor)
-        check_factorization(factorization, self.factorizations)
-        self.factorization = factorization
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Takes G and Sigma from the covariances, and the shift from the means."""
