@@ -137,8 +137,9 @@ class Parameters:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
         """Applies a function to every tensor."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
-        return replace(self, **{name: None if part is None else change(part) for name, part in parts.items()})
+        given = [name for name in _TENSORS if getattr(self, name) is not None]
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in given}
+        return replace(self, **changed)
 
     def split(self) -> list[Parameters]:
         """Splits parameters `[n, Hk, d, d]` along the first of four dimensions into n parameters `[1, Hk, d, d]`."""
@@ -149,7 +150,8 @@ class Parameters:
 
         tensors = (parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), parts(self.shift, 3))
         names = ("transform", "inverse", "factor", "shift")  # all sequences share the directions and their weights
-        return [replace(self, **dict(zip(names, own, strict=True))) for own in zip(*tensors, strict=True)]
+        every: list[dict[str, Any]] = [dict(zip(names, own, strict=True)) for own in zip(*tensors, strict=True)]
+        return [replace(self, **own) for own in every]
 
     @property
     def sigma(self) -> Tensor:

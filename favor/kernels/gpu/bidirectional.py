@@ -275,11 +275,10 @@ def backward(
     parts = collect(query_directions, query, lse.neg(), grad, geometry.cu_q, geometry.max_q, delta, splits)
     gathered = empty_summaries(parts)._replace(mean=None, compact=torch.empty_like(summary, dtype=query.dtype))
     join(parts, gathered, offset, rescale=True)  # offset + rho, r (compact) and e (extra)
-    found = (grads.key, grads.value, grads.key_bias)
-    tensors = (key, value, key_directions.to(key.dtype), bias)
-    tensors += (gathered.log_weight, gathered.compact, gathered.extra, geometry.cu_k, *found)
+    found = (gathered.log_weight, gathered.compact, gathered.extra, geometry.cu_k)
+    inputs = (key, value, key_directions.to(key.dtype), bias, *found, grads.key, grads.value, grads.key_bias)
     strided = (key, value, grads.key, grads.value)
-    _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, tensors, strided, **constants)
+    _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, inputs, strided, **constants)
     return grads
 
 
