@@ -62,8 +62,8 @@ def draw_omega(
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}.")
     if antithetic:
-        number, options = (num_features + 1) // 2, {"generator": generator, "batch_shape": batch_shape}
-        half = draw_omega(number, head_dim, orthogonal=orthogonal, **options)  # type: ignore[arg-type]
+        number = (num_features + 1) // 2
+        half = draw_omega(number, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=batch_shape)
         return torch.cat((half, -half), dim=-2)[..., :num_features, :].contiguous()
     if not orthogonal:
         return torch.randn(*batch_shape, num_features, head_dim, dtype=torch.float64, device="cpu", generator=generator)

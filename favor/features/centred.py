@@ -8,10 +8,11 @@ N = G C1 G' + G^-T C2 G^-1 below that of the geometric mean F = C1^-1 # C2, the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from favor.features.base import Factorization
 from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments, attention_received
 from favor.features.parameters import Parameters
@@ -108,16 +109,8 @@ class WDERF(CDERF):
     backends = SHARP
     is_default = True
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.0,
-        factorization: Factorization = "auto",
-        regularization: float = 1e-2,
-        floor: float = 1e-4,
-        num_queries: int = 16,
-    ) -> None:
-        super().__init__(alpha=alpha, factorization=factorization, regularization=regularization, floor=floor)
+    def __init__(self, *, num_queries: int = 16, **options: Any) -> None:
+        super().__init__(**options)
         if not 1 <= num_queries <= _MOST_QUERIES:
             raise ValueError(f"num_queries must be from 1 to {_MOST_QUERIES}, got {num_queries}.")
         self.num_queries = num_queries

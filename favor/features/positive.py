@@ -6,10 +6,12 @@ minimiser of the shifted log-variance (14) in that family.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from favor.features.base import Factorization, PositiveFeatures
+from favor.features.base import PositiveFeatures
 from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
 from favor.features.moments import Moments
 from favor.features.parameters import Parameters
@@ -111,15 +113,8 @@ class Regularised(PositiveFeatures):
 
     pooled_options = {"regularization": 0.1}  # noqa: RUF012
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.0,
-        factorization: Factorization = "auto",
-        regularization: float = 1e-2,
-        floor: float = 1e-4,
-    ) -> None:
-        super().__init__(alpha=alpha, factorization=factorization)
+    def __init__(self, *, regularization: float = 1e-2, floor: float = 1e-4, **options: Any) -> None:
+        super().__init__(**options)
         if regularization < 0 or floor < 0:
             raise ValueError(f"regularization and floor must not be negative, got {regularization} and {floor}.")
         self.regularization = regularization
