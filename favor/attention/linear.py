@@ -20,7 +20,7 @@ from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
 from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
-from favor.kernels.dispatch import fuses, is_transformed, kernel_module
+from favor.kernels.dispatch import fuses, is_transformed, triton_module
 
 
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
@@ -235,7 +235,7 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
         if dtype == torch.float32 and fuses(rows):
-            return kernel_module("triton", "tokens").form(rows, matrix, shift, linear, weight, hidden)
+            return triton_module("tokens").form(rows, matrix, shift, linear, weight, hidden)
         form = _Form(matrix, shift, linear, weight)
         # A CPU works in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
@@ -251,8 +251,7 @@ class _Apply(torch.autograd.Function):
         rows, matrix, shift, linear, hidden = ctx.saved_tensors
         if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
             gram = None if matrix is None else matrix @ matrix.transpose(-1, -2)
-            given = (rows, gram, shift, linear, ctx.weight, hidden, grad)
-            return kernel_module("triton", "tokens").form(*given), *(None,) * 6
+            return triton_module("tokens").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
         slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
         if hidden is not None:
             slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)

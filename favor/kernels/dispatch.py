@@ -133,6 +133,11 @@ def kernel_module(picked: str, form: str) -> Any:
     return importlib.import_module(f"{TABLE[picked].package}.{form}")
 
 
+def triton_module(name: str) -> Any:
+    """Imports a module of Triton kernels that serves no form of attention."""
+    return kernel_module("triton", name)
+
+
 def is_tracing(*tensors: Tensor) -> bool:
     """Tells whether the contents of tensors must not be read: something traces them, or they have none.
 
