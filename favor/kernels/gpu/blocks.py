@@ -130,19 +130,9 @@ def locate(sequence, cu_q, cu_k, queries, keys, window, IS_CAUSAL: tl.constexpr)
 
 @triton.jit
 def locate_tile(
-    cu_q,
-    cu_k,
-    queries,
-    keys,
-    window,
-    blocks,
-    longest,
-    HK: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    cu_q, cu_k, queries, keys, window, blocks, longest,
+    HK: tl.constexpr, MEMBERS: tl.constexpr, IS_CAUSAL: tl.constexpr, OF_QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Locates the tile of queries, or of keys, of this program; tiles that share summaries come one after another.
 
     Returns:
@@ -170,20 +160,10 @@ def locate_tile(
     if not IS_CAUSAL:
         before = before | after
         after = before
-    return (
-        head,
-        source,
-        sequence,
-        batch,
-        slot + block,
-        first_query - prefix,
-        first_key,
-        position,
-        first,
-        start,
-        stop,
-        before if OF_QUERIES else after,
-    )
+    slot += block
+    query_zero = first_query - prefix
+    exchanges = before if OF_QUERIES else after
+    return head, source, sequence, batch, slot, query_zero, first_key, position, first, start, stop, exchanges
 
 
 @triton.jit

@@ -142,18 +142,8 @@ def locate_chunk(program, heads, cu_q, cu_k, queries, keys, chunks, CHUNK: tl.co
         sequence, cu_q, cu_k, queries, keys, chunks, CHUNK
     )
     number = chunk * CHUNK - (key_count - query_count)
-    key_row = first_key + chunk * CHUNK
-    return (
-        head,
-        sequence,
-        batch,
-        slot + chunk,
-        first_query + number,
-        number,
-        query_count,
-        key_row,
-        key_count - chunk * CHUNK,
-    )
+    token, key_row, left = first_query + number, first_key + chunk * CHUNK, key_count - chunk * CHUNK
+    return head, sequence, batch, slot + chunk, token, number, query_count, key_row, left
 
 
 @triton.jit

@@ -355,22 +355,18 @@ class Problem:
 
 
 def processors(device: torch.device) -> int:
-    """Gives the number of programs that run at the same time, for choosing how finely to split work."""
+    """Gives the number of multiprocessors, which run two programs at a time, for choosing how finely to split work."""
     if device.type != "cuda":
         return _CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_count(programs: int, length: int, device: torch.device, shortest: int = 256) -> int:
+@functools.cache
+def split_count(programs: int, length: int, slots: int, shortest: int = 256) -> int:
     """Tells into how many pieces of at least `shortest` tokens `programs` sequences of work should be cut.
 
-    They fill the device (two programs at a time on each processor), the last round too; but few, since they are joined.
+    They fill the slots of a device, those of the last round too; but they are few, since they are joined.
     """
-    return _pieces(programs, length, 2 * processors(device), shortest)
-
-
-@functools.cache
-def _pieces(programs: int, length: int, slots: int, shortest: int) -> int:
     most = max(1, min(length // shortest, 4 * slots // max(programs, 1)))
     if most * programs <= slots:
         return most if programs else 1

@@ -29,6 +29,7 @@ from favor.kernels.gpu.common import (
     mix,
     padded_width,
     power_of_two,
+    processors,
     shared_stride,
     split_count,
     store_rows,
@@ -239,7 +240,8 @@ def collect(
     key_heads, features = directions.shape[1:3]
     value_width = values.shape[-1]
     if splits is None:
-        splits = split_count(sequences * heads * ceil_divide(features, 128), max_length, tokens.device)
+        programs = sequences * heads * ceil_divide(features, 128)
+        splits = split_count(programs, max_length, 2 * processors(tokens.device))
     shape = (sequences, key_heads, heads // key_heads * splits, features)
     parts = Summaries(
         directions.new_empty(*shape, value_width),
