@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from favor.features import RandomFeatures
-from favor.features.omega import DRAWS
+from favor.features.base import DRAWS
 from favor.registry import get
 
 
@@ -20,7 +20,7 @@ class Draw(NamedTuple):
     """All that random directions depend on.
 
     Attributes:
-        source: the family, its name, or a name of `favor.features.omega.DRAWS`; a compiler can treat names as
+        source: the family, its name, or a name of `favor.features.base.DRAWS`; a compiler can treat names as
             constants.
         num_features, head_dim, num_heads: M, d and Hk.
         orthogonal: whether directions are orthogonal in blocks of d.

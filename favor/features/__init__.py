@@ -14,10 +14,9 @@ Example:
 
 from __future__ import annotations
 
-from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures
+from favor.features.base import PositiveFeatures, RandomFeatures, SignedFeatures, draw_omega
 from favor.features.centred import CDERF, WDERF
 from favor.features.moments import Moments
-from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
 from favor.features.positive import ADERF, DERF, GERF, SADERF, SDERF, PosRF, optimal_a
 from favor.features.signed import ELUFeatures, ReLUFeatures, TrigRF

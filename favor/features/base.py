@@ -1,19 +1,85 @@
-"""The interface that every family of random features implements."""
+"""The interface that every family of random features implements, and the random directions omega."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from favor.features.moments import Moments
-from favor.features.omega import draw_omega
 from favor.features.parameters import Parameters
 from favor.registry import FAMILIES, Family
 
 Side = Literal["query", "key"]
+Factorization = Literal["auto", "eigh", "cholesky", "newton_schulz"]
+
+
+def draw_omega(
+    num_features: int,
+    head_dim: int,
+    *,
+    orthogonal: bool = True,
+    antithetic: bool = False,
+    generator: torch.Generator | None = None,
+    batch_shape: tuple[int, ...] = (),
+) -> Tensor:
+    """Draws directions omega on the CPU in float64; each row is marginally N(0, I_d).
+
+    Each orthogonal row has an independent chi(d) length. So every row is exactly Gaussian, and every estimator that is
+    unbiased with independent rows stays unbiased for any number of rows.
+
+    Args:
+        num_features: number of rows M, any positive integer (it need not be a multiple of `head_dim`).
+        head_dim: dimension d of the rows.
+        orthogonal: rows are orthogonal within consecutive blocks of d; else all rows are independent.
+        antithetic: the second half of the rows is the negative of the first half (the last row of an odd M is
+            left without its partner). Lowers the variance of features whose inputs are centred.
+        generator: CPU generator; the global one by default.
+        batch_shape: leading dimensions, for instance `(num_heads,)`; each has its own rows.
+
+    Returns:
+        omega `[*batch_shape, num_features, head_dim]`.
+
+    Raises:
+        ValueError: if `num_features` or `head_dim` is not a positive integer.
+
+    Source: Choromanski et al., "Rethinking Attention with Performers" (2021), section 3.3.
+
+    Example:
+        >>> import torch
+        >>> from favor.features import draw_omega
+        >>> omega = draw_omega(8, 8, generator=torch.Generator().manual_seed(0))
+        >>> gram = omega @ omega.T
+        >>> bool((gram - gram.diagonal().diag()).abs().max() < 1e-10)
+        True
+    """
+    for name, size in (("num_features", num_features), ("head_dim", head_dim)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}.")
+    if antithetic:
+        number = (num_features + 1) // 2
+        half = draw_omega(number, head_dim, orthogonal=orthogonal, generator=generator, batch_shape=batch_shape)
+        return torch.cat((half, -half), dim=-2)[..., :num_features, :].contiguous()
+    if not orthogonal:
+        return torch.randn(*batch_shape, num_features, head_dim, dtype=torch.float64, device="cpu", generator=generator)
+
+    blocks = math.ceil(num_features / head_dim)
+    shape = (*batch_shape, blocks, head_dim, head_dim)
+    q, r = torch.linalg.qr(torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator))
+    # QR alone is not Haar distributed: the signs of R's diagonal have to be moved into Q.
+    q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+    lengths = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator).norm(dim=-1, keepdim=True)
+    rows = q.transpose(-1, -2) * lengths
+    return rows.flatten(-3, -2)[..., :num_features, :].contiguous()
+
+
+# Ways to draw that most families share, by names that stand in compiled graphs.
+DRAWS: dict[str, Callable[..., Tensor]] = {"plain": draw_omega, "antithetic": partial(draw_omega, antithetic=True)}
 
 
 class RandomFeatures(Family, ABC):
@@ -58,17 +124,12 @@ class RandomFeatures(Family, ABC):
         generator: torch.Generator | None = None,
         batch_shape: tuple[int, ...] = (),
     ) -> Tensor:
-        """Draws omega, the random directions, on the CPU in float64; see `favor.features.draw_omega`.
+        """Draws omega, the random directions; the arguments are those of `favor.features.draw_omega`.
 
-        Args:
-            num_features, head_dim: M and d.
-            orthogonal: whether directions are orthogonal in blocks of d (default), or independent.
-            antithetic: whether directions come in opposite pairs; by default in families that gain from pairs.
-            generator: CPU generator; the global one by default.
-            batch_shape: leading dimensions, such as the number of heads.
+        They come in opposite pairs by default in families that gain from it.
 
         Returns:
-            `[*batch_shape, num_features, head_dim]`.
+            `[*batch_shape, num_features, head_dim]`, float64, on the CPU.
         """
         return draw_omega(
             num_features,
@@ -87,6 +148,10 @@ class PositiveFeatures(RandomFeatures):
 
     Args:
         alpha: see `RandomFeatures`.
+        factorization: one of the `factorizations` of the class, or "auto" (default), the fastest one on the device.
+
+    Raises:
+        ValueError: for another factorization.
 
     Example:
         >>> import torch, favor
@@ -102,6 +167,13 @@ class PositiveFeatures(RandomFeatures):
     supports_window = True
     supports_state = True
     has_kernel = True
+
+    def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
+        super().__init__(alpha=alpha)
+        allowed = ("auto", *self.factorizations)
+        if factorization not in allowed:
+            raise ValueError(f"factorization must be one of {', '.join(map(repr, allowed))}; got {factorization!r}.")
+        self.factorization = factorization
 
     def moments(
         self,

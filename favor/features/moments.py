@@ -10,8 +10,6 @@ from torch import Tensor
 from favor.features.linalg import add_diagonal, joined, row_parts, trace
 from favor.kernels.dispatch import fuses, triton_module
 
-_MOST_QUERIES = 2**14  # each has a logit for each key
-
 
 @dataclass(frozen=True)
 class Moments:
@@ -159,12 +157,6 @@ def _scatter(samples: Tensor, mean: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
-def check_num_queries(number: int) -> None:
-    """Raises a ValueError for a number of queries that `attention_received` does not take."""
-    if not 1 <= number <= _MOST_QUERIES:
-        raise ValueError(f"num_queries must be from 1 to {_MOST_QUERIES}, got {number}.")
-
-
 @torch.no_grad()
 def attention_received(
     x: Tensor,
@@ -175,7 +167,6 @@ def attention_received(
     *,
     scale: float,
     is_causal: bool = False,
-    counts: Tensor | None = None,
 ) -> Tensor:
     """Averages the softmax rows of a few queries: the share of attention each key gets, `[..., S]`, without gradient.
 
@@ -185,7 +176,6 @@ def attention_received(
         num_queries: how many queries, evenly spaced over those that count.
         scale: of the logits x . y.
         is_causal: query i sees keys 0 ... S - L + i.
-        counts: how often each key counts, `[..., S]`; None means once.
     """
     length, keys = x.shape[-2], y.shape[-2]
     compute = x.dtype if x.dtype == torch.float64 else torch.float32
@@ -199,8 +189,6 @@ def attention_received(
     else:
         parts = row_parts(y, y.dtype != compute)
         logits = joined([rows @ y[..., part, :].to(compute).transpose(-1, -2) for part in parts], -1)
-    if counts is not None:
-        logits = logits + counts.log().unsqueeze(-2)
     if y_mask is not None:
         logits = logits.masked_fill(~y_mask.unsqueeze(-2), -torch.inf)
     if is_causal:

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from favor.features.linalg import check_onnx, trace
+from favor.features.linalg import add_diagonal, check_onnx, from_spectrum, trace
 from favor.features.moments import Moments
+
+_TENSORS = ("transform", "inverse", "factor", "shift", "log_weights", "directions")
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,7 @@ class Parameters:
                 "B1' (I - 4A)^-1 B2 = I must hold (Theorem 4.1), but the largest entry of the difference is "
                 f"{residual:.3g}. Given A and B1, take B2 = (I - 4A) inv(B1')."
             )
-        root = (1 - 4 * eigenvalues).sqrt()
-        factor = eigenvectors * root.unsqueeze(-2) @ eigenvectors.transpose(-1, -2)
+        factor = from_spectrum((1 - 4 * eigenvalues).sqrt(), eigenvectors)
         transform = torch.linalg.solve(factor, B1)
         return cls(transform, torch.linalg.inv(transform), factor)
 
@@ -136,13 +137,9 @@ class Parameters:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
         """Applies a function to every tensor."""
-
-        def optional(part: Tensor | None) -> Tensor | None:
-            return None if part is None else change(part)
-
-        transform, inverse, factor = (change(matrix) for matrix in (self.transform, self.inverse, self.factor))
-        shift, log_weights, directions = map(optional, (self.shift, self.log_weights, self.directions))
-        return Parameters(transform, inverse, factor, self.maps, shift, log_weights, self.form, directions)
+        given = [name for name in _TENSORS if getattr(self, name) is not None]
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in given}
+        return replace(self, **changed)
 
     def split(self) -> list[Parameters]:
         """Splits parameters `[n, Hk, d, d]` along the first of four dimensions into n parameters `[1, Hk, d, d]`."""
@@ -151,13 +148,10 @@ class Parameters:
             own = tensor is not None and tensor.ndim == ndim
             return tensor.split(1) if own and tensor is not None else [tensor] * self.factor.shape[0]
 
-        matrices = zip(parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), strict=True)
-        shifts = parts(self.shift, 3)
-        # All sequences share the directions and their weights.
-        return [
-            Parameters(*own, self.maps, shift, self.log_weights, self.form, self.directions)  # type: ignore[arg-type]
-            for own, shift in zip(matrices, shifts, strict=True)
-        ]
+        tensors = (parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), parts(self.shift, 3))
+        names = ("transform", "inverse", "factor", "shift")  # all sequences share the directions and their weights
+        every: list[dict[str, Any]] = [dict(zip(names, own, strict=True)) for own in zip(*tensors, strict=True)]
+        return [replace(self, **own) for own in every]
 
     @property
     def sigma(self) -> Tensor:
@@ -173,27 +167,6 @@ class Parameters:
             return 2 * torch.diagonal(self.factor, dim1=-2, dim2=-1).abs().log().sum(-1)
         check_onnx()
         return 2 * torch.linalg.slogdet(self.factor).logabsdet
-
-    @property
-    def A(self) -> Tensor:
-        """A of Theorem 4.1, `[..., d, d]`."""
-        gram = self.factor.transpose(-1, -2) @ self.factor
-        return (torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - gram) / 4
-
-    @property
-    def B1(self) -> Tensor:
-        """B_1 of Theorem 4.1, `[..., d, d]`."""
-        return self.factor.transpose(-1, -2) @ self.transform
-
-    @property
-    def B2(self) -> Tensor:
-        """B_2 of Theorem 4.1, `[..., d, d]`."""
-        return self.factor.transpose(-1, -2) @ self.inverse.transpose(-1, -2)
-
-    @property
-    def D(self) -> Tensor:
-        """D = det(I - 4A)^(1/4), `[...]`."""
-        return (self.log_det_sigma / 4).exp()
 
     def map_queries(self, x: Tensor) -> Tensor:
         """Computes G x for rows x `[..., L, d]`."""
@@ -213,16 +186,19 @@ class Parameters:
         A diagnostic: an average over M features is usable if rho is at most about log M. Rho is infinite if the
         variance is.
         """
-        sigma = self.sigma
-        precision = 2 * sigma - torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
-        cholesky, info = torch.linalg.cholesky_ex(precision)
+        cholesky, log_ratio, is_infinite = self._precision()
         cov = self.transform @ moments.cov_x @ self.transform.transpose(-1, -2)
         cov = cov + self.inverse.transpose(-1, -2) @ moments.cov_y @ self.inverse
         mean = self.map_queries(moments.mean_x.unsqueeze(-2)) + self.map_keys(moments.mean_y.unsqueeze(-2))
         second = cov + mean.transpose(-1, -2) @ mean
+        value = log_ratio + trace(torch.cholesky_solve(second, cholesky))
+        return value.masked_fill(is_infinite, torch.inf)
+
+    def _precision(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives the Cholesky factor of 2 Sigma - I, log det(Sigma) - log det(2 Sigma - I)/2, and where it has none."""
+        cholesky, info = torch.linalg.cholesky_ex(add_diagonal(2 * self.sigma, -1.0))
         log_det = 2 * torch.diagonal(cholesky, dim1=-2, dim2=-1).log().sum(-1)
-        value = self.log_det_sigma - log_det / 2 + trace(torch.cholesky_solve(second, cholesky))
-        return torch.where(info == 0, value, torch.full_like(value, float("inf")))
+        return cholesky, self.log_det_sigma - log_det / 2, info != 0
 
     def log_relative_second_moment(self, z: Tensor) -> Tensor:
         """Computes log(1 + Var(f_1 f_2) / K^2) where z = G x + G^-T (y - b), `[..., d]` -> `[...]`.
@@ -230,12 +206,9 @@ class Parameters:
         Equals log det(Sigma) - log det(2 Sigma - I)/2 + z'(2 Sigma - I)^-1 z, which is equation (15) divided by K^2.
         It is infinite where 2 Sigma - I is not positive definite.
         """
-        sigma = self.sigma
-        precision = 2 * sigma - torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
-        cholesky, info = torch.linalg.cholesky_ex(precision)
-        log_det = 2 * torch.diagonal(cholesky, dim1=-2, dim2=-1).log().sum(-1)
+        cholesky, log_ratio, is_infinite = self._precision()
         batch = torch.broadcast_shapes(z.shape[:-2], cholesky.shape[:-2])
         columns = z.expand(*batch, *z.shape[-2:]).transpose(-1, -2)
         half = torch.linalg.solve_triangular(cholesky.expand(*batch, *cholesky.shape[-2:]), columns, upper=False)
-        value = (self.log_det_sigma - log_det / 2).unsqueeze(-1) + half.square().sum(-2)
-        return torch.where((info == 0).unsqueeze(-1), value, torch.full_like(value, float("inf")))
+        value = log_ratio.unsqueeze(-1) + half.square().sum(-2)
+        return value.masked_fill(is_infinite.unsqueeze(-1), torch.inf)

@@ -6,13 +6,12 @@ They are the baselines of the FAVOR papers. The maps do not estimate the softmax
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from favor.features.base import RandomFeatures, SignedFeatures
-from favor.features.omega import draw_omega
 from favor.registry import register
 
 
@@ -55,16 +54,7 @@ class TrigRF(SignedFeatures):
         """Its name, which stands for the default form."""
         return self.name if self.form == "sincos" else self
 
-    def draw(
-        self,
-        num_features: int,
-        head_dim: int,
-        *,
-        orthogonal: bool = True,
-        antithetic: bool | None = None,
-        generator: torch.Generator | None = None,
-        batch_shape: tuple[int, ...] = (),
-    ) -> Tensor:
+    def draw(self, num_features: int, head_dim: int, **options: Any) -> Tensor:
         """Draws omega, `[*batch_shape, num_features / 2, d]` ("sincos") or, with phases, `[..., num_features, d + 1]`.
 
         Raises:
@@ -74,17 +64,11 @@ class TrigRF(SignedFeatures):
             if num_features % 2:
                 raise ValueError(f"sin/cos features come in pairs: num_features must be even, got {num_features}.")
             num_features //= 2
-        omega = draw_omega(
-            num_features,
-            head_dim,
-            orthogonal=orthogonal,
-            antithetic=bool(antithetic),
-            generator=generator,
-            batch_shape=batch_shape,
-        )
+        omega = super().draw(num_features, head_dim, **options)
         if self.form == "sincos":
             return omega
-        theta = torch.rand(*omega.shape[:-1], 1, dtype=omega.dtype, device="cpu", generator=generator)
+        shape, generator = (*omega.shape[:-1], 1), options.get("generator")
+        theta = torch.rand(shape, dtype=omega.dtype, device="cpu", generator=generator)
         return torch.cat((omega, 2 * math.pi * theta), dim=-1)
 
     def phi(self, x: Tensor, omega: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Every kernel takes the same mathematical form (see `linear_attention`), so none 
 
 from favor.kernels.dispatch import KERNELS, available
 from favor.kernels.ops import linear_attention
-from favor.kernels.stream.decode import DecodeState, decode
-from favor.kernels.stream.extend import StreamState, extend
+from favor.kernels.stream import DecodeState, StreamState, decode, extend
 
 __all__ = ["KERNELS", "DecodeState", "StreamState", "available", "decode", "extend", "linear_attention"]

@@ -29,8 +29,9 @@ class Kernel:
     """A row of the table of kernels.
 
     Attributes:
-        modules: the module of each form. "bidirectional", "causal" and "window" have `forward(operands, geometry)` and
-            `backward(grad, operands, geometry, saved, for_directions)`, "summary" has `summarise`, "decode" `decode`.
+        package: its modules, each with the name of a form. `bidirectional`, `causal` and `window` have
+            `forward(operands, geometry)` and `backward(grad, operands, geometry, saved, for_directions)`, `decode` has
+            `summarise` and `decode`, and `chosen` the operators of `favor.kernels.chosen`.
         device: type of the devices on which "auto" takes it; empty for the kernel that runs where no other does.
         problem: why it cannot run on such a device, None if it can.
         unfit: why it does not take such queries and values, None if it does.
@@ -39,7 +40,7 @@ class Kernel:
         result: what is special about its results, keywords of `favor.kernels.operands.Result.empty`.
     """
 
-    modules: dict[str, str]
+    package: str
     device: str = ""
     problem: Callable[[str], str | None] = lambda device: None
     unfit: Callable[[Tensor, Tensor], str | None] = lambda query, value: None
@@ -75,25 +76,9 @@ def _triton_problem(device: str) -> str | None:
 
 
 TABLE = {
-    "torch": Kernel(
-        {
-            "bidirectional": "favor.kernels.eager.bidirectional",
-            "causal": "favor.kernels.eager.causal",
-            "window": "favor.kernels.eager.window.op",
-            "summary": "favor.kernels.eager.decode",
-            "decode": "favor.kernels.eager.decode",
-            "chosen": "favor.kernels.eager.chosen",
-        }
-    ),
+    "torch": Kernel("favor.kernels.eager"),
     "triton": Kernel(
-        {
-            "bidirectional": "favor.kernels.gpu.bidirectional",
-            "causal": "favor.kernels.gpu.causal.op",
-            "window": "favor.kernels.gpu.window.op",
-            "summary": "favor.kernels.gpu.summary",
-            "decode": "favor.kernels.gpu.decode",
-            "chosen": "favor.kernels.gpu.chosen",
-        },
+        "favor.kernels.gpu",
         device="cuda",
         problem=_triton_problem,
         unfit=_unfit,
@@ -144,13 +129,13 @@ def pick(kernel: str, query: Tensor, value: Tensor) -> str:
 
 @cache
 def kernel_module(picked: str, form: str) -> Any:
-    """Imports the module of one form of a kernel when it is first used: triton may be missing."""
-    return importlib.import_module(TABLE[picked].modules[form])
+    """Imports the module of one form of a kernel when it is first used: triton need not be installed."""
+    return importlib.import_module(f"{TABLE[picked].package}.{form}")
 
 
 def triton_module(name: str) -> Any:
-    """Imports a module of Triton kernels when it is first used: triton need not be installed."""
-    return importlib.import_module(f"favor.kernels.gpu.{name}")
+    """Imports a module of Triton kernels that serves no form of attention."""
+    return kernel_module("triton", name)
 
 
 def is_tracing(*tensors: Tensor) -> bool:

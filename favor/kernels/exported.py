@@ -20,11 +20,6 @@ from favor.kernels.dispatch import is_exporting
 from favor.kernels.operands import Geometry, Operands
 
 
-def takes(geometry: Geometry) -> bool:
-    """Tells whether a graph for every length can be made of this form of attention."""
-    return not geometry.is_causal and geometry.cu_k is None
-
-
 def blocks_of(length: int, window: int) -> int:
     """Counts the blocks that a sequence is cut into, the last of them padding, so that a tracer can reason about it.
 
@@ -52,7 +47,7 @@ def first_rows(tensor: Tensor, length: int) -> Tensor:
 
 
 def attention(operands: Operands, geometry: Geometry) -> Tensor:
-    """Computes `favor.kernels.linear_attention` for a form that `takes` accepts, `[B, H, L, dv]`."""
+    """Computes `favor.kernels.linear_attention` where nothing is causal or packed, `[B, H, L, dv]`."""
     query, key, value, query_directions, key_directions, offset, key_bias, query_bias = operands
     key_heads, dtype, bias = key.shape[1], offset.dtype, key_bias.unsqueeze(-1)
     key, value = (tensor.to(dtype).masked_fill(bias == -torch.inf, 0.0) for tensor in (key, value))

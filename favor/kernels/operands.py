@@ -112,7 +112,7 @@ class Geometry(NamedTuple):
         given = (options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
         cu_q, cu_k = (None if ends is None else ends.to(torch.int32) for ends in given)
         max_q, max_k = options.get("max_seqlen_q"), options.get("max_seqlen_k")
-        longest = (length if max_q is None else max_q, keys if max_k is None else max_k)
+        longest = (length if cu_q is None or max_q is None else max_q, keys if cu_k is None or max_k is None else max_k)
         return cls(cu_q, cu_k, *longest, is_causal, window, options.get("scale", 1.0))
 
     @property
@@ -221,13 +221,6 @@ class Sequence:
     summaries: slice
     directions: tuple[slice, slice]
 
-    @classmethod
-    def of(
-        cls, batch: Operands, rows: Index, columns: Index, summaries: slice, directions: tuple[slice, slice]
-    ) -> Sequence:
-        """Gives the part of a batch that the indices select."""
-        return cls(batch, batch.part(rows, columns, directions), rows, columns, summaries, directions)
-
     def accumulate(self, total: Tensor, update: Tensor) -> None:
         """Adds an update per sequence and key head `[N, ...]` to a total `[n, Hk, ...]` (n = 1: shared by all)."""
         own = total[self.directions]
@@ -246,7 +239,8 @@ class Sequence:
             if self.batch.offset.shape[0] == 1:
                 directions = slice(None)
             rows, columns = (some, asking, self.rows[2]), (some, own, self.columns[2])
-            yield Sequence.of(self.batch, rows, columns, summaries, (directions, own))
+            some_operands = self.batch.part(rows, columns, (directions, own))
+            yield Sequence(self.batch, some_operands, rows, columns, summaries, (directions, own))
 
 
 def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
@@ -261,7 +255,8 @@ def sequences(operands: Operands, geometry: Geometry) -> Iterator[Sequence]:
         own = slice(index, index + 1)
         directions = (own if operands.offset.shape[0] > 1 else everything, everything)
         of_rows, of_columns = (everything, everything, slice(*rows)), (everything, everything, slice(*columns))
-        yield Sequence.of(operands, of_rows, of_columns, own, directions)
+        part = operands.part(of_rows, of_columns, directions)
+        yield Sequence(operands, part, of_rows, of_columns, own, directions)
 
 
 class ChosenOperands(NamedTuple):

@@ -244,7 +244,7 @@ def linear_attention(
     """
     form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
-    if is_exporting() and exported.takes(form):
+    if is_exporting() and not form.is_causal and form.cu_k is None:
         return exported.attention(given, form)
     cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()

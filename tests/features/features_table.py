@@ -64,6 +64,13 @@ def exact_kernel(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor
     return (x @ y.T + alpha * x.square().sum(-1)[:, None] + alpha * y.square().sum(-1)).exp()
 
 
+def theorem_4_1(params: features.Parameters) -> list[torch.Tensor]:
+    """A, B_1 and B_2 of parameters."""
+    maps = (params.factor, params.transform, params.inverse.mT)
+    gram, B1, B2 = (params.factor.mT @ one for one in maps)
+    return [(torch.eye(gram.shape[-1]).to(gram) - gram) / 4, B1, B2]
+
+
 def paper_second_moment(x: torch.Tensor, y: torch.Tensor, params: features.Parameters) -> torch.Tensor:
     """First term of equation (15) for all pairs, from A, B1, B2 exactly as the theorem has it (alpha = 0).
 
@@ -74,7 +81,7 @@ def paper_second_moment(x: torch.Tensor, y: torch.Tensor, params: features.Param
     if params.shift is not None:
         tilt = 2 * x @ params.shift[:, None]
         y = y - params.shift
-    A, B1, B2 = params.A, params.B1, params.B2
+    A, B1, B2 = theorem_4_1(params)
     inverse = torch.linalg.inv(eye - 4 * A)
     C1, C2 = -B1.T @ inverse @ B1 / 2, -B2.T @ inverse @ B2 / 2
     D4 = torch.linalg.det(eye - 4 * A)

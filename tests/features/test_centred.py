@@ -5,7 +5,7 @@ import torch
 from features_table import D, data, exact_kernel
 
 from favor import features
-from favor.features import Moments, Parameters
+from favor.features import Parameters
 from favor.features.moments import attention_received
 
 EYE = torch.eye(D, dtype=torch.float64)
@@ -131,22 +131,6 @@ def test_causal_weights_leave_later_keys_out():
     torch.testing.assert_close(weights, torch.softmax(logits, -1).mean(0), rtol=0, atol=1e-12)
 
 
-def test_a_key_that_counts_several_times_receives_what_its_copies_do():
-    x, y = data(6, 4, scale=1.5)
-    counts = torch.tensor([1, 3, 2, 1])
-    weights = attention_received(x, y, None, None, 6, scale=1.0, counts=counts.double())
-    copies = attention_received(x, y.repeat_interleave(counts, 0), None, None, 6, scale=1.0)
-    expected = torch.stack([part.sum() for part in copies.split(counts.tolist())])
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
-def test_uniform_attention_makes_wderf_cderf():
-    x, y = data(8, 9)
-    weighted, plain = features.WDERF().fit(0 * x, y), features.CDERF().fit(0 * x, y)
-    torch.testing.assert_close(weighted.factor, plain.factor, rtol=0, atol=1e-12)
-    torch.testing.assert_close(weighted.shift, plain.shift, rtol=0, atol=1e-12)
-
-
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="factorization must be one of 'auto', 'eigh', 'cholesky'; got 'svd'"):
         features.CDERF(factorization="svd")
@@ -154,10 +138,3 @@ def test_bad_options_are_refused():
         features.CDERF(floor=-1.0)
     with pytest.raises(ValueError, match="num_queries must be from 1 to 16384, got 0"):
         features.WDERF(num_queries=0)
-
-
-def test_moments_with_weights_that_are_equal_are_the_plain_ones():
-    x, y = data(5, 7)
-    weighted = Moments.from_samples(x, y, y_weights=torch.full((7,), 1 / 7, dtype=torch.float64))
-    plain = Moments.from_samples(x, y)
-    torch.testing.assert_close(weighted.cov_y, plain.cov_y, rtol=0, atol=1e-14)

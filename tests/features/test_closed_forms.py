@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from features_table import POSITIVE, data, general_derf
+from features_table import POSITIVE, data, general_derf, theorem_4_1
 from scipy.optimize import minimize, minimize_scalar
 
 from favor import features
@@ -94,7 +94,7 @@ def test_objective_of_gerf_is_equations_12_and_13():
     x, y = data(12, 9, scale=0.8)
     rf = features.GERF()
     params = rf.fit(x, y)
-    a = params.A[0, 0]
+    a = theorem_4_1(params)[0][0, 0]
     S = (x[:, None] + y[None]).square().sum(-1).mean()
     norms = x.square().sum(-1).mean() + y.square().sum(-1).mean()
     expected = 4 * ((1 - 4 * a) / (1 - 8 * a).sqrt()).log() + (2 - 8 * a) / (1 - 8 * a) * S - norms
@@ -175,11 +175,9 @@ def test_shift_of_alpha_moves_the_objective_by_its_quadratic_terms():
 
 
 def test_general_parameters_survive_the_round_trip():
-    rf = general_derf()
-    params = rf.parameters
-    again = Parameters.from_matrices(params.A, params.B1, params.B2)
-    for name in ("A", "B1", "B2", "D"):
-        torch.testing.assert_close(getattr(again, name), getattr(params, name), rtol=0, atol=1e-12)
+    matrices = theorem_4_1(general_derf().parameters)
+    for found, expected in zip(theorem_4_1(Parameters.from_matrices(*matrices)), matrices, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from features_table import theorem_4_1
 
 import favor
 from favor import features
@@ -44,10 +45,9 @@ def test_t13_the_estimator_is_that_of_the_eigendecomposition(family, size):
     scales = torch.logspace(0.3, -0.7, 32)
     x = size * (torch.randn(12, 200, 32, generator=generator) * scales + 0.3)
     y = size * (torch.randn(12, 200, 32, generator=generator) * scales.flip(0) - 0.3)
-    one, other = (family(factorization=form).fit(x, y) for form in ("eigh", "newton_schulz"))
-    for name in ("sigma", "B1", "B2"):
-        expected, found = getattr(one, name), getattr(other, name)
-        assert (found - expected).norm() < 1e-5 * expected.norm(), name
+    params = [family(factorization=form).fit(x, y) for form in ("eigh", "newton_schulz")]
+    for expected, found in zip(*([own.sigma, *theorem_4_1(own)[1:]] for own in params), strict=True):
+        assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_far_beyond_the_norms_of_heads_the_parameters_stay_valid():

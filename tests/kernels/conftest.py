@@ -42,8 +42,8 @@ def bfloat16_in_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def device_of_the_kernel(request):
-    """Makes tensors on the device of the kernels: a GPU for tests of Triton kernels, if there is one."""
-    on_gpu = torch.cuda.is_available() and request.module.__name__.startswith("test_triton")
+    """Makes tensors on the device of the kernels: a GPU for tests with "triton" in their name, if there is one."""
+    on_gpu = torch.cuda.is_available() and "triton" in request.node.nodeid
     with torch.device("cuda" if on_gpu else "cpu"):
         torch.empty(0)  # torch now lists what makes tensors, before `poisoned` replaces some of it
         yield

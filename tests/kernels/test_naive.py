@@ -62,3 +62,10 @@ def test_pairs_and_features_one_by_one(is_causal, window, packed):
 def test_unknown_options_are_refused(attend):
     with pytest.raises(TypeError, match="unknown options: causal; known are is_causal, cu_seqlens_q"):
         attend(*make_inputs(3), causal=True)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_memory_that_tests_fill_is_on_the_default_device():
+    with torch.device("meta"):
+        assert torch.empty(0).device.type == "meta"
+    assert torch.empty(1).isnan().all()

@@ -221,4 +221,4 @@ def test_choices_are_timed_where_the_work_is_worth_it():
 )
 def test_sequences_are_cut_until_the_device_is_full(programs, length, pieces):
     """132 multiprocessors with two programs each, of which up to 5 % may be idle; pieces of 256 tokens or more."""
-    assert triton_common._pieces(programs, length, 264, 256) == pieces
+    assert triton_common.split_count(programs, length, 264) == pieces

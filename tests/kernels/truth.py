@@ -16,9 +16,6 @@ def attention(*operands, lengths=None, **options):
     return naive_linear_attention(*operands[:7], query_bias=query_bias, **packing, **options)
 
 
-window_attention = attention
-
-
 def make_inputs(
     length, key_length=None, *, dim=8, value_dim=None, features=16, heads=2, groups=1, batch=1, shared=True, seed=0
 ):

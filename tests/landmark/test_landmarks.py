@@ -249,30 +249,6 @@ def test_other_types_are_close_to_the_definition(options, dtype):
 
 
 @forms
-def test_weights_sum_to_one(options):
-    query, key, value = inputs(LONG, batch=1)
-    value = value[:, :, :1].expand_as(value)
-    wanted = value[:, :, :1].repeat_interleave(2, 1).expand(-1, -1, LONG, -1)
-    torch.testing.assert_close(attend(query, key, value, **options), wanted)
-
-
-@forms
-def test_equal_keys_give_the_mean_of_the_values(options):
-    if options.get("is_causal") and options["selected_keys"]:
-        pytest.skip("the keys that a query chose itself count in the mean of their section, too")
-    query, key, value = inputs(300)
-    key, is_causal = key[:, :, :1].expand_as(key), options.get("is_causal", False)
-    torch.testing.assert_close(attend(query, key, value, **options), exact(query, key, value, is_causal))
-
-
-def test_queries_that_must_not_see_each_other_choose_one_by_one():
-    query, *others = inputs(20, 300, batch=1)
-    options = FORMS["encoder, queries apart"]
-    alone = [attend(query[:, :, i : i + 1], *others, **options) for i in range(20)]
-    torch.testing.assert_close(attend(query, *others, **options), torch.cat(alone, 2), rtol=1e-10, atol=1e-10)
-
-
-@forms
 def test_a_query_that_is_not_finite_stays_alone(options):
     query, key, value = inputs(300, batch=1)
     query[:, :, 7] = torch.nan

@@ -86,22 +86,6 @@ class _State:
         self.top = torch.maximum(self.top, chunk.anchor + chunk.top)
 
 
-@dataclass
-class _Rows:
-    """Rows that the backward pass gets for the queries: gradient of the output, output, logarithm of the normaliser."""
-
-    inputs: Inputs
-    grad: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives gradients `[N, G C, dv]`, their products with the output, and the log in base 2, `[N, G C, 1]`."""
-        grad = self.inputs.queries(self.grad, start, stop)
-        delta = (grad * self.inputs.queries(self.out, start, stop)).sum(2, keepdim=True)
-        return grad, delta, self.inputs.queries(self.lse.unsqueeze(3), start, stop) * LOG2E
-
-
 def forward(operands: Operands, geometry: Geometry, chunk_size: int | None = None) -> Result:
     """Computes the attention output and the logarithm of the normaliser, infinite where nothing is visible.
 
@@ -137,9 +121,15 @@ def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result
     grads = Gradients.empty(operands, for_directions=for_directions)
     for sequence in sequences(operands, geometry):
         inputs = Inputs.of(sequence)
-        rows = _Rows(inputs, *(tensor[sequence.rows] for tensor in (grad, saved.out, saved.lse)))
+        rows = (grad[sequence.rows], saved.out[sequence.rows], saved.lse[sequence.rows].unsqueeze(3))
         _backward_keys(inputs, rows, _backward_queries(inputs, rows, grads), grads)
     return grads
+
+
+def _load(inputs: Inputs, saved: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Loads gradients `[N, G C, dv]`, their products with the output, and log normalisers in base 2, `[N, G C, 1]`."""
+    grad, out, lse = (inputs.queries(tensor, start, stop) for tensor in saved)
+    return grad, (grad * out).sum(2, keepdim=True), lse * LOG2E
 
 
 def _chunks(inputs: Inputs, state: _State, size: int) -> Iterator[_Chunk]:
@@ -172,7 +162,7 @@ def _size(inputs: Inputs) -> int:
     return CHUNK_SIZE if inputs.query.shape[2] < _LONG else 3 * CHUNK_SIZE // 2
 
 
-def _backward_queries(inputs: Inputs, saved: _Rows, grads: Gradients) -> list[tuple[int, int, Tensor]]:
+def _backward_queries(inputs: Inputs, saved: tuple[Tensor, ...], grads: Gradients) -> list[tuple[int, int, Tensor]]:
     """Writes the gradient of the queries; returns start, end and anchor of each chunk."""
     sequence, anchors, state = inputs.sequence, [], _State.before(inputs)
     dq, project = grads.query[sequence.rows], inputs.query_directions.transpose(1, 2)
@@ -181,7 +171,7 @@ def _backward_queries(inputs: Inputs, saved: _Rows, grads: Gradients) -> list[tu
     for chunk in _chunks(inputs, state, size):
         start, stop = chunk.start, chunk.stop
         rows, values = inputs.queries(inputs.query, start, stop), inputs.keys(inputs.value, *chunk.keys)
-        g, delta, log_total = saved.chunk(start, stop)
+        g, delta, log_total = _load(inputs, saved, start, stop)
         weights = exp2(first.product(rows, project, LOG2E).add_(chunk.anchor).sub_(log_total))
         slopes = second.product(g, state.values.transpose(1, 2)).baddbmm_(delta, state.total, alpha=-1)
         slopes.baddbmm_(_lower((g @ values.transpose(1, 2)).sub_(delta)), chunk.weights)
@@ -195,7 +185,9 @@ def _backward_queries(inputs: Inputs, saved: _Rows, grads: Gradients) -> list[tu
     return anchors
 
 
-def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, Tensor]], grads: Gradients) -> None:
+def _backward_keys(
+    inputs: Inputs, saved: tuple[Tensor, ...], anchors: list[tuple[int, int, Tensor]], grads: Gradients
+) -> None:
     """Writes the gradients of keys, values and key biases."""
     prefix = inputs.prefix
     memory = [Buffer(inputs.key_directions) for _ in range(4)]
@@ -208,7 +200,7 @@ def _backward_keys(inputs: Inputs, saved: _Rows, anchors: list[tuple[int, int, T
         decay, above = exp2(anchor - above), anchor
         gathered.mul_(decay.transpose(1, 2))
         shares.mul_(decay)
-        g, delta, log_total = saved.chunk(start, stop)
+        g, delta, log_total = _load(inputs, saved, start, stop)
         queries = inputs.queries(inputs.query, start, stop)
         weights = exp2(memory[0].product(queries, project, LOG2E).add_(anchor).sub_(log_total))
         first, last = prefix + start, prefix + stop

@@ -65,12 +65,16 @@ class Inputs:
     """A sequence as the loops need it: batch and key heads are one dimension N, and logarithms are in base 2.
 
     Attributes:
-        sequence: where the tensors come from, with tokens as they were given.
+        sequence: where the tensors come from.
+        query, key, value: as they were given.
         query_directions, key_directions: `[N, M, d]`; offset: `[N, 1, M]`; key_bias: `[N, S, 1]`.
         hidden: `[N, S, 1]`, True for keys with a bias of -inf; None if there are none.
     """
 
     sequence: Sequence
+    query: Tensor
+    key: Tensor
+    value: Tensor
     query_directions: Tensor
     key_directions: Tensor
     offset: Tensor
@@ -90,22 +94,8 @@ class Inputs:
         bias = operands.key_bias.reshape(batch * key_heads, -1, 1) * LOG2E
         hidden = bias == -torch.inf
         some = hidden if bool(hidden.any()) else None
-        return cls(sequence, query_directions, key_directions, offset.unsqueeze(1) * LOG2E, bias, some)
-
-    @property
-    def query(self) -> Tensor:
-        """Queries `[B, H, L, d]`, as they were given."""
-        return self.sequence.operands.query
-
-    @property
-    def key(self) -> Tensor:
-        """Keys `[B, Hk, S, d]`, as they were given."""
-        return self.sequence.operands.key
-
-    @property
-    def value(self) -> Tensor:
-        """Values `[B, Hk, S, dv]`, as they were given."""
-        return self.sequence.operands.value
+        directions = (query_directions, key_directions, offset.unsqueeze(1) * LOG2E)
+        return cls(sequence, *operands[:3], *directions, bias, some)
 
     @property
     def heads(self) -> int:
@@ -153,11 +143,9 @@ def summarise(inputs: Inputs, stop: int) -> tuple[Tensor, Tensor, Tensor]:
     total, buffer = torch.zeros_like(top), Buffer(top)
     state = inputs.key_directions.new_zeros(n, features, inputs.value.shape[-1])
     for start, end in inputs.blocks(n, stop):
-        columns, bias = (
-            inputs.keys(inputs.key, start, end).transpose(1, 2),
-            inputs.key_bias[:, start:end].transpose(1, 2),
-        )
-        weights = buffer.product(inputs.key_directions, columns, LOG2E).add_(bias)
+        columns = inputs.keys(inputs.key, start, end).transpose(1, 2)
+        weights = buffer.product(inputs.key_directions, columns, LOG2E)
+        weights.add_(inputs.key_bias[:, start:end].transpose(1, 2))
         risen = torch.maximum(top, weights.amax(2, keepdim=True))
         decay = exp2(top - risen)
         total.mul_(decay).add_(exp2(weights.sub_(risen)).sum(2, keepdim=True))

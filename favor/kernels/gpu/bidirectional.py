@@ -38,7 +38,7 @@ from favor.kernels.gpu.common import (
     tuned,
     width_constants,
 )
-from favor.kernels.gpu.summary import Summaries, collect, empty_summaries, join
+from favor.kernels.gpu.summary import collect, empty_summaries, join
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 _BLOCKS = {
@@ -223,12 +223,7 @@ def _key_gradients(
 
 
 def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -> Result:
-    """Computes the attention output and what the backward pass needs.
-
-    Args:
-        operands: the last stride of query, key and value is 1; the other tensors are float32.
-        geometry: the longest sequences and where packed ones begin are read.
-        splits: into how many pieces to cut the keys; by default, as many as fill the device.
+    """Computes the attention output and what the backward pass needs; cuts the keys into `splits` pieces.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`; logarithm of the
@@ -269,36 +264,22 @@ def backward(
     """
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
-    problem = Problem(operands, geometry)
-    query, _, _, directions, _, offset, _, _ = operands
-    dq, delta = _query_gradients_of(problem, grad, saved)
-    parts = collect(directions, query, saved.lse.neg(), grad, geometry.cu_q, geometry.max_q, delta, splits)
-    gathered = empty_summaries(parts)._replace(mean=None, compact=torch.empty_like(saved.summary, dtype=query.dtype))
-    join(parts, gathered, offset, rescale=True)
-    return Gradients(dq, *_key_gradients_of(problem, gathered), *(offset.new_empty(0) for _ in range(4)))
-
-
-def _query_gradients_of(problem: Problem, grad: Tensor, saved: Result) -> tuple[Tensor, Tensor]:
-    """Computes the gradient of the queries, and delta `[B, H, L]`, the product of output and gradient."""
-    query, directions = problem.operands.query, problem.operands.query_directions.to(problem.operands.query.dtype)
+    problem, grads = Problem(operands, geometry), Gradients.empty(operands, for_directions=False)
+    query, key, value, query_directions, key_directions, offset, bias, _ = operands
     out, lse, log_weight, summary = saved
-    dq, delta = torch.empty_like(query), torch.empty_like(lse)
-    means = summary.to(query.dtype)
-    tensors = (grad, query, directions, log_weight, means, out, lse, problem.geometry.cu_q, dq, delta)
-    constants = {"RANGE": query.dtype == torch.float16}
-    _launch(_query_gradients, _BACKWARD_BLOCKS, problem, True, tensors, (grad, query, out, dq), **constants)
-    return dq, delta
-
-
-def _key_gradients_of(problem: Problem, gathered: Summaries) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes gradients of keys, values and bias; `gathered` holds offset + rho, r (compact) and e (extra)."""
-    _, key, value, _, directions, _, bias, _ = problem.operands
-    dk, dv, dbias = torch.empty_like(key), torch.empty_like(value), torch.empty_like(bias)
-    summaries = (gathered.log_weight, gathered.compact, gathered.extra)
-    tensors = (key, value, directions.to(key.dtype), bias, *summaries, problem.geometry.cu_k, dk, dv, dbias)
-    constants = {"RANGE": key.dtype == torch.float16}
-    _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, tensors, (key, value, dk, dv), **constants)
-    return dk, dv, dbias
+    delta, constants = torch.empty_like(lse), {"RANGE": query.dtype == torch.float16}
+    means, directions = summary.to(query.dtype), query_directions.to(query.dtype)
+    tensors = (grad, query, directions, log_weight, means, out, lse, geometry.cu_q, grads.query, delta)
+    strided: tuple[Tensor, ...] = (grad, query, out, grads.query)
+    _launch(_query_gradients, _BACKWARD_BLOCKS, problem, True, tensors, strided, **constants)
+    parts = collect(query_directions, query, lse.neg(), grad, geometry.cu_q, geometry.max_q, delta, splits)
+    gathered = empty_summaries(parts)._replace(mean=None, compact=torch.empty_like(summary, dtype=query.dtype))
+    join(parts, gathered, offset, rescale=True)  # offset + rho, r (compact) and e (extra)
+    found = (gathered.log_weight, gathered.compact, gathered.extra, geometry.cu_k)
+    inputs = (key, value, key_directions.to(key.dtype), bias, *found, grads.key, grads.value, grads.key_bias)
+    strided = (key, value, grads.key, grads.value)
+    _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, inputs, strided, **constants)
+    return grads
 
 
 def _launch(
@@ -312,7 +293,7 @@ def _launch(
 ) -> None:
     """Launches `kernel` for all tiles of the queries, or of the keys, with `tensors` and the strides of `strided`."""
     query, key, value, directions, *_ = problem.operands
-    tokens, longest = (query, problem.max_q) if of_queries else (key, problem.max_k)
+    tokens, longest = (query, problem.geometry.max_q) if of_queries else (key, problem.geometry.max_k)
     heads, length, width = tokens.shape[1:]
     key_heads, features = directions.shape[1:3]
     groups = (heads // key_heads,) if of_queries else ()

@@ -76,15 +76,18 @@ def _locate(
     """Tells where a program works.
 
     Returns:
-        its key head, and its block, counted over all before it (both int64); its rows in the block `[TOKENS]`, and
-        which of them exist; the last near key that each sees; the first near key, and the end of those of all rows;
-        how many keys the block may choose, the keys of a run, how many keys it chose, and how many each row may have.
+        its key head, its block, counted over all before it, and its first row, counted likewise (int64); its rows
+        `[TOKENS]`, counted likewise, and which of them exist; the last near key that each sees; the first near key, and
+        the end of those of all rows; how many keys the block may choose, the keys of a run, how many keys it chose, and
+        how many each row may have.
     """
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(rows, TOKENS)
     tile = (program % tiles).to(tl.int32) * TOKENS
     row = tile + tl.arange(0, TOKENS)
     block = program // tiles
+    asked = block * rows + row
+    first_asked = block * rows + tile
     head = block // blocks
     limit = tl.load(seen + block).to(tl.int32)
     run = tl.load(runs + head).to(tl.int32)
@@ -95,9 +98,10 @@ def _locate(
         start = tl.load(first + head).to(tl.int32) + (block % blocks).to(tl.int32) * rows
         nearest = start // section * section
         end = tl.minimum(start + tl.minimum(tile + TOKENS, rows), keys)
-        return head // groups, block, row, row < rows, start + row, nearest, end, limit, run, number, owns
+        last = start + row
     else:
-        return head // groups, block, row, row < rows, row, limit * 0, limit * 0, limit, run, number, owns
+        nearest, end, last = limit * 0, limit * 0, row
+    return head // groups, block, first_asked, asked, row < rows, last, nearest, end, limit, run, number, owns
 
 
 @triton.jit
@@ -167,12 +171,10 @@ def _read(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Reads for some rows of a block. Rows that see nothing get zeros, and -inf as logarithm of the normaliser."""
-    head, block, row, inside, last, nearest, end, limit, run, number, others = _locate(
+    head, block, first_asked, asked, inside, last, nearest, end, limit, run, number, others = _locate(
         seen, first, runs, blocks, rows, groups, keys, most, owns, section, TOKENS
     )
     factor = scale * LOG2E
-    asked = block * rows + row
-    first_asked = block * rows + tl.min(row, 0)
     q = _gather(query, asked, inside, width, WIDTH)
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
@@ -206,9 +208,10 @@ def _read(
         acc = mix(weights, v, acc * decay[:, None])
 
     shared += block * chosen
+    last = last * 0 + limit
     for begin in range(0, number, FEATURES):
         place, there = _places(shared, begin, number, limit, run, FEATURES)
-        _, v, logits = _load_keys(q, key, value, place, there, row * 0 + limit, factor, width, value_width, VALUE_WIDTH)
+        _, v, logits = _load_keys(q, key, value, place, there, last, factor, width, value_width, VALUE_WIDTH)
         top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, v, acc * decay[:, None])
 
@@ -242,12 +245,10 @@ def _gradients(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients for some rows of a block."""
-    head, block, row, inside, last, nearest, end, limit, run, number, others = _locate(
+    head, block, first_asked, asked, inside, last, nearest, end, limit, run, number, others = _locate(
         seen, first, runs, blocks, rows, groups, keys, most, owns, section, TOKENS
     )
     factor = scale * LOG2E
-    asked = block * rows + row
-    first_asked = block * rows + tl.min(row, 0)
     q = _gather(query, asked, inside, width, WIDTH)
     g = _gather(grad, asked, inside, value_width, VALUE_WIDTH)
     o = _gather(out, asked, inside, value_width, VALUE_WIDTH)
@@ -292,9 +293,10 @@ def _gradients(
         )
 
     shared += block * chosen
+    last = last * 0 + limit
     for begin in range(0, number, FEATURES):
         place, there = _places(shared, begin, number, limit, run, FEATURES)
-        k, v, logits = _load_keys(q, key, value, place, there, row * 0 + limit, factor, width, value_width, VALUE_WIDTH)
+        k, v, logits = _load_keys(q, key, value, place, there, last, factor, width, value_width, VALUE_WIDTH)
         dq = _pull_back(q, g, delta, norm, k, v, logits, place, there, d_key, d_value, dq, scale, width, value_width)
 
     store_rows(d_query + first_asked * width, width, dq * scale, inside, width, TOKENS, WIDTH)
@@ -324,14 +326,7 @@ def _launch(kernel: Any, choices: dict[int, Any], given: ChosenOperands, *others
 
 
 def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
-    """Computes output `[N, Z, B, dv]` and logarithms of normalisers `[N, Z, B]`.
-
-    Args:
-        given: the operands, float32 or half precision.
-
-    Returns:
-        Output and logarithms; these are float32, -inf for rows that see nothing.
-    """
+    """Computes output `[N, Z, B, dv]` and log normalisers `[N, Z, B]`, float32, -inf for rows that see nothing."""
     out = given.query.new_empty(*given.query.shape[:3], given.value.shape[-1])
     lse = given.query.new_empty(given.query.shape[:3], dtype=torch.float32)
     if out.numel():

@@ -201,10 +201,7 @@ FEW_ROWS = 2**16
 
 
 def worth_timing(choices: tuple[Any, ...], *tensors: Tensor) -> tuple[Any, ...]:
-    """Gives the choices to time; for little work the first one alone, which is then not timed.
-
-    A choice is kept for all lengths, and on the disk.
-    """
+    """Gives the choices to time; for little work the first alone, untimed, as a choice is kept for all lengths."""
     return choices if max(tensor.shape[:-1].numel() for tensor in tensors) > FEW_ROWS else choices[:1]
 
 
@@ -313,16 +310,6 @@ class Problem:
         return self.geometry.sequences(self.operands.query.shape[0])
 
     @property
-    def max_q(self) -> int:
-        """Queries of the longest sequence."""
-        return self.operands.query.shape[2] if self.geometry.cu_q is None else self.geometry.max_q
-
-    @property
-    def max_k(self) -> int:
-        """Keys of the longest sequence."""
-        return self.operands.key.shape[2] if self.geometry.cu_k is None else self.geometry.max_k
-
-    @property
     def longest_tile(self) -> int | None:
         """Tokens that a tile may have; None for no bound."""
         return None
@@ -368,23 +355,18 @@ class Problem:
 
 
 def processors(device: torch.device) -> int:
-    """Gives the number of programs that run at the same time, for choosing how finely to split work."""
+    """Gives the number of multiprocessors, which run two programs at a time, for choosing how finely to split work."""
     if device.type != "cuda":
         return _CPU_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_count(programs: int, length: int, device: torch.device, shortest: int = 256) -> int:
+@functools.cache
+def split_count(programs: int, length: int, slots: int, shortest: int = 256) -> int:
     """Tells into how many pieces of at least `shortest` tokens `programs` sequences of work should be cut.
 
-    There are enough pieces that the device is full (two programs at a time on each processor) and the last round is not
-    much emptier than the others; but few, because the pieces must be put together again.
+    They fill the slots of a device, those of the last round too; but they are few, since they are joined.
     """
-    return _pieces(programs, length, 2 * processors(device), shortest)
-
-
-@functools.cache
-def _pieces(programs: int, length: int, slots: int, shortest: int) -> int:
     most = max(1, min(length // shortest, 4 * slots // max(programs, 1)))
     if most * programs <= slots:
         return most if programs else 1

@@ -27,7 +27,9 @@ from favor.kernels.gpu.common import (
     store_rows,
     width_constants,
 )
-from favor.kernels.gpu.summary import Summaries, join
+from favor.kernels.gpu.summary import Summaries, join, summarise
+
+__all__ = ["decode", "summarise"]
 
 
 @triton.jit
@@ -123,12 +125,8 @@ def decode(
     """Attends from one new query to all keys so far and the new one; updates log_weight and summary in place.
 
     Args:
-        query, key, value: `[B, H, 1, d]`, `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`, one type; the last stride is 1.
-        query_directions, key_directions, offset: `[n, Hk, M, d]`, `[n, Hk, M, d]`, `[n, Hk, M]`, contiguous float32; n
-            is B or 1.
-        key_bias: `[B, Hk, 1]` contiguous float32; -inf hides the key and leaves the state unchanged.
-        log_weight, summary: the state, `[B, Hk, M]` and `[B, Hk, M, dv]`, contiguous float32. At the start log_weight
-            is -inf, and the summary is ignored.
+        query, key, value, query_directions, key_directions, offset, key_bias: as in `favor.kernels.decode`.
+        log_weight, summary: the state, contiguous float32. At the start log_weight is -inf, and the summary is ignored.
         splits: over how many programs to spread the summaries of a head; by default, until the device is full.
 
     Returns:
@@ -153,19 +151,8 @@ def decode(
     # The first launch updates the state, the others only read it.
     for first_row in range(0, group, most):
         _step[(owners * splits,)](
-            *(
-                query,
-                key,
-                value,
-                query_directions,
-                key_directions,
-                offset,
-                key_bias,
-                log_weight,
-                summary,
-                rows,
-                weights,
-            ),
+            *(query, key, value, query_directions, key_directions, offset, key_bias),
+            *(log_weight, summary, rows, weights),
             *(key_heads, group, first_row, features, per_program, splits),
             *(shared_stride(offset), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
             **width_constants(width, value_width),

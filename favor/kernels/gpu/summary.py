@@ -29,6 +29,7 @@ from favor.kernels.gpu.common import (
     mix,
     padded_width,
     power_of_two,
+    processors,
     shared_stride,
     split_count,
     store_rows,
@@ -239,7 +240,8 @@ def collect(
     key_heads, features = directions.shape[1:3]
     value_width = values.shape[-1]
     if splits is None:
-        splits = split_count(sequences * heads * ceil_divide(features, 128), max_length, tokens.device)
+        programs = sequences * heads * ceil_divide(features, 128)
+        splits = split_count(programs, max_length, 2 * processors(tokens.device))
     shape = (sequences, key_heads, heads // key_heads * splits, features)
     parts = Summaries(
         directions.new_empty(*shape, value_width),
@@ -260,23 +262,14 @@ def collect(
     return parts
 
 
-def summarise(
-    directions: Tensor,
-    tokens: Tensor,
-    bias: Tensor,
-    values: Tensor,
-    cumulative: Tensor | None,
-    max_length: int,
-    extra: Tensor | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def summarise(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes the summaries of the tokens of each sequence; the arguments are those of `collect`.
 
     Returns:
         mean `[N, Hk, M, dv]`, log_weight `[N, Hk, M]` and the mean of extra `[N, Hk, M]` (or None), float32; 0, -inf
         and 0 for a sequence without a visible token.
     """
-    parts = collect(directions, tokens, bias, values, cumulative, max_length, extra, splits)
+    parts = collect(*arguments, **options)
     into = empty_summaries(parts)
     join(parts, into)
     return into.mean, into.log_weight, into.extra

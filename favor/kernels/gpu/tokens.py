@@ -12,6 +12,7 @@ from favor.kernels.gpu.common import (
     load_rows,
     load_tile,
     padded_width,
+    processors,
     split_count,
     store_rows,
     store_tile,
@@ -199,7 +200,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         share = (1.0 / total).masked_fill_(~seen, 0.0)
         place = weights.argmax(-1)[..., None, None].expand(batch, heads, 1, width)
         pivot = torch.where(seen, rows.gather(2, place).squeeze(2).float(), 0.0)
-    splits = split_count(batch * heads, length, rows.device)
+    splits = split_count(batch * heads, length, 2 * processors(rows.device))
     first = pivot.new_empty(batch, heads, splits, width)
     second = pivot.new_empty(batch, heads, splits, width, width)
     with torch.cuda.device_of(rows):

@@ -5,7 +5,7 @@ import torch
 from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import linear_attention
-from favor.kernels.eager.window import op as window
+from favor.kernels.eager import window
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from favor.kernels.eager.window.states import States
+from favor.kernels.eager.blocks import States
 
 DIRECTIONS = [(True, True), (True, False), (False, True)]
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from cases import BF16, F16, Case, check, make, run, truth
 
-from favor.kernels.gpu.causal import op as causal
-from favor.kernels.gpu.causal.problem import Problem
-from favor.kernels.gpu.causal.states import key_states
+from favor.kernels.gpu import causal
+from favor.kernels.gpu.chunks import Problem, key_states
 from favor.kernels.operands import Geometry
 
 

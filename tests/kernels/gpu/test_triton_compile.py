@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 
 # Modules of favor.kernels with `forward` and `backward`.
-MODULES = ("bidirectional", "causal.op")
+MODULES = ("bidirectional", "causal")
 # Type, width, whether sequences are packed.
 CASES = {
     80: (("float16", 64, True), ("float32", 128, False)),
@@ -37,7 +37,7 @@ LATTICES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
 # The kernels of each kind; the tensor cores of Hopper run at full speed only with the instruction wgmma.
 PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"}
 NAMES = {
-    "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "_steep_output"},
+    "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
     "transducer": {"_ways_to", "_add_ways_from"},
@@ -105,7 +105,7 @@ def compile_windowed(capability):
     import torch
     from ahead import compiling
 
-    from favor.kernels.gpu.window import op as triton_window
+    from favor.kernels.gpu import window as triton_window
     from favor.kernels.operands import Geometry, Operands
 
     for kind, width, packed, is_causal in WINDOWED[capability]:
@@ -148,8 +148,9 @@ def make(kind, width, packed):
         return torch.zeros(1, 2, 256, *shape)
 
     lengths = torch.tensor([0, 100, 256], dtype=torch.int32) if packed else None
+    longest = 156 if packed else 256
     directions = (per_head(width), per_head(width), per_head())
-    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, 156, 156)
+    inputs = (tokens(4), tokens(2), tokens(2), *directions, torch.zeros(1, 2, 256), lengths, lengths, longest, longest)
     return inputs, tokens(4)
 
 

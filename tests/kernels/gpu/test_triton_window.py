@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from cases import BF16, F16, Case, check, make, run, small_gradients
 
-from favor.kernels.gpu.window import op as window
+from favor.kernels.gpu import window
 
 UNEVEN = ((5, 5), (20, 20), (0, 0), (16, 16), (1, 1))
 PREFIXED = ((5, 7), (20, 30), (0, 20), (1, 33), (0, 0))

@@ -24,9 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from favor.kernels.eager.blocks import FUSED_SPAN, SPAN, WIDEST, Blocks, Span, States
 from favor.kernels.eager.common import LN2, LOG2E, Buffer, exp2, fused_attention, fused_takes, write
-from favor.kernels.eager.window.blocks import FUSED_SPAN, SPAN, Blocks, Span
-from favor.kernels.eager.window.states import WIDEST, States
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 

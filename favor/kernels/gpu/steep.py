@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.causal.backward import from_later
-from favor.kernels.gpu.causal.problem import Problem, load_features, load_logit, locate_chunk
-from favor.kernels.gpu.causal.states import States
+from favor.kernels.gpu.chunks import Problem, from_later, load_features, load_logit, locate_chunk
 from favor.kernels.gpu.common import LN2, LOG2E, absorb, contract, finite, load_rows, load_tile, mix, store_tile, wide
 
 _FEATURES = 32
@@ -30,7 +28,7 @@ def _logit_of_feature(tokens, directions, width: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
-def _steep_output(
+def steep_output(
     query, key, value, to_query, to_key, offset, bias, log_weight, summary, steep, out, lse,
     cu_q, cu_k, queries, keys, chunks,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
@@ -108,7 +106,7 @@ def _steep_output(
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
-def _steep_queries(
+def steep_queries(
     query, key, value, to_query, to_key, offset, bias, log_weight, summary, steep, grad, lse, delta, dq,
     cu_q, cu_k, queries, keys, chunks,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
@@ -172,7 +170,7 @@ def _steep_queries(
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "chunks"])
-def _steep_keys(
+def steep_keys(
     query, key, value, to_query, to_key, offset, bias, steep, later_weight, later_summary, later_share, grad, lse,
     delta, dk, dv, dbias,
     cu_q, cu_k, queries, keys, chunks,
@@ -239,34 +237,9 @@ def _steep_keys(
     tl.store(dbias + (batch * HK + source) * keys + place + index, bias_acc, mask=there)
 
 
-def steep_outputs(problem: Problem, states: States, out: Tensor, lse: Tensor) -> None:
-    """Writes output and logarithm of the normaliser of all chunks that are steep."""
-    tensors = (states.log_weight, states.summary, states.steep, out, lse)
-    _launch(_steep_output, problem, problem.operands.query.shape[1], tensors, (out,))
-
-
-def steep_query_gradients(
-    problem: Problem, states: States, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
+def launch_steep(
+    kernel: Any, problem: Problem, heads: int, tensors: tuple[Any, ...], strided: tuple[Tensor, ...]
 ) -> None:
-    """Writes the gradient of the queries of all chunks that are steep."""
-    tensors = (states.log_weight, states.summary, states.steep, grad, lse, delta, dq)
-    _launch(_steep_queries, problem, problem.operands.query.shape[1], tensors, (grad, dq))
-
-
-def steep_key_gradients(
-    problem: Problem, states: States, later: States, sent: tuple[Tensor, ...], found: tuple[Tensor, ...]
-) -> None:
-    """Writes the gradients of the keys, values and biases, `found`, of all chunks that are steep.
-
-    Args:
-        states, later: of the keys before each chunk, and of the queries after it.
-        sent: gradient of the output, logarithm of the normaliser and delta.
-    """
-    tensors = (states.steep, later.log_weight, later.summary, later.share, *sent, *found)
-    _launch(_steep_keys, problem, problem.operands.key.shape[1], tensors, (sent[0], *found[:2]))
-
-
-def _launch(kernel: Any, problem: Problem, heads: int, tensors: tuple[Any, ...], strided: tuple[Tensor, ...]) -> None:
     """Launches `kernel` for all chunks, up to 32 rows of a chunk in a program."""
     rows = min(problem.chunk, 32)
     programs = problem.programs(heads) * (problem.chunk // rows)

@@ -1,4 +1,7 @@
-"""Causal attention that goes on where it stopped: pieces of any length, a state whose size does not grow."""
+"""Causal attention that goes on where it stopped: one token at a time, or pieces of any length.
+
+The size of the state does not depend on the length so far.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,130 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from favor.kernels.dispatch import is_tracing
+from favor.kernels.dispatch import is_tracing, kernel_module, pick
 from favor.kernels.operands import Operands
-from favor.kernels.stream.decode import DecodeState, decode
-from favor.kernels.stream.ragged import Waiting
 
 _SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers per head
+# The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
+_DECODE = (
+    "(Tensor query, Tensor key, Tensor value, Tensor query_directions, Tensor key_directions, Tensor offset, "
+    "Tensor key_bias, Tensor(a7!) log_weight, Tensor(a8!) summary, str kernel) -> Tensor"
+)
+
+
+@dataclass
+class DecodeState:
+    """State that past keys leave behind: for each feature their total weight and the weighted mean of their values.
+
+    Attributes:
+        log_weight: logarithm of the sum of exp(key.uk_m + key_bias), `[B, Hk, M]`; -inf before the first key.
+        summary: `[B, Hk, M, dv]`. Both are float32 (float64 for float64 models).
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import DecodeState
+        >>> DecodeState(torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8, 4)).summary.shape
+        torch.Size([1, 2, 8, 4])
+    """
+
+    log_weight: Tensor
+    summary: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch_size: int,
+        key_heads: int,
+        num_features: int,
+        value_width: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> DecodeState:
+        """Makes the state before the first token."""
+        shape = (batch_size, key_heads, num_features)
+        log_weight = torch.full(shape, -torch.inf, dtype=dtype, device=device)
+        return cls(log_weight, torch.zeros(*shape, value_width, dtype=dtype, device=device))
+
+    @classmethod
+    @torch.no_grad()
+    def from_keys(
+        cls, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, *, kernel: str = "auto"
+    ) -> DecodeState:
+        """Makes the state after a prompt, from which decoding goes on.
+
+        Args:
+            key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+            key_directions: `[n, Hk, M, d]`, n = 1 or B; key_bias: `[B, Hk, S]`.
+            kernel: "auto", "torch" or "triton".
+        """
+        module = kernel_module(pick(kernel, key, value), "decode")
+        key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (key, value))
+        directions, bias = key_directions.contiguous(), key_bias.contiguous()
+        with torch.cuda.device_of(key):
+            summary, log_weight, *_ = module.summarise(directions, key, bias, value, None, key.shape[2])
+        return cls(log_weight, summary)
+
+
+@torch.no_grad()
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_directions: Tensor,
+    key_directions: Tensor,
+    offset: Tensor,
+    key_bias: Tensor,
+    state: DecodeState,
+    *,
+    kernel: str = "auto",
+) -> Tensor:
+    """Does one step of causal attention: adds a key to the state, in place, and reads it with a query. No gradient.
+
+    Args:
+        query: `[B, H, 1, d]`; key, value: `[B, Hk, 1, d]`, `[B, Hk, 1, dv]`.
+        query_directions, key_directions, offset: as in `linear_attention`.
+        key_bias: `[B, Hk, 1]`; -inf leaves the state unchanged.
+        state: changed in place.
+        kernel: "auto", "torch" or "triton".
+
+    Returns:
+        `[B, H, 1, dv]`, what `linear_attention` with `is_causal` gives for the last token.
+
+    Raises:
+        ValueError: if there is more than one token, or the kernel cannot run.
+
+    Example:
+        >>> import torch
+        >>> from favor.kernels import DecodeState, decode
+        >>> q, k, v = torch.randn(3, 1, 2, 1, 4)
+        >>> uq, uk, offset = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), torch.zeros(1, 2, 8)
+        >>> state = DecodeState(torch.full((1, 2, 8), -torch.inf), torch.zeros(1, 2, 8, 4))
+        >>> out = decode(q, k, v, uq, uk, offset, torch.zeros(1, 2, 1), state)
+        >>> torch.allclose(out, v)  # one key, so its value
+        True
+    """
+    if query.shape[2] != 1 or key.shape[2] != 1:
+        raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")
+    *operands, _ = Operands(query, key, value, query_directions, key_directions, offset, key_bias).readable()
+    out: Tensor = _decode(*operands, state.log_weight, state.summary, kernel)
+    return out
+
+
+def _step(*arguments: Any) -> Tensor:
+    query, _, value, *_, kernel = arguments
+    module = kernel_module(pick(kernel, query, value), "decode")
+    with torch.cuda.device_of(query):
+        out: Tensor = module.decode(*arguments[:-1])
+    return out
+
+
+_decode = torch.library.custom_op("favor::decode", _step, mutates_args=("log_weight", "summary"), schema=_DECODE)
+
+
+@_decode.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
 @dataclass
@@ -269,14 +390,21 @@ def _cleaned(key: Tensor, value: Tensor, bias: Tensor, dtype: torch.dtype) -> tu
 
 
 def _split(block: tuple[Tensor, ...], window: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gives the bias of keys in complete blocks, -inf for the others; and key, value and bias of the others, or ()."""
-    waiting = Waiting.of(block[2][:, 0] > -torch.inf, window)
-    bias = block[2].masked_fill(waiting.kept.unsqueeze(1), -torch.inf)
-    if not waiting.order.shape[1]:
+    """Gives the bias of keys in complete blocks, -inf for the others; and key, value and bias of the others, or ().
+
+    If a sequence has fewer of these others than another one, tokens that are hidden come first.
+    """
+    real = block[2][:, 0] > -torch.inf
+    rank = real.cumsum(1)
+    kept = real & (rank > rank[:, -1:] // window * window)
+    bias, longest = block[2].masked_fill(kept.unsqueeze(1), -torch.inf), int(kept.sum(1).max())
+    if not longest:
         return bias, ()
-    rest_key, rest_value, rest_bias = (waiting.take(tensor, 2) for tensor in block)
-    rest_bias = rest_bias.masked_fill(~waiting.is_there.unsqueeze(1), -torch.inf)
-    return bias, _cleaned(rest_key, rest_value, rest_bias, dtype)
+    order = kept.to(torch.uint8).argsort(dim=1, stable=True)[:, kept.shape[1] - longest :]
+    places = (order.view(len(order), 1, -1, *[1] * (tensor.ndim - 3)) for tensor in block)
+    rest = [torch.take_along_dim(tensor, own, 2) for tensor, own in zip(block, places, strict=True)]
+    hidden = ~kept.gather(1, order).unsqueeze(1)
+    return bias, _cleaned(rest[0], rest[1], rest[2].masked_fill(hidden, -torch.inf), dtype)
 
 
 def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeState) -> Tensor:

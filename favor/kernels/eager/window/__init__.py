@@ -1,1 +1,0 @@
-"""Attention in plain torch that is exact inside blocks of tokens and linear between them."""

@@ -1,1 +1,0 @@
-"""Causal attention in Triton, a chunk of tokens at a time."""

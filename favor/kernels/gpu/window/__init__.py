@@ -1,1 +1,0 @@
-"""Attention in Triton that is exact inside blocks of tokens and linear between them."""
