@@ -10,17 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from favor.decomposition.epochs import Point, Quadratic, Rule
+from favor.decomposition.epochs import Point, PowerParameters, Quadratic, Rule, StochasticPower
 from favor.decomposition.inputs import check_flag, check_number, tensor_of
-from favor.decomposition.power_rules import (
-    PowerParameters,
-    heavy_ball_rule,
-    power_rule,
-    row_deviations,
-    second_eigenvalue,
-)
 from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
-from favor.decomposition.stochastic_base import StochasticPower
 
 # Exact steps from which eigenvalues are first estimated.
 WARM_UP = 5
@@ -28,6 +20,112 @@ WARM_UP = 5
 LONGEST = 10
 # The ratio l2 / l1 while there is no estimate yet.
 UNKNOWN_RATIO = 0.5
+# Halvings of the interval (0, 1] in which eta is sought: below the last bits of any eta above 1e-40.
+HALVINGS = 200
+# The estimate of l2 stays below l1 by this share, so that the gap is never 0.
+SMALLEST_GAP = 1e-6
+
+
+def power_rule(
+    ratio: float, sigma2: float, batch: int, eta: float | None = None, epoch_length: int | None = None
+) -> PowerParameters:
+    """Gives the largest step of VR Power that a batch allows, and the epoch that goes with it; l1 is 1.
+
+    With them an epoch takes theta = sum_{k>1} E(u_k'x)^2 / E(u_1'x)^2 to at most 3/4 of it.
+
+    Args:
+        ratio: second eigenvalue l2 of C, in [0, 1).
+        sigma2: E|a a' - C|^2 (spectral norm) over rows a, >= 0.
+        batch: |S|, rows per step.
+        eta: a step in (0, 1]; None chooses it.
+        epoch_length: m >= 1; None chooses it.
+
+    References:
+        C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), section 4.3.
+        The bisection keeps the ceiling of m, which the closed form leaves out, so that the inequality holds.
+    """
+    return PowerParameters(
+        *_chosen(
+            lambda eta: math.ceil(math.log(2) / (2 * eta * (1 - ratio))),
+            lambda eta, m: 16 * eta**2 * sigma2 * m,
+            batch,
+            eta,
+            epoch_length,
+        )
+    )
+
+
+def heavy_ball_rule(
+    ratio: float, sigma2: float, batch: int, eta: float | None = None, epoch_length: int | None = None
+) -> PowerParameters:
+    """Gives the parameters of an epoch of VR HB Power; arguments and source are those of `power_rule`.
+
+    Its momentum is beta = (1 - eta + eta l2)^2, with which all directions except the first grow alike.
+    """
+
+    def slack(eta: float) -> float:
+        """Gives q^2 / eta."""
+        return (1 - ratio) * (2 * (1 - eta) + eta * (1 + ratio))
+
+    def length(eta: float) -> int:
+        q = math.sqrt(eta * slack(eta))
+        return math.ceil((1 + q) / (eta * (1 - ratio) + q) * math.log(8) / 2)
+
+    eta, m = _chosen(length, lambda eta, m: 128 * eta * sigma2 * m / slack(eta), batch, eta, epoch_length)
+    return PowerParameters(eta, m, (1 - eta + eta * ratio) ** 2)
+
+
+def _chosen(
+    length: Callable[[float], int],
+    rows: Callable[[float, int], float],
+    batch: int,
+    eta: float | None,
+    epoch_length: int | None,
+) -> tuple[float, int]:
+    """Gives eta and m: those given, else the largest eta found for which the batch suffices, and its m."""
+
+    def steps(eta: float) -> int:
+        return length(eta) if epoch_length is None else epoch_length
+
+    if eta is None:
+        low, high = 0.0, 1.0
+        if rows(high, steps(high)) <= batch:
+            low = high
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if not low < middle < high:
+                break
+            low, high = (middle, high) if rows(middle, steps(middle)) <= batch else (low, middle)
+        eta = low
+        if eta == 0:
+            raise ValueError("no eta is small enough for this batch: make batch_size larger.")
+    return eta, steps(eta)
+
+
+def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
+    """Estimates l2 from two points and their images, without another pass over the data.
+
+    It is the Rayleigh quotient of the part of `last` orthogonal to `point`: at most l2 once `point` is u_1, mostly too
+    low.
+
+    Args:
+        point: x, unit `[d]`, and its image C x.
+        last: the point of the epoch before, unit `[d]`, and its image.
+
+    Returns:
+        The estimate within [0, (1 - 1e-6) x'C x]; None if the points are too near each other to tell.
+
+    References:
+        Kim (2020), section 4.4; both bounds and the refusal of near points are additions.
+    """
+    overlap = torch.dot(last, point).item()
+    rest = 1 - overlap**2
+    if not rest >= max(1e-14, 4 * torch.finfo(point.dtype).eps):
+        return None
+    l1 = torch.dot(point, image).item()
+    crossed = torch.dot(last, last_image) - 2 * overlap * torch.dot(point, last_image)
+    estimate = (crossed.item() + overlap**2 * l1) / rest
+    return min(max(estimate, 0.0), l1 * (1 - SMALLEST_GAP))
 
 
 class VRPower(StochasticPower):
@@ -45,13 +143,12 @@ class VRPower(StochasticPower):
         batch_size: |S|, rows of a mini-batch, drawn with replacement: int, or a share of the rows (float), which is at
             least 64 rows. Default 0.01. With all rows, steps are those of power iteration.
         eta: step in (0, 1], for rows divided by sqrt(l1), so that results do not depend on the scale of X; "rule" for
-            the largest step that section 4.3 allows for |S| and `variance`. Default 1.
+            the largest step that section 4.3 allows for |S|, with the mean of |a|^2 / l1 over rows a as sigma^2.
+            Default 1.
         epoch_length: m, steps of an epoch, or "rule". Default 25.
         eigenvalues: None (default): a step is scaled by x'C x, and "rule" cannot be used. A sequence of the
             n_components + 1 largest eigenvalues of C: used for the scale and for rules. "estimate": l1 and l2 from the
             gradients at the starts of epochs, after 5 exact steps (the parameter-free form).
-        variance: sigma^2 of the rules. None (default): the mean of |a|^2 / l1 over rows a, as in the experiments of the
-            thesis; "exact": E|a a' - C|^2 / l1^2, for which C is formed in O(n d^2); or a number for E|a a' - C|^2.
         center: whether the mean is subtracted from rows. Default False.
         tol: components are final when |C x - l x| <= tol l with l = x'C x; the sine of the angle to the true one is
             then at most about tol / (1 - l2/l1). Default 1e-6; no less than 64 units of rounding.
@@ -65,8 +162,6 @@ class VRPower(StochasticPower):
         n_iter_: epochs of all components.
         passes_: rows read divided by the number of rows, those for the mean and for sigma^2 included.
         history_: `favor.decomposition.epochs.Epoch` for the start and after each epoch.
-        n_features_in_: columns seen by `fit`.
-        feature_names_in_: their names, if the data had names.
 
     Raises:
         ValueError: from `fit`, for parameters out of range, and for data that are not finite, all zero or, for
@@ -83,7 +178,7 @@ class VRPower(StochasticPower):
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
         Algorithm 3 and sections 4.3 and 4.4. Differences: (1 - eta) I + eta C means another step for every scale of the
         data, so rows are divided by sqrt(l1) here. The rules are proven for sigma^2 of the definition, with which steps
-        are far too small. The mean of |a|^2, which the experiments use, does not even have its units and is still
+        are far too small. The mean of |a|^2 / l1, which the experiments use, does not even have its units and is still
         conservative. Hence the defaults eta = 1, m = 25, and the halving. Lengths of epochs that come from estimates
         are cut at 10 passes.
 
@@ -104,7 +199,6 @@ class VRPower(StochasticPower):
         eta: float | str = 1.0,
         epoch_length: int | str = 25,
         eigenvalues: Any = None,
-        variance: float | str | None = None,
         center: bool = False,
         tol: float = 1e-6,
         max_epochs: int = 100,
@@ -115,7 +209,6 @@ class VRPower(StochasticPower):
         self.eta = eta
         self.epoch_length = epoch_length
         self.eigenvalues = eigenvalues
-        self.variance = variance
         self.center = center
         self.tol = tol
         self.max_epochs = max_epochs
@@ -125,15 +218,12 @@ class VRPower(StochasticPower):
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> VRPower:
-        """Finds the components.
+        """Finds the components; y is ignored.
 
         Args:
             X: rows `[n, n_features]`: tensor, array, or what is read as needed: a `numpy.memmap` or any object with
                 `len` that gives rows for a rising array of integers.
-            y: ignored; pipelines pass it.
-
-        Returns:
-            The estimator itself.
+            y: ignored.
         """
         self._check_parameters()
         source = row_source(self, X, reset=True, minimum=2 if self.center else 1)
@@ -141,14 +231,11 @@ class VRPower(StochasticPower):
         if self.center:
             mean = source.mean(lambda rows: rows.mean(0))
             source.offset = mean
-        noise = self._noise(source)
-        points = self._climb_all(
-            X,
-            source,
-            Quadratic(),
-            lambda number: self._rule(number, len(source), noise),
-            warm_up=WARM_UP if self._estimates else 0,
-        )
+        square = 0.0  # with all rows there is no noise
+        if self.eta == "rule" and batch_rows(self.batch_size, len(source)) < len(source):
+            square = source.mean(lambda rows: rows.square().sum(-1).mean()).item()
+        warm_up = WARM_UP if self._estimates else 0
+        points = self._climb_all(X, source, Quadratic(), lambda k: self._rule(k, len(source), square), warm_up)
         variances = mean.new_tensor([point.multiplier for point in points])
         self.explained_variance_ = same_kind_as_rows(variances, X)
         self.mean_ = same_kind_as_rows(mean, X)
@@ -161,8 +248,8 @@ class VRPower(StochasticPower):
     def _estimates(self) -> bool:
         return isinstance(self.eigenvalues, str)
 
-    def _rule(self, number: int, n: int, noise: Callable[[float], float] | None) -> Rule:
-        """Gives the parameters of each epoch of a component; keeps the estimate of l2/l1 between epochs."""
+    def _rule(self, number: int, n: int, square: float) -> Rule:
+        """Gives the parameters of each epoch of a component, for rows of this mean square; keeps estimates of l2/l1."""
         batch = batch_rows(self.batch_size, n)
         known = None if self.eigenvalues is None or self._estimates else np.asarray(self.eigenvalues, dtype=float)
         ratio = UNKNOWN_RATIO if known is None else known[number + 1] / known[number]
@@ -173,8 +260,7 @@ class VRPower(StochasticPower):
             if self._estimates and last is not None:
                 l2 = second_eigenvalue(point.x, point.gradient, last.x, last.gradient)
                 ratio = ratio if l2 is None else l2 / l1
-            sigma2 = 0.0 if noise is None else noise(l1)
-            parameters = self._parameters(min(ratio, 1 - 1e-12), sigma2, batch, factor)
+            parameters = self._parameters(min(ratio, 1 - 1e-12), square / l1, batch, factor)
             if self.epoch_length == "rule" and self._estimates:
                 longest = 1 + math.ceil(LONGEST * n / batch)
                 parameters = parameters._replace(epoch_length=min(parameters.epoch_length, longest))
@@ -185,27 +271,12 @@ class VRPower(StochasticPower):
     def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
         """Gives the parameters of an epoch for l1 = 1 and l2 = ratio, with eta times a factor."""
         m = None if self.epoch_length == "rule" else int(self.epoch_length)
-        eta = self._power_rule(1.0, ratio, sigma2, batch, epoch_length=m).eta if self.eta == "rule" else float(self.eta)
-        return self._power_rule(1.0, ratio, sigma2, batch, eta=eta * factor, epoch_length=m)
-
-    def _noise(self, source: RowSource) -> Callable[[float], float] | None:
-        """Gives sigma^2 of rows divided by sqrt(l1) as a function of l1; None if no rule asks for it."""
-        if self.eta != "rule" or batch_rows(self.batch_size, len(source)) == len(source):
-            # With all rows there is no noise.
-            return None
-        if self.variance is None:
-            square = source.mean(lambda rows: rows.square().sum(-1).mean()).item()
-            return lambda l1: square / l1
-        variance = float(self.variance) if self.variance != "exact" else exact_variance(source)
-        return lambda l1: variance / l1**2
+        eta = self._power_rule(ratio, sigma2, batch, None, m).eta if self.eta == "rule" else float(self.eta)
+        return self._power_rule(ratio, sigma2, batch, eta * factor, m)
 
     def _check_parameters(self) -> None:
         self._check_common("rule")
         check_flag("center", self.center)
-        check_number("variance", self.variance, None, "exact")
-        self._check_eigenvalues()
-
-    def _check_eigenvalues(self) -> None:
         if self.eigenvalues is None:
             asked = self._asks_for_eigenvalues()
             if asked:
@@ -245,7 +316,6 @@ class VRHeavyBallPower(VRPower):
         epoch_length: as in `VRPower`. Default 25.
         beta: weight of momentum in [0, 1), or "rule" (default) for (1 - eta + eta l2/l1)^2.
         eigenvalues: as in `VRPower`, but by default "estimate".
-        variance: as in `VRPower`.
         center: as in `VRPower`.
         tol: as in `VRPower`.
         max_epochs: as in `VRPower`.
@@ -276,7 +346,6 @@ class VRHeavyBallPower(VRPower):
         epoch_length: int | str = 25,
         beta: float | str = "rule",
         eigenvalues: Any = "estimate",
-        variance: float | str | None = None,
         center: bool = False,
         tol: float = 1e-6,
         max_epochs: int = 100,
@@ -288,7 +357,6 @@ class VRHeavyBallPower(VRPower):
             eta=eta,
             epoch_length=epoch_length,
             eigenvalues=eigenvalues,
-            variance=variance,
             center=center,
             tol=tol,
             max_epochs=max_epochs,
@@ -308,11 +376,3 @@ class VRHeavyBallPower(VRPower):
 
     def _asks_for_eigenvalues(self) -> str | None:
         return "beta" if self.beta == "rule" else super()._asks_for_eigenvalues()
-
-
-def exact_variance(source: RowSource) -> float:
-    """Computes sigma^2 = E|a a' - C|^2 with the spectral norm; C `[d, d]` is formed."""
-    second = source.mean(lambda rows: rows.T @ rows / len(rows))
-    values, vectors = torch.linalg.eigh(second)
-    values = values.clamp_min(0)
-    return source.mean(lambda rows: row_deviations(rows, values, vectors).square().mean()).item()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from favor.optim.bound import bound_coefficients, bound_factor
-from favor.optim.head import HeadOptimizer
-from favor.optim.inputs import Batch
+from favor.optim.head import Batch, HeadOptimizer
 
 RULES = ("exact", "repaired")
 
@@ -199,13 +198,8 @@ class LSPFB(HeadOptimizer):
         >>> from favor.optim import LSPFB
         >>> head = torch.nn.Linear(4, 3)
         >>> optimizer = LSPFB(head, rank=2)
-        >>> x, y = torch.randn(4, 4), torch.randint(3, (4,))
-        >>> def closure():
-        ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
-        ...     loss.backward()
-        ...     return loss
-        >>> loss = optimizer.step(closure)
+        >>> torch.nn.functional.cross_entropy(head(torch.randn(4, 4)), torch.randint(3, (4,))).backward()
+        >>> optimizer.step()
     """
 
     def __init__(
