@@ -384,7 +384,7 @@ def plot_pca(result: Mapping[str, Any], path: Path) -> None:
     """Draws the error by passes at the gap of the claim."""
     figure, ((axes,),) = panels(1, 1, 9, 6)
     for name, cell in result["gaps"][f"{CLAIM_GAP:g}"].items():
-        passes, errors = zip(*cell["path"], strict=True)
+        passes, errors = ([place[i] for place in cell["path"]] for i in (0, 1))
         axes.plot(passes, errors, "." + ("-" if name.startswith("VR") else "--"), linewidth=1, markersize=4, label=name)
     axes.set(yscale="log", ylim=(TARGETS[-1] / 100, 2), title=f"gap {CLAIM_GAP:g}")
     axes.set_xscale("symlog", linthresh=10)

@@ -124,7 +124,7 @@ Rule = Callable[[Point, "Point | None", float], tuple[PowerParameters, float]]
 def reduced_gradient(objective: Objective, rows: Tensor, x: Tensor, anchor: Tensor, anchor_gradient: Tensor) -> Tensor:
     """Estimates grad f(x) `[d]` from a batch: unbiased for uniform rows, and exact for x along the anchor.
 
-    The weight makes of a gradient at the anchor that at the projection of x on it: sign(c) (|c| / |anchor|^2)^(p-1) with
+    The weight makes of a gradient at the anchor that at the projection of x on it: sign(c) (|c| / |anchor|^2)^(p-1),
     c = x'anchor. The thesis (Algorithm 5) leaves out the sign, without which noise does not vanish for x opposite to
     the anchor.
     """

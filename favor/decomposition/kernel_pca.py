@@ -1,4 +1,4 @@
-"""Kernel principal components of the L1 norm, from the kernel matrix or from rows, with outlier scores; of the Lp norm."""
+"""Kernel principal components of the L1 norm, with outlier scores, and of the Lp norm."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ class LpKernelPCA(KernelDecomposition):
         left, found = factor, factor.new_zeros(factor.shape[1], 0)
         counts: list[int] = []
         while len(counts) < self.n_components and float(left.norm()) > tolerance:
-            start = _start(left, float(self.p), generator)
+            start = _best_row(left, float(self.p), generator)
             result = scale_invariant_power(
                 _gradient(left, float(self.p)), start, shift=self.shift, tol=self.tol, max_iter=self.max_iter
             )
@@ -405,7 +405,7 @@ def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:
     return gradient
 
 
-def _start(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
+def _best_row(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
     """Gives a row `[r]` of largest mean |factor @ x|^p, x its direction, of `CANDIDATES` rows drawn by squared norm."""
     drawn = torch.multinomial(factor.square().sum(1).double().cpu(), CANDIDATES, replacement=True, generator=generator)
     rows = factor[drawn.to(factor.device)]

@@ -225,7 +225,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def fit_transform(self, X: Any, y: Any = None, W: Any = None, H: Any = None) -> Any:
-        """Finds both factors of a nonnegative X `[n, n_features]`; gives W `[n, K]`, a tensor if X is one, else an array.
+        """Finds both factors of a nonnegative X `[n, n_features]`; gives W `[n, K]`, a tensor if X is one.
 
         W and H are the start with init="custom", `[n, K]` and `[K, n_features]`; zeros stay zero, and a factor common
         to all of WH changes nothing. y is ignored.

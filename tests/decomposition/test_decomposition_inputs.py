@@ -11,7 +11,6 @@ from sklearn.datasets import load_iris
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.estimator_checks import check_estimator
 
-import favor.decomposition
 from favor.decomposition import (
     KLNMF,
     L1KernelPCA,
@@ -36,12 +35,12 @@ ESTIMATORS = {
     },
     VRPower: {
         "integer": ("n_components", "epoch_length", "max_epochs"),
-        "number": ("eta", "variance", "tol"),
+        "number": ("eta", "tol"),
         "flag": ("center",),
     },
     VRHeavyBallPower: {
         "integer": ("n_components", "epoch_length", "max_epochs"),
-        "number": ("eta", "beta", "variance", "tol"),
+        "number": ("eta", "beta", "tol"),
         "flag": ("center",),
     },
     StochasticSCIPI: {
@@ -132,11 +131,6 @@ def test_wrong_kinds_of_parameters_are_refused_by_name(call, names):
                 call(**{name: value})
 
 
-def test_a_step_of_a_block_is_no_boolean():
-    with pytest.raises(ValueError, match=r"steps\[0\] must be a positive number or None, got True"):
-        block_power([lambda x: x], [np.ones(4)], steps=[True])
-
-
 @pytest.mark.parametrize("kind", [L1KernelPCA, LpKernelPCA])
 def test_a_matrix_is_no_kernel(kind):
     with pytest.raises(ValueError, match="kernel must be one of linear, rbf, precomputed or a function; got array"):
@@ -204,8 +198,3 @@ def test_warnings_of_transform_and_of_functions_point_at_the_caller():
         with pytest.warns(ConvergenceWarning) as caught:
             call()
         assert {warning.filename for warning in caught} == {__file__}
-
-
-def test_public_names_are_listed():
-    assert set(favor.decomposition.__all__) <= set(dir(favor.decomposition))
-    assert "__doc__" in dir(favor.decomposition)

@@ -6,8 +6,8 @@ import torch
 from counts import by_definition, divergence, factors, mu, ours, planted, small, start
 from scipy import sparse
 
-from favor.decomposition import KLNMF, mixture_proportions
-from favor.decomposition.factors import Target, half_step, sweep
+from favor.decomposition import KLNMF
+from favor.decomposition.kl_nmf import Target, half_step, sweep
 
 
 def target_of(V: np.ndarray, kind: str) -> Target:
@@ -25,16 +25,6 @@ def test_a_half_step_is_its_definition(shift, kind):
     across = target.t()
     found = half_step(across, right.t(), left.t(), target.flipped(target.product(left, right)), shift).t()
     np.testing.assert_allclose(found, by_definition(V.T, H.T, W.T, shift).T, rtol=1e-12)
-
-
-def test_a_half_step_is_an_iteration_of_mixture_proportions_in_every_column():
-    V, W, H = small(), *factors(small(), 4)
-    target, left, right = Target.of(torch.tensor(V)), torch.tensor(W), torch.tensor(H)
-    found = half_step(target, left, right, target.product(left, right), 0.05).numpy()
-    c, v = W.sum(0), V.sum(0)
-    options = {"tol": 0, "max_iter": 1, "guard": False, "shift": 0.05}
-    columns = mixture_proportions(np.broadcast_to(W / c, (20, 30, 4)), V.T, start=(H * c[:, None]).T, **options)
-    np.testing.assert_allclose(found, columns.proportions.T * v / c[:, None], rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -76,22 +66,6 @@ def test_t7_half_the_sweeps_of_mu_on_planted_factors():
     assert np.mean(reached) <= 1.01 * np.mean(twice)
 
 
-def test_exact_factors_are_found():
-    W, H = factors(np.ones((30, 20)), 3, seed=1)
-    V = (W**6) @ (H**6)
-    model = KLNMF(3, tol=0, max_iter=3000, random_state=0)
-    left = model.fit_transform(V)
-    assert divergence(V, left, model.components_) <= 1e-7 * V.sum()
-
-
-def test_one_component_is_the_outer_product_of_sums():
-    """Rank one has this optimum, and one sweep reaches it."""
-    V = small()
-    model = KLNMF(1, max_iter=1, tol=0, random_state=0)
-    W = model.fit_transform(V)
-    np.testing.assert_allclose(W @ model.components_, np.outer(V.sum(1), V.sum(0)) / V.sum(), rtol=1e-12)
-
-
 @pytest.mark.parametrize("make", [sparse.csr_matrix, sparse.csc_array, sparse.coo_array])
 def test_sparse_is_dense(make):
     V = small(mean=0.3)
@@ -109,7 +83,7 @@ def test_sparse_is_dense(make):
 def test_sparse_matrices_in_many_blocks(monkeypatch):
     V = small(mean=0.3)
     expected = KLNMF(4, tol=0, max_iter=10, random_state=0).fit_transform(sparse.csr_array(V))
-    monkeypatch.setattr("favor.decomposition.factors._BLOCK", 30)
+    monkeypatch.setattr("favor.decomposition.kl_nmf._BLOCK", 30)
     found = KLNMF(4, tol=0, max_iter=10, random_state=0).fit_transform(sparse.csr_array(V))
     np.testing.assert_array_equal(found, expected)
 

@@ -8,7 +8,6 @@ import torch
 from scipy import sparse, stats
 
 from favor.decomposition import mixture_proportions
-from favor.decomposition.mixture import fit_proportions
 
 # The counterexample to monotonicity: from here one step without shift lowers the objective by 0.0127.
 FALLING = np.array([[0.93, 0.01], [0.01, 0.99]]), np.array([5 / 17, 12 / 17]), np.array([0.0649, 0.9351])
@@ -251,15 +250,6 @@ def test_rows_without_count_and_without_likelihood():
     np.testing.assert_allclose(mixture_proportions(sparse.csr_array(L), v).proportions, expected.proportions, rtol=1e-9)
 
 
-def test_counts_are_repeated_rows():
-    L, _ = random_case(20)
-    v = np.arange(20) % 4
-    one = mixture_proportions(L, v, tol=1e-12)
-    two = mixture_proportions(np.repeat(L, v, axis=0), tol=1e-12)
-    np.testing.assert_allclose(one.proportions, two.proportions, atol=1e-9)
-    assert one.objective == pytest.approx(two.objective, abs=1e-13)
-
-
 def test_edges():
     one = mixture_proportions(np.array([[2.0], [3.0]]))
     assert one.proportions.tolist() == [1.0]
@@ -280,10 +270,3 @@ def test_max_iter_ends_the_iteration():
     again = mixture_proportions(L, v, max_iter=3, start=mixture_proportions(L, v).proportions)
     assert again.n_iter == 0
     assert again.converged
-
-
-def test_products_alone_are_enough():
-    L, v = (torch.tensor(part) for part in random_case())
-    start = torch.ones(5, dtype=torch.float64)
-    found = fit_proportions(lambda pi: L @ pi, lambda r: L.T @ r, v, start, 0.05, guard=True, tol=1e-8, max_iter=10_000)
-    torch.testing.assert_close(found.proportions, mixture_proportions(L, v).proportions, rtol=1e-8, atol=0)

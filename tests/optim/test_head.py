@@ -45,6 +45,12 @@ def test_curvature_can_change_on_the_way():
         torch.testing.assert_close(joined(head), after_step(whole, curvature=curvature))
 
 
+def test_without_a_gradient_nothing_happens():
+    head = make_head()
+    SoftmaxBound(head).step()
+    assert torch.equal(joined(head), start())
+
+
 def test_groups_have_their_own_options_and_schedulers_reach_them():
     x, y = data()
     heads = make_head(), make_head()
