@@ -67,10 +67,7 @@ def l1_kernel_pca(
 
     Raises:
         ValueError: for a matrix that is not square, symmetric and finite with a diagonal >= 0, or an option out of
-            range.
-
-    Warns:
-        ConvergenceWarning: if a component still moved after max_iter updates.
+            range. A ConvergenceWarning says that a component still moved after max_iter updates.
 
     References:
         C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), Algorithm 1
@@ -183,14 +180,8 @@ class L1KernelPCA(KernelDecomposition):
         n_components_: number of components found.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range, or rows that are all equal.
-
-    Warns:
-        ConvergenceWarning: if a component still moved after max_iter updates.
-
-    See Also:
-        favor.decomposition.l1_kernel_pca: these components from a kernel matrix.
-        sklearn.decomposition.KernelPCA: the L2 norm.
+        ValueError: from `fit`, for parameters out of range, or rows that are all equal. A ConvergenceWarning says that
+            a component still moved after max_iter updates.
 
     Notes:
         Time and memory are O(n^2), for the linear kernel too; each sign update is a product with the kernel matrix.
@@ -297,14 +288,8 @@ class LpKernelPCA(KernelDecomposition):
         n_components_: number of components found; mean_, X_fit_, gamma_ and kernel means as in `L1KernelPCA`.
 
     Raises:
-        ValueError: from `fit`, for parameters out of range, or rows that are all equal.
-
-    Warns:
-        ConvergenceWarning: if a component still moved after max_iter steps.
-
-    See Also:
-        L1KernelPCA: p = 1 by sign updates, with outlier scores.
-        sklearn.decomposition.KernelPCA: p = 2.
+        ValueError: from `fit`, for parameters out of range, or rows that are all equal. A ConvergenceWarning says that
+            a component still moved after max_iter steps.
 
     Notes:
         With the linear kernel a step costs O(n d). Other kernels are factored once by eigenvectors, O(n^3).

@@ -174,13 +174,8 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         n_iter_: sweeps, those that the guard repeated counted once.
 
     Raises:
-        ValueError: from `fit`, for negative data or parameters out of range.
-
-    Warns:
-        ConvergenceWarning: from `fit` and `transform`, if max_iter ends the iteration and tol is above 0.
-
-    See Also:
-        sklearn.decomposition.NMF: beta_loss="kullback-leibler", solver="mu" minimises this divergence by MU.
+        ValueError: from `fit`, for negative data or parameters out of range. A ConvergenceWarning from `fit` and
+            `transform` says that max_iter ended the iteration and tol is above 0.
 
     Notes:
         X may be a dense array, a SciPy sparse matrix, whose cost depends on its nonzero entries only, or a dense
@@ -255,10 +250,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def transform(self, X: Any) -> Any:
-        """Gives W `[n, K]` of other rows, for the H of `fit`: mixture proportions of each row, times its sum.
-
-        A convex problem, iterated until `tol` or `max_iter`. Features that no component has do not count.
-        """
+        """Gives W `[n, K]` of other rows, for the H of `fit`; features that no component has do not count."""
         check_is_fitted(self)
         self._check_parameters()
         whole = Target.of(self._matrix(X, reset=False))

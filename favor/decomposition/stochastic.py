@@ -99,10 +99,7 @@ class StochasticSCIPI(StochasticPower):
 
     Raises:
         ValueError: from `fit`, for parameters out of range, for data that are not finite or all zero, and for "mixture"
-            if an entry is negative or a row is 0.
-
-    Warns:
-        ConvergenceWarning: if tol is not reached.
+            if an entry is negative or a row is 0. A ConvergenceWarning says that tol is not reached.
 
     Notes:
         `transform` gives products with the components; for "mixture" responsibilities, the probabilities

@@ -165,14 +165,10 @@ class VRPower(StochasticPower):
 
     Raises:
         ValueError: from `fit`, for parameters out of range, and for data that are not finite, all zero or, for
-            `center`, all equal.
-
-    Warns:
-        ConvergenceWarning: if tol is not reached.
+            `center`, all equal. A ConvergenceWarning says that tol is not reached.
 
     See Also:
         sklearn.decomposition.PCA: exact where d is a few hundred or less, and then faster: C costs about d/4 passes.
-        VRHeavyBallPower: VR Power with momentum.
 
     Notes:
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
@@ -310,16 +306,9 @@ class VRHeavyBallPower(VRPower):
     default.
 
     Args:
-        n_components: as in `VRPower`. Default 1.
-        batch_size: as in `VRPower`. Default 0.01.
-        eta: as in `VRPower`, but by default 0.1.
-        epoch_length: as in `VRPower`. Default 25.
+        n_components, batch_size, epoch_length, center, tol, max_epochs, random_state: as in `VRPower`.
+        eta, eigenvalues: as in `VRPower`, but by default 0.1 and "estimate".
         beta: weight of momentum in [0, 1), or "rule" (default) for (1 - eta + eta l2/l1)^2.
-        eigenvalues: as in `VRPower`, but by default "estimate".
-        center: as in `VRPower`.
-        tol: as in `VRPower`.
-        max_epochs: as in `VRPower`.
-        random_state: as in `VRPower`.
 
     Attributes:
         components_: and all others as in `VRPower`.
@@ -351,17 +340,9 @@ class VRHeavyBallPower(VRPower):
         max_epochs: int = 100,
         random_state: Any = None,
     ) -> None:
-        super().__init__(
-            n_components,
-            batch_size=batch_size,
-            eta=eta,
-            epoch_length=epoch_length,
-            eigenvalues=eigenvalues,
-            center=center,
-            tol=tol,
-            max_epochs=max_epochs,
-            random_state=random_state,
-        )
+        steps: dict[str, Any] = {"batch_size": batch_size, "eta": eta, "epoch_length": epoch_length, "tol": tol}
+        rest: dict[str, Any] = {"center": center, "max_epochs": max_epochs, "random_state": random_state}
+        super().__init__(n_components, eigenvalues=eigenvalues, **steps, **rest)
         self.beta = beta
 
     _power_rule = staticmethod(heavy_ball_rule)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,12 +77,12 @@ def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusiv
 
 @dataclass(frozen=True)
 class PartitionBound:
-    """The bound at one point.
+    """The bound on a log-partition function, or on a sum of them, at one point.
 
     Attributes:
-        log_z: log-partition function at the point, ().
+        log_z: the value at the point, ().
         mean: mu `[D]`, its gradient.
-        curvature: Sigma `[D, D]`.
+        curvature: Sigma `[D, D]`, or a `LowRankCurvature`.
 
     Example:
         >>> import torch
@@ -92,7 +93,7 @@ class PartitionBound:
 
     log_z: Tensor
     mean: Tensor
-    curvature: Tensor
+    curvature: Any
 
 
 def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = None) -> PartitionBound:

@@ -129,23 +129,6 @@ def test_huge_and_tiny_gradients_keep_their_direction():
         torch.testing.assert_close(big.x, expected, rtol=1e-14, atol=0)
 
 
-def test_kinds_and_types_follow_the_start():
-    matrix = np.array([[2.0, 1.0], [1.0, 3.0]])
-    seen = []
-
-    def gradient(x):
-        seen.append(type(x))
-        return matrix @ x if isinstance(x, np.ndarray) else torch.tensor(matrix, dtype=x.dtype) @ x
-
-    array = scale_invariant_power(gradient, np.array([1, 1])).x
-    single = scale_invariant_power(gradient, torch.ones(2)).x
-    assert isinstance(array, np.ndarray)
-    assert array.dtype == np.float64
-    assert single.dtype == torch.float32
-    assert set(seen) == {np.ndarray, torch.Tensor}
-    np.testing.assert_allclose(single, array, atol=1e-6)
-
-
 def ones(size: int = 2) -> torch.Tensor:
     return torch.ones(size, dtype=torch.float64)
 
@@ -267,15 +250,6 @@ def test_partially_scale_invariant_rate_on_a_quadratic_problem():
     near = (x + 1e-3 * start(2, 6), y + 1e-3 * start(3, 3))
     sweeps = int(np.log(1e-7) / np.log(expected))
     assert contraction(sweep, near, distance, sweeps) == pytest.approx(expected, rel=0.01)
-
-
-def test_one_block_is_the_plain_iteration():
-    gradient = lp_problem(3.0)[1]
-    one = scale_invariant_power(gradient, start(), shift=0.2)
-    blocks = block_power([gradient], [start()], shift=0.2)
-    torch.testing.assert_close(blocks.blocks[0], one.x, rtol=0, atol=0)
-    assert blocks.n_iter == one.n_iter
-    assert blocks.multipliers == (one.multiplier,)
 
 
 @pytest.mark.parametrize(

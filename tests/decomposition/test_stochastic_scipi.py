@@ -40,14 +40,6 @@ def peaks(n=4000, d=8, seed=0):
     return (source.laplace(size=(n, d)) * np.r_[1.6, np.linspace(1, 0.5, d - 1)]) @ turn
 
 
-def test_t12_degree_2_has_the_gradient_of_vr_power():
-    source = np.random.default_rng(0)
-    rows, x, anchor, whole = (tensor(source.normal(size=shape)) for shape in ((20, 6), 6, 6, 6))
-    one = reduced_gradient(PowerOfProducts(2.0), rows, x, anchor, whole)
-    other = reduced_gradient(Quadratic(), rows, x, anchor, whole)
-    assert (one - other).abs().max() < 1e-14
-
-
 @pytest.mark.parametrize("eta", [1.0, 0.3])
 def test_t12_degree_2_is_vr_power(eta):
     X, _ = rows_with(np.r_[1.0, 0.8, 0.6, np.linspace(0.4, 0.1, 7)], 3000)
@@ -182,28 +174,11 @@ def test_a_function_in_place_of_a_name():
 
 
 def test_a_function_of_degree_0_without_a_value():
-    """Nothing guards its epochs; it ends where values all around are lower."""
-    source = np.random.default_rng(0)
-    scales = np.r_[2.0, 1.2, 1.0, 0.8]
-    X = source.normal(size=(5000, 4)) * scales + 0.2
-
-    def gradient(rows, x):
-        # f_i = log(|a_i|^2 |x|^2 + (a_i'x)^2), additive: f(c x) = f(x) + 2 log|c|.
-        products, norms = rows @ x, rows.square().sum(-1)
-        inside = norms * x.square().sum() + products.square()
-        return 2 * (rows.T @ (products / inside) + x * (norms / inside).sum()) / len(rows)
-
-    estimator = StochasticSCIPI(gradient, degree=0, random_state=0).fit(X)
+    """Its value is not known, so nothing guards its epochs."""
+    L = mixture(5000, apart=3.0, K=4)
+    estimator = StochasticSCIPI(MixtureLikelihood().gradient, degree=0, random_state=0).fit(L)
     assert np.isnan(estimator.values_).all()
-    x = estimator.components_[0]
-    square = np.square(X).sum(1)
-
-    def value(x):
-        return np.log(square[:, None] + np.square(X @ x.T)).mean(0)
-
-    near = x + 0.3 * source.normal(size=(500, 4))
-    near /= np.linalg.norm(near, axis=1, keepdims=True)
-    assert (value(near) <= value(x[None]) + 1e-12).all()
+    np.testing.assert_allclose(estimator.components_[0] ** 2, em(L, 2000), atol=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["lp", "mixture"])
@@ -218,27 +193,19 @@ def test_scale_of_the_data_does_not_matter(objective):
         assert abs(other.n_iter_ - one.n_iter_) <= 1
 
 
-def test_tags():
-    assert StochasticSCIPI("mixture").__sklearn_tags__().input_tags.positive_only
-    assert not StochasticSCIPI().__sklearn_tags__().input_tags.positive_only
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "l2"}, "objective must be 'lp', 'mixture' or a function, got 'l2'"),
-        ({"objective": cube}, "degree must be given for an objective that is a function"),
-        (
-            {"objective": lambda rows, x: rows @ x, "degree": 2},
-            r"must give the mean gradient, a tensor \(3,\), got \(30,",
-        ),
-        ({"objective": lambda rows, x: 1.0, "degree": 2}, r"must give the mean gradient, a tensor \(3,\), got float"),
+        ({"objective": "l2"}, "objective must be"),
+        ({"objective": cube}, "degree must be given"),
+        ({"objective": lambda rows, x: rows @ x, "degree": 2}, r"must give the mean gradient, a tensor \(3,\)"),
+        ({"objective": lambda rows, x: 1.0, "degree": 2}, "must give the mean gradient"),
         ({"objective": "mixture", "degree": 2}, "degree of objective='mixture' is 0"),
-        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture', got 2"),
+        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture'"),
         ({"objective": "mixture"}, "Negative values in data"),
-        ({"degree": 0.5}, "degree must be at least 1 for objective='lp', got 0.5"),
-        ({"eta": "rule"}, r"eta must be in \(0, 1\], got 'rule'"),
-        ({"epoch_length": "rule"}, "epoch_length must be a positive integer, got 'rule'"),
+        ({"degree": 0.5}, "degree must be at least 1"),
+        ({"eta": "rule"}, "eta must be"),
+        ({"epoch_length": "rule"}, "epoch_length must be"),
     ],
 )
 def test_bad_parameters_are_refused_by_fit(options, message):

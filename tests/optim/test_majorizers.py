@@ -1,6 +1,5 @@
 """Matrices above the curvature of a mini-batch, against that curvature written out."""
 
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from naive import as_array, curvature, randn
 from pairwise import pairs
-from sklearn.datasets import load_digits
 
 from favor.optim import BBM, majorizers
 from favor.optim.majorizers import MAJORIZERS, Blocks, averaged, bohning, diagonal, exact, geometric, kfac, spectral
@@ -38,18 +36,6 @@ def batch_curvature(logits, x, weights=None, order="ascending"):
     return np.einsum("j,jab,jc,jd->acbd", w, b, as_array(x), as_array(x), optimize=True).reshape(size, size)
 
 
-@cache
-def digits(rows=200):
-    """Scaled pixels with a column of ones `[m, 65]`, and weights of a classifier after some descent `[10, 65]`."""
-    images, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy(images[:rows] / 16).double()
-    x, targets = torch.cat((x, torch.ones(rows, 1)), dim=1), torch.from_numpy(labels[:rows])
-    w = torch.zeros(10, 65, dtype=torch.float64)
-    for _ in range(200):
-        w -= 0.3 * ((x @ w.T).softmax(-1) - torch.eye(10)[targets]).T @ x / rows
-    return x, w
-
-
 def case(number):
     """Logits `[m, n]`, inputs `[m, d]` and weights `[m]`: few and many labels, peaked and flat, hidden rows."""
     source = np.random.default_rng(number)
@@ -74,17 +60,6 @@ def test_above_the_curvature_on_random_batches(name):
         found = dense(MAJORIZERS[name](logits, x, weights), logits.shape[1]).numpy()
         expected = batch_curvature(logits, x, weights)
         assert smallest(found - expected) >= -1e-10 * max(1.0, np.abs(expected).max()), number
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_float32(name):
-    """Within its rounding of float64: above the curvature to 1e-5 of it."""
-    x, w = digits(50)
-    logits = x @ w.T
-    function = MAJORIZERS[name]
-    found, expected = (dense(function(a, b, even(b)), 10) for a, b in ((logits.float(), x.float()), (logits, x)))
-    assert found.dtype == torch.float32
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def loss(weight, x, targets, weights):
@@ -157,14 +132,6 @@ def test_equals_its_formula():
     )
     # Ascending order: row sums of absolute values are twice the diagonal.
     assert np.trace(dense(block, 5)) == pytest.approx(2 * np.trace(batch_curvature(logits, x, weights)))
-
-
-def test_bohning_acts_as_the_centred_matrix_on_gradients_of_a_softmax():
-    x, gradient = randn(6, 3), randn(5, 3, seed=1)
-    gradient -= gradient.mean(0)
-    centred = np.kron((np.eye(5) - 1 / 5) / 2, (x.T @ x).numpy() / 6) + 0.1 * np.eye(15)
-    expected = np.linalg.solve(centred, gradient.flatten().numpy()).reshape(5, 3)
-    np.testing.assert_allclose(bohning(None, x, even(x)).solve(gradient, 0.1), expected, atol=1e-13)
 
 
 def test_geometric_is_between_two_bounds_and_is_none():
@@ -259,15 +226,6 @@ def test_large_inputs_in_float32_do_not_increase_the_objective(name, rows):
         optimizer.step(closure)
     assert all(after <= before * (1 + 1e-5) for before, after in pairwise(objectives))
     assert objectives[-1] < 0.99 * objectives[0]
-
-
-def test_a_solve_with_large_inputs_in_float32_is_that_of_float64():
-    x, weight, gradient = (1e4 * randn(64, 8)).float(), (1e-4 * randn(5, 8)).float(), randn(5, 8, seed=2).float()
-    logits = x @ weight.T
-    found = exact(logits, x, even(x), "ascending").solve(gradient, 1e-4)
-    sigma = batch_curvature(logits.double(), x.double())
-    expected = np.linalg.solve(sigma + 1e-4 * np.eye(40), gradient.double().flatten().numpy()).reshape(5, 8)
-    assert np.abs(found.numpy() - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 def test_curvature_without_a_factor_says_so():
