@@ -134,13 +134,7 @@ def reduced_gradient(objective: Objective, rows: Tensor, x: Tensor, anchor: Tens
 
 
 class Landscape:
-    """f on the complement of components found before, with its two costs: a pass over all rows, or a batch.
-
-    Args:
-        objective: f.
-        source: the rows.
-        found: orthonormal components `[k, d]`, k >= 0.
-    """
+    """f on the complement of components `[k, d]`, with its two costs: a pass over all rows, or a batch."""
 
     def __init__(self, objective: Objective, source: RowSource, found: Tensor) -> None:
         self.objective, self.source, self.found = objective, source, found
@@ -211,18 +205,9 @@ def climb(
 ) -> Climb:
     """Runs epochs from a start until the residual is small.
 
-    An epoch after which the value is lower is undone, and eta is halved from there on.
-
-    Args:
-        landscape: f and the rows.
-        start: `[d]`, not 0.
-        rule: gives parameters and scale of an epoch.
-        batch: rows of a batch; all rows if there are no more, which makes steps exact.
-        tol: of `Point.residual`; no less than the rounding of the data allows.
-        max_epochs: largest number of epochs.
-        generator: of batches, on the CPU.
-        warm_up: exact power steps before the first epoch.
-        floor: a gradient no longer than this is 0: what is left of the data is rounding.
+    An epoch after which the value is lower is undone, and eta is halved from there on. Steps on all rows are exact. The
+    tolerance is no less than the rounding of the data allows; a gradient no longer than `floor` is 0, since only
+    rounding is left of the data. `warm_up` is the number of exact power steps before the first epoch.
     """
     rounding, source = ROUNDING * torch.finfo(start.dtype).eps, landscape.source
 

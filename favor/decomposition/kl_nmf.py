@@ -25,15 +25,13 @@ _BLOCK = 1 << 18  # entries of temporaries for sparse V, few enough for caches
 
 @dataclass(frozen=True)
 class Target:
-    """The matrix V that is factored.
+    """The matrix V `[n, m]` that is factored.
 
     Attributes:
-        values: V `[n, m]`; of a sparse one the entries that are not zero, `[nnz]`.
-        column_sums: `[m]`.
-        row_sums: `[n]`.
+        values: V, or the entries of a sparse one that are not zero, `[nnz]`, with their rows and columns in `places`
+            and a SciPy CSR or CSC array as `pattern`, with the entries in this order.
+        column_sums, row_sums: `[m]` and `[n]`.
         least: lower bound at which WH is clipped.
-        pattern: None, or for sparse V a SciPy CSR or CSC array with the entries in the order of `values`.
-        places: rows and columns of the entries of sparse V, both `[nnz]`.
     """
 
     values: Tensor

@@ -21,11 +21,9 @@ Closure = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """All inputs of a step that the loss depends on, in float32 or float64.
+    """All inputs `[N, d]` of a step that the loss depends on, and their weights, positive, sum 1 for a mean loss.
 
-    Attributes:
-        x: `[N, d]`, with a column of ones if the layer has a bias to train.
-        weights: `[N]`, positive, sum 1 for a loss that is a mean; N may be 0.
+    They are in float32 or float64, with a column of ones if the layer has a bias to train; N may be 0.
     """
 
     x: Tensor
@@ -74,24 +72,13 @@ class Capture:
 
 
 class HeadOptimizer(Optimizer):
-    """Base of the optimizers of an output layer `nn.Linear` under a softmax.
+    """Base of the optimizers of an output layer `nn.Linear` `[n, d]`, n >= 2, under a softmax.
 
     A hook on the head keeps those of its inputs that the loss depends on, when their gradient comes back; `step` takes
     the gradient from `.grad` and drops the inputs; `zero_grad` drops them too. The loss has to be a mean over these
-    rows with equal weights; for other losses pass inputs and weights to `set_batch`.
-
-    Args:
-        head: `nn.Linear` `[n, d]` with n >= 2, or dicts `{"head": nn.Linear, ...}` with options of their own.
-        defaults: options of all groups.
-        process_group: of `torch.distributed`, over which statistics are averaged as DDP averages gradients. Default:
-            the default group, if there is one.
-        capture: whether to put the hook on the head. Without it, `set_batch` has to give the inputs, as under
-            `torch.compile(fullgraph=True)`. Default True.
-
-    Raises:
-        TypeError: if a head is not an `nn.Linear`.
-        ValueError: for an option that is unknown or out of range, a head that is frozen or has one output, or a head
-            whose weight another module holds too (tied embeddings).
+    rows with equal weights; for other losses pass inputs and weights to `set_batch`. Statistics are averaged over the
+    process group as DDP averages gradients. Options that do not fit raise a TypeError or ValueError, and so does a head
+    that is frozen or whose weight another module holds too (tied embeddings).
     """
 
     def __init__(

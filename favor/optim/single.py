@@ -77,15 +77,11 @@ def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Ten
 
 
 def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
-    """Computes (s B + lambda I)^{-1} r by one symmetric positive definite tridiagonal system per row, laid end to end.
+    """Computes (s B + lambda I)^{-1} r `[..., n]` by one positive definite tridiagonal system per row, laid end to end.
 
-    It uses numpy, whose calls cost a third of torch's on vectors of a thousand labels: this is all that a step with one
-    example adds to plain gradient descent.
-
-    Args:
-        beta, rho: `[..., n - 1]` float64, of all labels except the first, n >= 2.
-        s, lam: > 0, a number or `[..., 1]`.
-        r: right side `[..., n]` in the order of the coefficients.
+    beta and rho are those of all labels except the first, `[..., n - 1]` with n >= 2; s and lam are numbers or
+    `[..., 1]`. It uses numpy, whose calls cost a third of torch's on vectors of a thousand labels: this is all that a
+    step with one example adds to plain gradient descent.
     """
     needs("sklearn", "scipy")
     from scipy.linalg import lapack
@@ -139,36 +135,6 @@ def _scan(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
     w = (unit - rho * g * state) / pivot
     y = (r - g * affine_scan(rho - w * g, w * r, exclusive=True)) / pivot
     return y - w * affine_scan(rho - g * w, g * y, reverse=True, exclusive=True)
-
-
-def single_direction(
-    logits: Tensor,
-    residual: Tensor,
-    norm2: float,
-    weight_decay: float,
-    damping: float,
-    order: str = "none",
-) -> Tensor:
-    """Gives v `[n]` of the exact step on one example: (s B + damping I) v = r + (lambda / s) a.
-
-    With a = W x, r the gradient by a and s = |x|^2 > 0, the step on the (n d) x (n d) system
-
-        W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
-
-    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x': O(n) and one update of rank one.
-
-    Args:
-        logits: a `[n]`.
-        residual: r `[n]`, softmax(a) - onehot(target) for cross-entropy.
-        norm2: s.
-        weight_decay: lambda >= 0.
-        damping: > 0.
-        order: of the labels, see `bound_coefficients`. Default "none", which saves the sorting.
-    """
-    right = residual + (weight_decay / norm2) * logits if weight_decay else residual
-    if order in ORDERS and logits.device.type == "cpu" and len(logits) > 1:
-        return _on_cpu(logits, right, norm2, damping, order)
-    return bound_solve(bound_coefficients(logits, order), norm2, damping, right)
 
 
 def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: str) -> Tensor:
@@ -254,19 +220,25 @@ def exact_step_(
 
 
 def rank_one_step(
-    logits: Tensor,
-    residual: Tensor,
-    norm2: float,
-    lr: float,
-    weight_decay: float,
-    damping: float,
-    order: str,
+    logits: Tensor, residual: Tensor, norm2: float, lr: float, weight_decay: float, damping: float, order: str
 ) -> tuple[Tensor, float]:
-    """Gives the step on a weight as W <- keep W + push x': push `[n]` and keep."""
+    """Gives the step on a weight as W <- keep W + push x': push `[n]` and keep, in O(n).
+
+    With a = W x the logits `[n]`, r the gradient by a `[n]` and s = |x|^2, the step on the (n d) x (n d) system
+
+        W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
+
+    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x', (s B + damping I) v = r + (lambda / s) a.
+    """
     shrink = lr * weight_decay / damping
     if norm2 == 0:
         return torch.zeros_like(logits), 1 - shrink
-    push = -lr * single_direction(logits, residual, norm2, weight_decay, damping, order)
+    right = residual + (weight_decay / norm2) * logits if weight_decay else residual
+    if order in ORDERS and logits.device.type == "cpu" and len(logits) > 1:
+        direction = _on_cpu(logits, right, norm2, damping, order)
+    else:
+        direction = bound_solve(bound_coefficients(logits, order), norm2, damping, right)
+    push = -lr * direction
     return push if shrink == 0 else push + shrink / norm2 * logits, 1 - shrink
 
 
@@ -312,7 +284,12 @@ class ProxBoundSGD(HeadOptimizer):
         super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "order": order})
 
     def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
-        x, rate, decay = only_row(self, batch), group["lr"], group["weight_decay"]
+        if len(batch.x) != 1 or self._world_size() > 1:
+            raise ValueError(
+                f"ProxBoundSGD takes one example per step on one process, got {len(batch.x)} on each: use SPFB or "
+                "SoftmaxBound for batches."
+            )
+        x, rate, decay = batch.x[0], group["lr"], group["weight_decay"]
         if rate == 0:
             return
         weight, *bias = group["params"]
@@ -330,13 +307,3 @@ class ProxBoundSGD(HeadOptimizer):
             weight.copy_(keep * weight.to(dtype) + torch.outer(push, inputs))
         for parameter in bias:
             parameter.mul_(keep).add_(push)
-
-
-def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
-    """Gives the one input `[d]` of a batch; raises ValueError if there are more."""
-    if len(batch.x) != 1 or optimizer._world_size() > 1:
-        raise ValueError(
-            f"{type(optimizer).__name__} takes one example per step on one process, got {len(batch.x)} on each: use "
-            "SPFB or SoftmaxBound for batches."
-        )
-    return batch.x[0]

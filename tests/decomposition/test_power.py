@@ -113,12 +113,9 @@ def test_a_shift_stops_alternation():
     swinging = scale_invariant_power(lambda x: matrix @ x, torch.ones(3, dtype=torch.float64), max_iter=500)
     assert not swinging.converged
     assert swinging.n_iter == 500
-    for relative in (True, False):
-        found = scale_invariant_power(
-            lambda x: matrix @ x, torch.tensor([1.0, 0.9, 0.8]).double(), shift=0.5, relative=relative, tol=1e-14
-        )
-        assert found.converged
-        assert abs(found.multiplier - 1) < 1e-5
+    found = scale_invariant_power(lambda x: matrix @ x, torch.tensor([1.0, 0.9, 0.8]).double(), shift=0.5, tol=1e-14)
+    assert found.converged
+    assert abs(found.multiplier - 1) < 1e-5
 
 
 def test_huge_and_tiny_gradients_keep_their_direction():
@@ -139,7 +136,6 @@ def ones(size: int = 2) -> torch.Tensor:
         (lambda x: 0 * x, ones(), {}, "gradient gave zeros, which have no direction; start elsewhere"),
         (lambda x: x / 0, ones(), {}, "gradient gave NaN or infinity; rescale"),
         (lambda x: x[:1], ones(), {}, r"gradient must give shape \(2,\), got \(1,\)"),
-        (lambda x: -x, ones(), {"shift": 1.0, "relative": False}, "plus shift 1.0 has no direction"),
         (lambda x: x, 0 * ones(), {}, "start must have a direction, got zeros"),
         (lambda x: x, ones(0), {}, "start must have a direction, got zeros or no entries"),
         (lambda x: x, ones() * np.nan, {}, "start must be finite"),
