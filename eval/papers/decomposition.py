@@ -20,6 +20,7 @@ pca: passes over the data to the first component: VR Power and VR HB Power, powe
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -394,14 +395,19 @@ PARTS: dict[str, tuple[Callable[..., Any], ...]] = {  # lines, checks, figure
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0, since the checks are claims of the source and not of the program."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.decomposition", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run")
     parser.add_argument("--keel_dir", type=Path, help="outliers: folder of the KEEL files")
     add_results(parser, "decomposition")
-    arguments = parser.parse_args(words)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns 0, since the checks are claims of the source and not of the program."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     torch.set_num_threads(1)
     measures = {
         "outliers": lambda: measure_outliers(arguments.keel_dir),

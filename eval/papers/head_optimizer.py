@@ -17,6 +17,7 @@ started again with that file.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import itertools
 import json
@@ -420,9 +421,8 @@ def plot(steps: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], path: Pat
     save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.head_optimizer", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="tasks to run")
     parser.add_argument("--images_dir", type=Path, help=f"folder of {IMAGES}")
@@ -430,10 +430,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, help="a long text, plain or compressed")
     parser.add_argument("--runs_file", type=Path, help="file of finished runs, JSON lines; it is made if needed")
     add_results(parser, "head_optimizer")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     for task in arguments.tasks:
         if getattr(arguments, NEEDED[task]) is None:
             parser.error(f"task {task} needs --{NEEDED[task]}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     torch.set_num_threads(1)
     runs = Runs(arguments.runs_file)
     tasks = {name: TASKS[name](arguments) for name in arguments.tasks}

@@ -16,6 +16,7 @@ DIR holds the UCI files (see `favor.eval.papers.datasets`) or your own CSV files
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import sys
@@ -320,9 +321,8 @@ def plot(results: Results, path: Path) -> None:
     save(figure, path, axes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.kernel_classification", __doc__)
     parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
     parser.add_argument(
@@ -330,9 +330,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
     add_results(parser, "kernel_classification")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if arguments.shuffles < 1:
         parser.error("--shuffles must be at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     results = {}
     for name in arguments.datasets or (UCI if arguments.data_dir else BUNDLED):
         dataset = load(name, arguments.data_dir)

@@ -25,6 +25,7 @@ four million entries and single precision in larger sets.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
@@ -210,13 +211,7 @@ def search(
     """Searches, axis by axis, for the configuration with the smallest score.
 
     The search begins at the start of every axis. It moves along one axis after the other, up and then down, while the
-    score gets smaller, until no neighbour is better or the trials are used up.
-
-    Args:
-        axes: by option.
-        score: gives the score of a configuration.
-        trials: greatest number of calls of `score`.
-        over: tells whether to stop for another reason.
+    score gets smaller, until no neighbour is better, the trials are used up, or it is over for another reason.
 
     Returns:
         The best configuration; whether a neighbour of its step size has not been tried or lies outside the axis (only
@@ -446,18 +441,24 @@ def plot(name: str, result: Mapping[str, Any], traces: Mapping[str, Trace], path
     save(figure, path, grid[0, 0])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns 0, since the checks are claims of the papers and not of the program."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.majorization", __doc__)
     parser.add_argument("--datasets", nargs="+", default=list(QUICK), metavar="NAME", help="data sets")
     parser.add_argument("--uci_dir", type=Path, help="folder of the UCI files, for adult and ecoli")
     parser.add_argument("--images_dir", type=Path, help="folder of the image files, for mnist and fashion")
     add_results(parser, "majorization")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     for name in arguments.datasets:
         if name not in LAM_SUM:
             parser.error(f"--datasets must be among {', '.join(LAM_SUM)}; got {name}{did_you_mean(name, LAM_SUM)}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns 0, since the checks are claims of the papers and not of the program."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     torch.set_num_threads(1)
     folders = ["--uci_dir", "--images_dir"]
     command = report.shown_command("favor.eval.papers.majorization", words, folders, ["--output_dir"])

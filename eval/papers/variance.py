@@ -17,6 +17,7 @@ it scikit-learn's bundled digits (8 x 8) stand in for MNIST and 32 x 32 crops of
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -226,13 +227,18 @@ def plot(results: Table, path: Path) -> None:
     save(figure, path, axes, columns=8)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.variance", __doc__)
     parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
     add_results(parser, "variance")
-    arguments = parser.parse_args(words)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns the exit code, 1 if a check does not hold."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parse_arguments(words)
     images, source = load_images(arguments.images_dir)
     results = measure(images)
     plot(results, arguments.output_dir / f"{arguments.name}.png")

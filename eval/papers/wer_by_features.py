@@ -96,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
-    parser.add_argument("--results_dir", type=Path, default=Path("eval/results"), help="folder of the report")
+    parser.add_argument("--results_dir", type=Path, default=Path("out/results"), help="folder of the report")
     parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
     parser.add_argument("--report_only", action="store_true", help="report on finished runs, and run nothing")
     arguments, rest = parser.parse_known_args(argv)
