@@ -254,8 +254,8 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     n_components: int
     batch_size: float
-    eta: Any
-    epoch_length: Any
+    eta: float
+    epoch_length: int
     tol: float
     max_epochs: int
     random_state: Any
@@ -274,6 +274,11 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
     def _n_features_out(self) -> int:
         return len(self.components_)
 
+    @property
+    def _warm_up(self) -> int:
+        """Exact steps before the first epoch."""
+        return 0
+
     def _transformed(self, rows: Tensor, components: Tensor) -> Tensor:
         return rows @ components.T
 
@@ -281,9 +286,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         """Gives the vector that `fit` subtracted from rows."""
         return None
 
-    def _climb_all(
-        self, X: Any, source: RowSource, objective: Objective, rules: Callable[[int], Rule], warm_up: int = 0
-    ) -> list[Point]:
+    def _climb_all(self, X: Any, source: RowSource, objective: Objective) -> list[Point]:
         """Finds components one after the other, each in the complement of those before; sets common attributes."""
         n, d = len(source), source.width
         if self.n_components > d:
@@ -297,12 +300,12 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             result = climb(
                 Landscape(objective, source, found),
                 self._start(d, generator).to(source.like),
-                rules(number),
+                self._rule(number),
                 batch=batch_rows(self.batch_size, n),
                 tol=self.tol,
                 max_epochs=self.max_epochs,
                 generator=generator,
-                warm_up=warm_up,
+                warm_up=self._warm_up,
                 floor=floor,
             )
             x = result.point.x
@@ -327,13 +330,21 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             )
         return [result.point for result in climbs]
 
+    def _rule(self, number: int) -> Rule:
+        """Gives the parameters of each epoch of a component; gradients are divided by the multiplier."""
+
+        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
+            return PowerParameters(factor * float(self.eta), int(self.epoch_length)), abs(point.multiplier)
+
+        return rule
+
     def _start(self, d: int, generator: torch.Generator) -> Tensor:
         return torch.randn(d, generator=generator, dtype=torch.float64, device="cpu")
 
-    def _check_common(self, *words: str) -> None:
-        """Raises ValueError for common parameters out of range; eta and m may be words, too."""
+    def _check_common(self) -> None:
+        """Raises ValueError for common parameters out of range."""
         check_integer("n_components", self.n_components)
         check_integer("max_epochs", self.max_epochs)
-        check_number("eta", self.eta, *words, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)
-        check_integer("epoch_length", self.epoch_length, *words)
+        check_number("eta", self.eta, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)
+        check_integer("epoch_length", self.epoch_length)
         check_number("tol", self.tol)

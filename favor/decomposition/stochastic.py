@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.decomposition.epochs import Objective, Point, PowerParameters, Rule, StochasticPower
+from favor.decomposition.epochs import Objective, StochasticPower
 from favor.decomposition.inputs import check_number
 from favor.decomposition.rows import row_source, same_kind_as_rows
 
@@ -159,7 +159,7 @@ class StochasticSCIPI(StochasticPower):
         if self._is_mixture:
             for block in source.blocks():
                 check_likelihoods(block)
-        points = self._climb_all(X, source, objective, self._rule)
+        points = self._climb_all(X, source, objective)
         values = source.like.new_tensor([math.nan if point.value is None else point.value for point in points])
         self.values_ = same_kind_as_rows(values, X)
         if self._is_mixture:
@@ -184,12 +184,6 @@ class StochasticSCIPI(StochasticPower):
     def _start(self, d: int, generator: torch.Generator) -> Tensor:
         # Proportions must start positive, and equal ones are as good as any for a problem with one maximum.
         return torch.ones(d, dtype=torch.float64, device="cpu") if self._is_mixture else super()._start(d, generator)
-
-    def _rule(self, number: int) -> Rule:
-        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
-            return PowerParameters(factor * float(self.eta), int(self.epoch_length)), abs(point.multiplier)
-
-        return rule
 
     def _checked_objective(self) -> Objective:
         self._check_common()

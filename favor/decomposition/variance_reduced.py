@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,94 +10,14 @@ from torch import Tensor
 
 from favor.decomposition.epochs import Point, PowerParameters, Quadratic, Rule, StochasticPower
 from favor.decomposition.inputs import check_flag, check_number, tensor_of
-from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
+from favor.decomposition.rows import RowSource, row_source, same_kind_as_rows
 
 # Exact steps from which eigenvalues are first estimated.
 WARM_UP = 5
-# An epoch whose length comes from estimates reads at most this many passes: a gap estimated as 0 has no finite length.
-LONGEST = 10
 # The ratio l2 / l1 while there is no estimate yet.
 UNKNOWN_RATIO = 0.5
-# Halvings of the interval (0, 1] in which eta is sought: below the last bits of any eta above 1e-40.
-HALVINGS = 200
 # The estimate of l2 stays below l1 by this share, so that the gap is never 0.
 SMALLEST_GAP = 1e-6
-
-
-def power_rule(
-    ratio: float, sigma2: float, batch: int, eta: float | None = None, epoch_length: int | None = None
-) -> PowerParameters:
-    """Gives the largest step of VR Power that a batch allows, and the epoch that goes with it; l1 is 1.
-
-    With them an epoch takes theta = sum_{k>1} E(u_k'x)^2 / E(u_1'x)^2 to at most 3/4 of it.
-
-    Args:
-        ratio: second eigenvalue l2 of C, in [0, 1).
-        sigma2: E|a a' - C|^2 (spectral norm) over rows a, >= 0.
-        batch: |S|, rows per step.
-        eta: a step in (0, 1]; None chooses it.
-        epoch_length: m >= 1; None chooses it.
-
-    References:
-        C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), section 4.3.
-        The bisection keeps the ceiling of m, which the closed form leaves out, so that the inequality holds.
-    """
-    return PowerParameters(
-        *_chosen(
-            lambda eta: math.ceil(math.log(2) / (2 * eta * (1 - ratio))),
-            lambda eta, m: 16 * eta**2 * sigma2 * m,
-            batch,
-            eta,
-            epoch_length,
-        )
-    )
-
-
-def heavy_ball_rule(
-    ratio: float, sigma2: float, batch: int, eta: float | None = None, epoch_length: int | None = None
-) -> PowerParameters:
-    """Gives the parameters of an epoch of VR HB Power; arguments and source are those of `power_rule`.
-
-    Its momentum is beta = (1 - eta + eta l2)^2, with which all directions except the first grow alike.
-    """
-
-    def slack(eta: float) -> float:
-        """Gives q^2 / eta."""
-        return (1 - ratio) * (2 * (1 - eta) + eta * (1 + ratio))
-
-    def length(eta: float) -> int:
-        q = math.sqrt(eta * slack(eta))
-        return math.ceil((1 + q) / (eta * (1 - ratio) + q) * math.log(8) / 2)
-
-    eta, m = _chosen(length, lambda eta, m: 128 * eta * sigma2 * m / slack(eta), batch, eta, epoch_length)
-    return PowerParameters(eta, m, (1 - eta + eta * ratio) ** 2)
-
-
-def _chosen(
-    length: Callable[[float], int],
-    rows: Callable[[float, int], float],
-    batch: int,
-    eta: float | None,
-    epoch_length: int | None,
-) -> tuple[float, int]:
-    """Gives eta and m: those given, else the largest eta found for which the batch suffices, and its m."""
-
-    def steps(eta: float) -> int:
-        return length(eta) if epoch_length is None else epoch_length
-
-    if eta is None:
-        low, high = 0.0, 1.0
-        if rows(high, steps(high)) <= batch:
-            low = high
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            if not low < middle < high:
-                break
-            low, high = (middle, high) if rows(middle, steps(middle)) <= batch else (low, middle)
-        eta = low
-        if eta == 0:
-            raise ValueError("no eta is small enough for this batch: make batch_size larger.")
-    return eta, steps(eta)
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
@@ -142,13 +60,9 @@ class VRPower(StochasticPower):
         n_components: components, found one after the other in the complement of those before. Default 1.
         batch_size: |S|, rows of a mini-batch, drawn with replacement: int, or a share of the rows (float), which is at
             least 64 rows. Default 0.01. With all rows, steps are those of power iteration.
-        eta: step in (0, 1], for rows divided by sqrt(l1), so that results do not depend on the scale of X; "rule" for
-            the largest step that section 4.3 allows for |S|, with the mean of |a|^2 / l1 over rows a as sigma^2.
-            Default 1.
-        epoch_length: m, steps of an epoch, or "rule". Default 25.
-        eigenvalues: None (default): a step is scaled by x'C x, and "rule" cannot be used. A sequence of the
-            n_components + 1 largest eigenvalues of C: used for the scale and for rules. "estimate": l1 and l2 from the
-            gradients at the starts of epochs, after 5 exact steps (the parameter-free form).
+        eta: step in (0, 1], for rows divided by sqrt(x'C x), so that results do not depend on the scale of X. Default
+            1.
+        epoch_length: m, steps of an epoch. Default 25.
         center: whether the mean is subtracted from rows. Default False.
         tol: components are final when |C x - l x| <= tol l with l = x'C x; the sine of the angle to the true one is
             then at most about tol / (1 - l2/l1). Default 1e-6; no less than 64 units of rounding.
@@ -160,7 +74,7 @@ class VRPower(StochasticPower):
         explained_variance_: their Rayleigh quotients, `[n_components]`.
         mean_: mean of X if `center`, else zeros, `[n_features]`.
         n_iter_: epochs of all components.
-        passes_: rows read divided by the number of rows, those for the mean and for sigma^2 included.
+        passes_: rows read divided by the number of rows, those for the mean included.
         history_: `favor.decomposition.epochs.Epoch` for the start and after each epoch.
 
     Raises:
@@ -172,11 +86,9 @@ class VRPower(StochasticPower):
 
     Notes:
         Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020),
-        Algorithm 3 and sections 4.3 and 4.4. Differences: (1 - eta) I + eta C means another step for every scale of the
-        data, so rows are divided by sqrt(l1) here. The rules are proven for sigma^2 of the definition, with which steps
-        are far too small. The mean of |a|^2 / l1, which the experiments use, does not even have its units and is still
-        conservative. Hence the defaults eta = 1, m = 25, and the halving. Lengths of epochs that come from estimates
-        are cut at 10 passes.
+        Algorithm 3. Differences: (1 - eta) I + eta C means another step for every scale of the data, so rows are
+        divided by sqrt(x'C x) here. The rules of section 4.3 for eta and m are not offered: they are proven, but their
+        steps are far too small. Hence the defaults eta = 1, m = 25, and the halving.
 
     Example:
         >>> import numpy as np
@@ -192,9 +104,8 @@ class VRPower(StochasticPower):
         n_components: int = 1,
         *,
         batch_size: float = 0.01,
-        eta: float | str = 1.0,
-        epoch_length: int | str = 25,
-        eigenvalues: Any = None,
+        eta: float = 1.0,
+        epoch_length: int = 25,
         center: bool = False,
         tol: float = 1e-6,
         max_epochs: int = 100,
@@ -204,13 +115,10 @@ class VRPower(StochasticPower):
         self.batch_size = batch_size
         self.eta = eta
         self.epoch_length = epoch_length
-        self.eigenvalues = eigenvalues
         self.center = center
         self.tol = tol
         self.max_epochs = max_epochs
         self.random_state = random_state
-
-    _power_rule = staticmethod(power_rule)
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> VRPower:
@@ -227,11 +135,7 @@ class VRPower(StochasticPower):
         if self.center:
             mean = source.mean(lambda rows: rows.mean(0))
             source.offset = mean
-        square = 0.0  # with all rows there is no noise
-        if self.eta == "rule" and batch_rows(self.batch_size, len(source)) < len(source):
-            square = source.mean(lambda rows: rows.square().sum(-1).mean()).item()
-        warm_up = WARM_UP if self._estimates else 0
-        points = self._climb_all(X, source, Quadratic(), lambda k: self._rule(k, len(source), square), warm_up)
+        points = self._climb_all(X, source, Quadratic())
         variances = mean.new_tensor([point.multiplier for point in points])
         self.explained_variance_ = same_kind_as_rows(variances, X)
         self.mean_ = same_kind_as_rows(mean, X)
@@ -240,62 +144,9 @@ class VRPower(StochasticPower):
     def _offset(self, source: RowSource) -> Tensor | None:
         return tensor_of(self.mean_, source.like) if self.center else None
 
-    @property
-    def _estimates(self) -> bool:
-        return isinstance(self.eigenvalues, str)
-
-    def _rule(self, number: int, n: int, square: float) -> Rule:
-        """Gives the parameters of each epoch of a component, for rows of this mean square; keeps estimates of l2/l1."""
-        batch = batch_rows(self.batch_size, n)
-        known = None if self.eigenvalues is None or self._estimates else np.asarray(self.eigenvalues, dtype=float)
-        ratio = UNKNOWN_RATIO if known is None else known[number + 1] / known[number]
-
-        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
-            nonlocal ratio
-            l1 = point.multiplier if known is None else float(known[number])
-            if self._estimates and last is not None:
-                l2 = second_eigenvalue(point.x, point.gradient, last.x, last.gradient)
-                ratio = ratio if l2 is None else l2 / l1
-            parameters = self._parameters(min(ratio, 1 - 1e-12), square / l1, batch, factor)
-            if self.epoch_length == "rule" and self._estimates:
-                longest = 1 + math.ceil(LONGEST * n / batch)
-                parameters = parameters._replace(epoch_length=min(parameters.epoch_length, longest))
-            return parameters, l1
-
-        return rule
-
-    def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
-        """Gives the parameters of an epoch for l1 = 1 and l2 = ratio, with eta times a factor."""
-        m = None if self.epoch_length == "rule" else int(self.epoch_length)
-        eta = self._power_rule(ratio, sigma2, batch, None, m).eta if self.eta == "rule" else float(self.eta)
-        return self._power_rule(ratio, sigma2, batch, eta * factor, m)
-
     def _check_parameters(self) -> None:
-        self._check_common("rule")
+        self._check_common()
         check_flag("center", self.center)
-        if self.eigenvalues is None:
-            asked = self._asks_for_eigenvalues()
-            if asked:
-                raise ValueError(
-                    f"{asked}='rule' needs eigenvalues: give the {self.n_components + 1} largest, or 'estimate'."
-                )
-            return
-        if self._estimates and self.eigenvalues == "estimate":
-            return
-        try:
-            values = np.asarray(self.eigenvalues, dtype=float)
-        except (TypeError, ValueError):
-            values = np.zeros(0)
-        falling = values.shape == (self.n_components + 1,) and (np.diff(values) < 0).all() and values[-1] >= 0
-        if not falling or not np.isfinite(values).all():
-            raise ValueError(
-                f"eigenvalues must be None, 'estimate' or {self.n_components + 1} falling numbers, at least 0, got "
-                f"{self.eigenvalues!r}."
-            )
-
-    def _asks_for_eigenvalues(self) -> str | None:
-        """Gives the name of a parameter that is set to "rule"."""
-        return next((name for name in ("eta", "epoch_length") if getattr(self, name) == "rule"), None)
 
 
 class VRHeavyBallPower(VRPower):
@@ -307,15 +158,18 @@ class VRHeavyBallPower(VRPower):
 
     Args:
         n_components, batch_size, epoch_length, center, tol, max_epochs, random_state: as in `VRPower`.
-        eta, eigenvalues: as in `VRPower`, but by default 0.1 and "estimate".
-        beta: weight of momentum in [0, 1), or "rule" (default) for (1 - eta + eta l2/l1)^2.
+        eta: as in `VRPower`, but by default 0.1.
+        beta: weight of momentum in [0, 1), or "rule" (default) for (1 - eta + eta l2/l1)^2, with which all directions
+            except the first grow alike.
+        eigenvalues: None (default): l1 and l2 are estimated from the gradients at the starts of epochs, after 5 exact
+            steps. A sequence of the n_components + 1 largest eigenvalues of C: used for the scale and for beta.
 
     Attributes:
         components_: and all others as in `VRPower`.
 
     Notes:
-        Source: Kim (2020), Algorithm 4 and sections 4.3 and 4.4; `VRPower` names the differences. The
-        estimate of l2 is mostly too low, so that beta is too small: give eigenvalues if they are known.
+        Source: Kim (2020), Algorithm 4 and section 4.4; `VRPower` names the differences. The estimate of l2 is mostly
+        too low, so that beta is too small: give eigenvalues if they are known.
 
     Example:
         >>> import numpy as np
@@ -331,10 +185,10 @@ class VRHeavyBallPower(VRPower):
         n_components: int = 1,
         *,
         batch_size: float = 0.01,
-        eta: float | str = 0.1,
-        epoch_length: int | str = 25,
+        eta: float = 0.1,
+        epoch_length: int = 25,
         beta: float | str = "rule",
-        eigenvalues: Any = "estimate",
+        eigenvalues: Any = None,
         center: bool = False,
         tol: float = 1e-6,
         max_epochs: int = 100,
@@ -342,18 +196,46 @@ class VRHeavyBallPower(VRPower):
     ) -> None:
         steps: dict[str, Any] = {"batch_size": batch_size, "eta": eta, "epoch_length": epoch_length, "tol": tol}
         rest: dict[str, Any] = {"center": center, "max_epochs": max_epochs, "random_state": random_state}
-        super().__init__(n_components, eigenvalues=eigenvalues, **steps, **rest)
+        super().__init__(n_components, **steps, **rest)
         self.beta = beta
+        self.eigenvalues = eigenvalues
 
-    _power_rule = staticmethod(heavy_ball_rule)
+    @property
+    def _warm_up(self) -> int:
+        return WARM_UP if self.beta == "rule" and self.eigenvalues is None else 0
 
-    def _parameters(self, ratio: float, sigma2: float, batch: int, factor: float) -> PowerParameters:
-        chosen = super()._parameters(ratio, sigma2, batch, factor)
-        return chosen if self.beta == "rule" else chosen._replace(beta=float(self.beta))
+    def _rule(self, number: int) -> Rule:
+        """Keeps the estimate of l2/l1 between epochs."""
+        known = None if self.eigenvalues is None else np.asarray(self.eigenvalues, dtype=float)
+        ratio = UNKNOWN_RATIO if known is None else float(known[number + 1] / known[number])
+        plain = super()._rule(number)
+
+        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
+            nonlocal ratio
+            parameters, l1 = plain(point, last, factor)
+            if known is not None:
+                l1 = float(known[number])
+            elif last is not None:
+                l2 = second_eigenvalue(point.x, point.gradient, last.x, last.gradient)
+                ratio = ratio if l2 is None else l2 / l1
+            eta = parameters.eta
+            beta = (1 - eta + eta * ratio) ** 2 if self.beta == "rule" else float(self.beta)
+            return parameters._replace(beta=beta), l1
+
+        return rule
 
     def _check_parameters(self) -> None:
-        check_number("beta", self.beta, "rule", expected="in [0, 1)", allowed=lambda beta: 0 <= beta < 1)
         super()._check_parameters()
-
-    def _asks_for_eigenvalues(self) -> str | None:
-        return "beta" if self.beta == "rule" else super()._asks_for_eigenvalues()
+        check_number("beta", self.beta, "rule", expected="in [0, 1)", allowed=lambda beta: 0 <= beta < 1)
+        if self.eigenvalues is None:
+            return
+        try:
+            values = np.asarray(self.eigenvalues, dtype=float)
+        except (TypeError, ValueError):
+            values = np.zeros(0)
+        falling = values.shape == (self.n_components + 1,) and (np.diff(values) < 0).all() and values[-1] >= 0
+        if not falling or not np.isfinite(values).all():
+            raise ValueError(
+                f"eigenvalues must be None or {self.n_components + 1} falling numbers, at least 0, got "
+                f"{self.eigenvalues!r}."
+            )

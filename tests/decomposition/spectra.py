@@ -51,12 +51,6 @@ def epoch_of(X, anchor, batches, eta, beta=None):
     return landscape.epoch(landscape.survey(tensor(anchor)), numbers, parameters, 1.0).numpy()
 
 
-def deviation(X):
-    """sigma^2, the mean of |a a' - C|^2."""
-    C = X.T @ X / len(X)
-    return (np.linalg.norm(X[:, :, None] * X[:, None] - C, 2, axis=(1, 2)) ** 2).mean()
-
-
 class Lazy:
     """What gives rows by rising numbers and nothing else, and remembers the most that were asked for at once."""
 

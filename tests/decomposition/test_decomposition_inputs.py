@@ -38,9 +38,9 @@ CHECKED = [
     LpKernelPCA(p=1, kernel="rbf"),
     LpKernelPCA(p=1.5, kernel="precomputed", shift=0.2),
     VRPower(),
-    VRPower(eta="rule", epoch_length="rule", eigenvalues="estimate", center=True),
+    VRPower(center=True),
     VRHeavyBallPower(),
-    VRHeavyBallPower(eta="rule", epoch_length="rule"),
+    VRHeavyBallPower(beta=0.5),
     StochasticSCIPI(),
     StochasticSCIPI(degree=2, n_components=1, eta=0.5),
 ]
