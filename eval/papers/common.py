@@ -17,7 +17,7 @@ from PIL import Image
 
 from favor.eval.common import report
 
-METHODS_BEFORE = ("--", ":", "-.")  # line styles, in grey, of methods that are not the paper's
+GREY_LINES = ("--", ":", "-.")  # line styles, in grey, of methods that are not the paper's
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ def styles(methods: Sequence[str], others: Sequence[str]) -> dict[str, dict[str,
     own = [method for method in methods if method not in others]
     grey = [method for method in methods if method in others]
     return {method: {"color": f"C{i}"} for i, method in enumerate(own)} | {
-        method: {"color": "grey", "linestyle": line} for method, line in zip(grey, METHODS_BEFORE, strict=False)
+        method: {"color": "grey", "linestyle": line} for method, line in zip(grey, GREY_LINES, strict=False)
     }
 
 

@@ -92,8 +92,7 @@ def mixture_proportions(
     L, largest = _rows_of_order_one(L, v)
     tol = tol and max(tol, 32 * torch.finfo(L.dtype).eps)
     transposed = L.t() if L.is_sparse else L.mT
-    products = (lambda x, matrix=matrix: (matrix @ x.unsqueeze(-1)).squeeze(-1) for matrix in (L, transposed))
-    result = fit_proportions(*products, v, pi, shift, guard=guard, tol=tol, max_iter=max_iter)
+    result = fit_proportions(_product(L), _product(transposed), v, pi, shift, guard=guard, tol=tol, max_iter=max_iter)
     result = result._replace(objective=result.objective + (v / v.sum(-1, keepdim=True) * largest.log()).sum(-1))
     if isinstance(likelihoods, Tensor):
         return result
@@ -153,6 +152,10 @@ def check_options(shift: Any, guard: Any, tol: Any, max_iter: Any) -> None:
     check_flag("guard", guard)
     check_number("tol", tol)
     check_integer("max_iter", max_iter)
+
+
+def _product(matrix: Tensor) -> Product:
+    return lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def _objective(share: Tensor, mixture: Tensor) -> Tensor:
