@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import favor
 from favor.eval import asr
-from favor.eval.papers.head_optimizer.tasks import HeadTask
+from favor.eval.papers.head_tasks import HeadTask
 from favor.models.conformer import ConformerForCTC, ConformerForTransducer
 from favor.models.speech import ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC

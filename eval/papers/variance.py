@@ -20,52 +20,24 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor
 
 from favor import features
 from favor.eval.common import report
 from favor.eval.common.program import add_results
+from favor.eval.papers.common import panels_by_name, publish, save, styles
+from favor.eval.papers.datasets import read_images
 from favor.train.common.program import Parser, program
 
 REGIMES = ("normal", "sphere", "heterogen", "mnist", "cifar10", "mnist/cifar10")
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments; ends the program for bad ones."""
-    parser = Parser("favor.eval.papers.variance", __doc__)
-    parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
-    parser.add_argument("--sets", type=int, default=5, help="pairs of sets per regime")
-    parser.add_argument("--vectors", type=int, default=1024, help="vectors of a set")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    parser.add_argument(
-        "--sigmas",
-        type=float,
-        nargs="+",
-        default=[round(0.1 * i, 1) for i in range(1, 11)],
-        help="standard deviations, or radii, of queries and keys",
-    )
-    parser.add_argument(
-        "--regimes",
-        nargs="+",
-        default=list(REGIMES),
-        choices=REGIMES,
-        metavar="REGIME",
-        help="regimes: distributions of queries and keys",
-    )
-    add_results(parser, "variance")
-    arguments = parser.parse_args(argv)
-    if arguments.sets < 1 or arguments.vectors < 2 or min(arguments.sigmas) <= 0:
-        parser.error("--sets must be at least 1, --vectors at least 2 and all of --sigmas positive")
-    arguments.sigmas = sorted(arguments.sigmas)
-    return arguments
-
-
+SIGMAS = tuple(round(0.1 * i, 1) for i in range(1, 11))
+SETS, VECTORS, SEED = 5, 1024, 0  # pairs of sets per regime, vectors of a set
 SIZE = 8
 DIM = SIZE * SIZE
 FILES = {"mnist": ("mnist_10k.npz", "x_train"), "cifar10": ("cifar10_gray_6k.npz", "x")}
@@ -90,7 +62,7 @@ GAINS = (
     ("mnist/cifar10", "aderf", 3.0),
 )
 
-Table = dict[str, dict[str, list[float]]]
+Table = dict[str, dict[str, list[float]]]  # by regime, method and sigma
 
 
 def resize(images: np.ndarray, size: int = SIZE) -> np.ndarray:
@@ -107,53 +79,32 @@ def resize(images: np.ndarray, size: int = SIZE) -> np.ndarray:
 
 
 def load_images(folder: Path | None) -> tuple[dict[str, Tensor], str]:
-    """Loads images `[n, 64]` in [0, 1] under the names "mnist" and "cifar10", and a text about their source.
-
-    Raises:
-        ValueError: if a file or its array is missing.
-    """
+    """Loads images `[n, 64]` in [0, 1] under the names "mnist" and "cifar10", and a text about their source."""
     if folder is None:
-        return _bundled_images(), (
+        source = np.random.default_rng(0)
+        photos = [photo.mean(-1) for photo in load_sample_images().images]
+        patches = []
+        for number in range(4096):
+            photo = photos[number % len(photos)]
+            top, left = (source.integers(0, length - 31) for length in photo.shape)
+            patches.append(photo[top : top + 32, left : left + 32])
+        crops = torch.from_numpy(resize(np.stack(patches)) / 255).flatten(1)
+        return {"mnist": torch.from_numpy(load_digits().data / 16), "cifar10": crops}, (
             "No image folder was given: scikit-learn's digits (8 x 8) stand in for MNIST, random 32 x 32 grey crops of "
             "its two sample photographs for CIFAR-10."
         )
-    images = {}
-    for name, (file, array) in FILES.items():
-        path = folder / file
-        if not path.is_file():
-            raise ValueError(f"images_dir must hold {file}, with the array {array!r}; {path} does not exist.")
-        with np.load(path) as archive:
-            if array not in archive:
-                raise ValueError(f"expected the array {array!r} in {path}, got {', '.join(archive)}.")
-            images[name] = torch.from_numpy(resize(archive[array]).reshape(-1, DIM) / 255)
+    images = {
+        name: torch.from_numpy(resize(read_images(folder, file, array)[0]).reshape(-1, DIM) / 255)
+        for name, (file, array) in FILES.items()
+    }
     counts = ", ".join(f"{FILES[name][0]} ({len(x)} images)" for name, x in images.items())
     return images, f"Images: {counts}."
-
-
-def _bundled_images(crops: int = 4096) -> dict[str, Tensor]:
-    from sklearn.datasets import load_digits, load_sample_images
-
-    source = np.random.default_rng(0)
-    photos = [photo.mean(-1) for photo in load_sample_images().images]
-    patches = []
-    for number in range(crops):
-        photo = photos[number % len(photos)]
-        top, left = (source.integers(0, length - 31) for length in photo.shape)
-        patches.append(photo[top : top + 32, left : left + 32])
-    digits = load_digits().data / 16
-    return {"mnist": torch.from_numpy(digits), "cifar10": torch.from_numpy(resize(np.stack(patches)) / 255).flatten(1)}
 
 
 def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draws two sets `[length, 64]` at sigma = 1; every regime is proportional to sigma.
 
     Two sets of images of one kind share no image, if there are at least 2 * length of them.
-
-    Args:
-        regime: name of the kind of data.
-        length: vectors of a set.
-        images: by kind.
-        generator: draws vectors or chooses images.
     """
     if regime == "mnist/cifar10":
         first, second = images["mnist"], images["cifar10"]
@@ -174,15 +125,10 @@ def _choose(number: int, wanted: int, generator: torch.Generator) -> Tensor:
 
 
 def log_relative_variance(name: str, x: Tensor, y: Tensor) -> Tensor:
-    """Computes log(Var / K^2) of one feature with parameters fitted to the two sets, for all pairs `[L, S]`.
+    """Computes log(Var / K^2) of one feature with parameters fitted to two sets `[L, d]` and `[S, d]`, `[L, S]`.
 
     The sin/cos pair makes two features of one direction. For an equal number of features its value is therefore that
     of twice the variance of a direction.
-
-    Args:
-        name: one of METHODS.
-        x: the first set `[L, d]`.
-        y: the second set `[S, d]`.
     """
     if name in TRIG:
         r = _squared_distance(x, -y)
@@ -212,116 +158,81 @@ def _squared_distance(x: Tensor, y: Tensor) -> Tensor:
     return (squares + 2 * x @ y.T).clamp(min=torch.finfo(x.dtype).tiny)
 
 
-def cells(
-    images: dict[str, Tensor], sigmas: Sequence[float], sets: int, length: int, seed: int, regimes: Sequence[str]
-) -> Iterator[tuple[str, float, dict[str, float]]]:
-    """Yields (regime, sigma, {method: mean log(Var/K^2)}); the sets of a regime are equal at every sigma.
-
-    Args:
-        images: by kind.
-        sigmas: factors of the vectors.
-        sets: number of pairs of sets.
-        length: vectors of a set.
-        seed: draws the sets.
-        regimes: names of the kinds of data.
-    """
-    for regime in regimes:
-        generator = torch.Generator().manual_seed(seed * len(REGIMES) + REGIMES.index(regime))
-        pairs = [draw_sets(regime, length, images, generator) for _ in range(sets)]
-        for sigma in sigmas:
-            means = {
-                name: sum(log_relative_variance(name, sigma * x, sigma * y).mean().item() for x, y in pairs) / sets
-                for name in METHODS
-            }
-            yield regime, sigma, means
+def measure(images: dict[str, Tensor]) -> Table:
+    """Computes the means of log(Var/K^2), and prints them; the sets of a regime are equal at every sigma."""
+    results: Table = {}
+    for number, regime in enumerate(REGIMES):
+        generator = torch.Generator().manual_seed(SEED * len(REGIMES) + number)
+        pairs = [draw_sets(regime, VECTORS, images, generator) for _ in range(SETS)]
+        results[regime] = {
+            name: [
+                sum(log_relative_variance(name, sigma * x, sigma * y).mean().item() for x, y in pairs) / SETS
+                for sigma in SIGMAS
+            ]
+            for name in METHODS
+        }
+        shown = (f"{name} {row[0]:.3f} to {row[-1]:.3f}" for name, row in results[regime].items())
+        print(f"{regime}: {', '.join(shown)}", flush=True)
+    return results
 
 
-def checks(results: Table, sigmas: Sequence[float]) -> list[report.Check]:
+def checks(results: Table) -> list[report.Check]:
     """Checks the paper's statements about Figure 2, and a statement about cderf, with the numbers found."""
     excess = {
         (regime, sigma): row["cderf"][i] - min(row[name][i] for name in FAMILIES)
         for regime, row in results.items()
-        for i, sigma in enumerate(sigmas)
+        for i, sigma in enumerate(SIGMAS)
         if sigma > 0.299
     }
-    found = []
-    if excess:
-        worst = max(excess, key=lambda cell: excess[cell])
-        statement = "cderf is the lowest positive feature, or within 0.05 of it, in every cell with sigma >= 0.3"
-        numbers = f"largest excess {excess[worst]:.4f}, {worst[0]} at sigma = {worst[1]:g}"
-        found.append(report.Check(statement, numbers, excess[worst] <= 0.05))
+    worst = max(excess, key=lambda cell: excess[cell])
+    statement = "cderf is the lowest positive feature, or within 0.05 of it, in every cell with sigma >= 0.3"
+    numbers = f"largest excess {excess[worst]:.4f}, {worst[0]} at sigma = {worst[1]:g}"
+    found = [report.Check(statement, numbers, excess[worst] <= 0.05)]
     for regime, method, gain in GAINS:
-        if regime in results and abs(sigmas[-1] - 1) < 1e-9:
+        if regime in results:
             found_gain = results[regime]["gerf"][-1] - results[regime][method][-1]
             statement = f"{regime}: {method} is below gerf by at least {gain:g} at sigma = 1, as in the paper"
             found.append(report.Check(statement, f"{found_gain:.2f}", found_gain >= gain))
     return found
 
 
-def report_lines(results: Table, sigmas: Sequence[float], arguments: argparse.Namespace, source: str) -> list[str]:
-    """Writes the Markdown report: one section per regime, one row per sigma; the lowest positive feature is bold.
-
-    Args:
-        results: means by regime and method.
-        sigmas: factors of the vectors.
-        arguments: of the program.
-        source: text about the images.
-    """
+def report_lines(results: Table, source: str) -> list[str]:
+    """Writes the Markdown report: one section per regime, one row per sigma; the lowest positive feature is bold."""
     lines = [
         "# Variance of random features (Figure 2 of the FAVOR# paper)",
         "",
-        f"Mean of log(Var / K^2) over all pairs of vectors, M = 1, d = {DIM}, {arguments.sets} pairs of sets of L = "
-        f"{arguments.vectors}, seed {arguments.seed}. Closed-form variances in float64 with parameters fitted to each "
-        "pair of sets; nothing is sampled but the data. Bold: the lowest positive feature of a row.",
+        f"Mean of log(Var / K^2) over all pairs of vectors, M = 1, d = {DIM}, {SETS} pairs of sets of L = {VECTORS}, "
+        f"seed {SEED}. Closed-form variances in float64 with parameters fitted to each pair of sets; only the data are "
+        "sampled. Bold: the lowest positive feature of a row.",
         f"{source} Images are in [0, 1], resized to 8 x 8 by area averaging, times sigma. saderf, aderf and cderf: "
         f"regularization {RIDGE:g}, floor 0. sin/cos at an equal number "
         "of features: twice the variance of a direction. cderf is not in the paper.",
     ]
     for regime, row in results.items():
-        lines += ["", f"## {regime}", ""]
         body = []
-        for i, sigma in enumerate(sigmas):
+        for i, sigma in enumerate(SIGMAS):
             lowest = min(row[name][i] for name in FAMILIES)
             values = [(f"{row[name][i]:.3f}", name in FAMILIES and row[name][i] == lowest) for name in METHODS]
             body.append([f"{sigma:.1f}", *(f"**{text}**" if bold else text for text, bold in values)])
-        lines += report.table(["sigma", *METHODS], body)
+        lines += ["", f"## {regime}", "", *report.table(["sigma", *METHODS], body)]
     return lines
 
 
-def plot(results: Table, sigmas: Sequence[float], path: Path) -> None:
-    """Draws one panel per regime, with one curve per method.
+def plot(results: Table, path: Path) -> None:
+    """Draws one panel per regime, with one curve per method."""
+    figure, named = panels_by_name(list(results), "sigma", "mean log(Var / K²)")
+    for regime, axes in named.items():
+        for name, style in styles(METHODS, TRIG).items():
+            axes.plot(SIGMAS, results[regime][name], marker=".", label=name, **style)
+    save(figure, path, axes, columns=8)
 
-    Args:
-        results: means by regime and method.
-        sigmas: factors of the vectors.
-        path: of the picture.
-    """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(3, len(results))
-    rows = math.ceil(len(results) / columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(4 * columns, 3.2 * rows + 0.6), squeeze=False, sharex=True, layout="constrained"
-    )
-    for axes, (regime, row) in zip(grid.flat, results.items(), strict=False):
-        for number, name in enumerate(METHODS):
-            style = {"color": "grey", "linestyle": ("--", ":")[number]} if name in TRIG else {"color": f"C{number - 2}"}
-            axes.plot(sigmas, row[name], marker=".", label=name, **style)
-        axes.set_title(regime, fontsize=10)
-        axes.grid(alpha=0.3)
-    for axes in grid.flat[len(results) :]:
-        axes.set_axis_off()
-    for axes in grid[-1]:
-        axes.set_xlabel("sigma")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("mean log(Var / K²)")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=9)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; ends the program for bad ones."""
+    parser = Parser("favor.eval.papers.variance", __doc__)
+    parser.add_argument("--images_dir", type=Path, help="folder of the two npz files; default: scikit-learn's images")
+    add_results(parser, "variance")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -329,26 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
     images, source = load_images(arguments.images_dir)
-    sigmas = arguments.sigmas
-    results: Table = {regime: {name: [] for name in METHODS} for regime in arguments.regimes}
-    for regime, sigma, row in cells(images, sigmas, arguments.sets, arguments.vectors, arguments.seed, list(results)):
-        print(f"{regime} {sigma:.1f}  " + "  ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)
-        for name, value in row.items():
-            results[regime][name].append(value)
-    found = checks(results, sigmas)
+    results = measure(images)
+    plot(results, arguments.output_dir / f"{arguments.name}.png")
+    settings = {"sets": SETS, "length": VECTORS, "seed": SEED, "images": source, "sigmas": SIGMAS}
     command = report.shown_command("favor.eval.papers.variance", words, ["--images_dir"], ["--output_dir"])
-    settings = {"sets": arguments.sets, "length": arguments.vectors, "seed": arguments.seed, "images": source}
-    content: dict[str, Any] = {
-        **report.context(command),
-        **settings,
-        "sigmas": sigmas,
-        "log_relative_variance": results,
-    }
-    lines = report_lines(results, sigmas, arguments, source)
-    report.write(arguments.output_dir, arguments.name, lines, content, found)
-    plot(results, sigmas, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *(check.line() for check in found)]))
-    return int(not all(check.holds for check in found))
+    content = {**settings, "log_relative_variance": results}
+    return publish(arguments, command, report_lines(results, source), content, checks(results))
 
 
 cli = program("favor.eval.papers.variance", main)

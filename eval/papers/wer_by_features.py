@@ -7,13 +7,11 @@ r"""Errors of speech recognition against the number of random features: Fig. 4 o
 An arm is one attention: exact (sdpa), the mean of the values over time (uniform_mean), or a FAVOR backend with features
 and their number M, always with `exact_below` 0. With `--model_name_or_path` every arm, also the exact one, starts from
 that model, which was trained with exact attention: it is converted and evaluated, then fine-tuned and evaluated again.
-Without this option every arm is trained from new weights. Arguments that are not listed here go to `favor.train.asr`,
-equally for all arms. Each arm and seed has a process and a folder of its own below `--output_dir`. If the program is
-started again, it skips finished runs. The report covers all finished arms of the folder, so that several processes may
-share the arms.
+Without this option every arm is trained from new weights. Arguments that are not listed here go to `favor.train.asr`.
+Each arm and seed has a process and a folder of its own below `--output_dir`. If the program is started again, it skips
+finished runs. The report covers all finished arms of the folder, so that several processes may share the arms.
 
-Source: Likhosherstov et al. 2023, "FAVOR#: Sharp Attention Kernel Approximations via New Classes of Positive Random
-Features", section 5.3.1: normalised WER for M = 8, 32 and 128.
+Source: Likhosherstov et al. 2023, "FAVOR#", section 5.3.1: normalised WER for M = 8, 32 and 128.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,22 +37,28 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor.eval import asr as evaluation
 from favor.eval.approximation.heads import mean_of_values
-from favor.eval.common import launch
+from favor.eval.common import launch, report
 from favor.eval.common.launch import Backend
-from favor.eval.papers import wer_report as report
-from favor.eval.papers.wer_report import EXACT, UNIFORM
+from favor.eval.glue.table import DASH
+from favor.eval.papers.common import panels, save
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.train import asr
 from favor.train.common import checkpoint
 from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import Parser, program
-from favor.train.speech import arguments as asr_arguments
-from favor.train.speech.arguments import Arguments
+from favor.train.speech.arguments import HUB, Arguments
 from favor.train.speech.data import long_enough
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
+from favor_command.names import in_new_words
 
+RECORD = "arm.json"
+EXACT, UNIFORM = "sdpa", "uniform_mean"
+NAMES = {EXACT: "exact", UNIFORM: "mean over time"}
+STAGES = {"converted": "As converted, without training", "trained": "After training"}
+METRICS = ("wer", "cer")
+COSTS = ("steps", "seconds_per_step", "wall_seconds", "peak_memory_bytes", "parameters")
 DEFAULT_ARMS = (EXACT, UNIFORM, "favor++", "favor#:sderf", "favor#:wderf")
 OWN = (
     *("attn_implementation", "num_features", "features", "factorization", "window", "statistics", "exact_below"),
@@ -62,13 +67,12 @@ OWN = (
 # A converted model is evaluated before training, so its architecture must be that of the saved model.
 OF_THE_MODEL = ("architecture", "ctc_weight")
 
+Run = dict[str, Any]
+Row = dict[str, Any]
+
 
 def parse_arms(text: str, counts: Sequence[int]) -> list[Backend]:
-    """Reads the arms of a word: a FAVOR backend without a number gives one arm for each of `counts`.
-
-    Raises:
-        ValueError: for an unknown name, or a number that is not positive or belongs to no FAVOR backend.
-    """
+    """Reads the arms of a word: a FAVOR backend without a number gives one arm for each of `counts`."""
     arm = Backend(UNIFORM) if text == UNIFORM else Backend.parse(text)
     if arm.name in (UNIFORM, EXACT, "eager"):
         return [arm]
@@ -81,23 +85,14 @@ def parse_arms(text: str, counts: Sequence[int]) -> list[Backend]:
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.asr`.
-
-    Raises:
-        ValueError: for a bad arm, or if the rest sets an option that the evaluation sets itself.
-    """
+    """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.asr`."""
     parser = Parser("favor.eval.papers.wer_by_features", __doc__)
     parser.add_argument("--model_name_or_path", help="model trained with exact attention; default: new weights")
     parser.add_argument(
         "--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
     )
     parser.add_argument(
-        "--num_features",
-        nargs="+",
-        type=int,
-        default=[8, 32, 128],
-        metavar="M",
-        help="numbers of features of FAVOR arms that name none",
+        "--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="for FAVOR arms that name none"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
@@ -109,9 +104,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     own = {*OWN, *(OF_THE_MODEL if arguments.model_name_or_path else ())}
     for word in rest:
         if word.startswith("--") and word[2:].split("=")[0] in own:
-            raise ValueError(
-                f"{word} is set by the program, or would not be the same for all arms; use --backends, --seeds"
-            )
+            raise ValueError(f"{word} is set by the program, or would differ between arms; use --backends, --seeds")
     parser.check_passed_on(rest, Arguments.parser())
     if arguments.report_only and rest:
         raise ValueError(f"with --report_only nothing is trained, so {shlex.join(rest)} has no effect: leave it out")
@@ -131,21 +124,10 @@ def uniform_mean_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention "uniform_mean": every query gets the mean of the values that it may see.
+    """Computes the attention "uniform_mean": every query gets the mean of the values `[B, Hk, S, dv]` that it may see.
 
-    Args:
-        module: the attention module.
-        query, key: `[B, H, L, d]` and `[B, Hk, S, d]`; only their shapes matter.
-        value: `[B, Hk, S, dv]`.
-        attention_mask: from `favor_mask`; padded frames do not count.
-        scaling: not used, since there are no logits.
-        dropout: probability that a value is left out, as in the FAVOR backends.
-        is_causal: if causal, the mean is over the frames up to that of the query. Default: the mask or the module
-            decides.
-        **kwargs: refused if they would change the result.
-
-    Returns:
-        `[B, L, H, dv]`, contiguous, and None.
+    Only the shapes of queries and keys matter; padded frames do not count, and dropout leaves out values, as in the
+    FAVOR backends. Arguments and returns are those of transformers' attention functions.
     """
     refuse(kwargs, module)
     sees = visibility(module, attention_mask, is_causal, (query.shape[0], query.shape[2], key.shape[2]))
@@ -168,14 +150,14 @@ def training_words(arm: Backend) -> list[str]:
 
 def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
     """Measures error rates in percent of a run's model before its training, `{split}_wer` and `{split}_cer`."""
-    arguments = asr_arguments.Arguments.parse(list(words))
+    arguments = Arguments.parse(list(words))
     data, folder = arguments.data, Path(arguments.train.output_dir)
     processor = make_processor(arguments, ())
     model = make_model(arguments, processor, seed).to(PartialState().device)
     scores = {}
     for split in data.eval_splits:
         utterances, skipped = load_speech(
-            data.data_dir or asr_arguments.HUB,
+            data.data_dir or HUB,
             split,
             prepared=folder / "prepared" / split,
             config=data.dataset_config_name,
@@ -210,16 +192,9 @@ def in_own_process(function: Callable[[Sequence[str]], float], words: Sequence[s
 
 
 def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequence[str]) -> bool:
-    """Runs the unfinished parts of an arm; returns whether there were any.
-
-    Args:
-        arm: the attention.
-        seed: of the training and of the random features.
-        arguments: of the program.
-        common: arguments of `favor.train.asr` that all arms share.
-    """
+    """Runs the unfinished parts of an arm, with the arguments that all share; returns whether there were any."""
     folder = arguments.output_dir / arm.slug / f"seed_{seed}"
-    place, results = folder / report.RECORD, folder / checkpoint.RESULTS
+    place, results = folder / RECORD, folder / checkpoint.RESULTS
     record: dict[str, Any] = {
         "arm": arm.label,
         "backend": replace(arm, num_features=None).label,
@@ -247,6 +222,235 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
     return True
 
 
+def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, Run]:
+    """Reads the records of all started arms and seeds below a folder, by their own folders.
+
+    Raises:
+        ValueError: if their arguments differ from those given, or by default from those of the first arm.
+    """
+    found = {place.parent: json.loads(place.read_text()) for place in sorted(folder.glob(f"*/seed_*/{RECORD}"))}
+    for place, record in found.items():
+        arguments = record["arguments"] if arguments is None else list(arguments)
+        if in_new_words(record["arguments"], arguments) != in_new_words(arguments, record["arguments"]):
+            raise ValueError(
+                f"{place} has other arguments than the other folders or this run:\n"
+                f"  there {shlex.join(record['arguments'])}\n  here  {shlex.join(arguments)}\n"
+                "choose another --output_dir, or remove that folder to run it again"
+            )
+    return found
+
+
+def read(folder: Path) -> list[Run]:
+    """Reads every finished arm and seed below a folder: its record with the scores and costs of its training."""
+    runs = []
+    for place, record in records(folder).items():
+        if (place / checkpoint.RESULTS).exists():
+            results = json.loads((place / checkpoint.RESULTS).read_text())
+            scores = {"trained": results["metrics"]}
+            scores |= {"converted": record["converted"]} if "converted" in record else {}
+            kept = {name: results[name] for name in ("hours", "utterances", "versions", "device")}
+            splits = results["arguments"]["eval_splits"]
+            costs = {name: {**record, **results}.get(name) for name in COSTS}
+            runs.append({**record, **kept, **costs, "scores": scores, "splits": splits})
+    return runs
+
+
+def normalised(run: Run, runs: Sequence[Run], stage: str, metric: str) -> float | None:
+    """Divides an error rate by that of exact attention with the same seed and stage; None if that is missing or 0."""
+    exact = [other for other in runs if other["backend"] == EXACT and other["seed"] == run["seed"]]
+    reference = exact[0]["scores"][stage][metric] if exact else 0
+    return run["scores"][stage][metric] / reference if reference else None
+
+
+def spread(values: Sequence[float | None]) -> dict[str, Any]:
+    """Computes mean and sample standard deviation of the known values, None for too few; also gives all values."""
+    known = [value for value in values if value is not None]
+    return {
+        "mean": statistics.fmean(known) if known else None,
+        "std": statistics.stdev(known) if len(known) > 1 else None,
+        "values": list(values),
+    }
+
+
+def summarise(runs: Sequence[Run]) -> list[Row]:
+    """Makes one row per arm: exact attention, the mean over time, then the backends by name and number of features.
+
+    `scores[stage][metric]` and `normalised[stage][metric]` of a row are each a `spread` over the seeds; costs are
+    medians over the seeds, for memory the greatest.
+    """
+
+    def rank(run: Run) -> tuple[int, str, int]:
+        firsts = [*NAMES, "favor+", "favor++"]
+        place = firsts.index(run["backend"]) if run["backend"] in firsts else len(firsts)
+        return place, run["backend"], run["num_features"] or 0
+
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in sorted(runs, key=rank)):
+        own = sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
+        row: Row = {name: own[0][name] for name in ("arm", "backend", "num_features")}
+        row |= {"seeds": [run["seed"] for run in own], "scores": {}, "normalised": {}}
+        for stage in (stage for stage in STAGES if stage in own[0]["scores"]):
+            metrics = own[0]["scores"][stage]
+            row["scores"][stage] = {name: spread([run["scores"][stage][name] for run in own]) for name in metrics}
+            row["normalised"][stage] = {
+                name: spread([normalised(run, runs, stage, name) for run in own]) for name in metrics
+            }
+        for cost in COSTS:
+            known = [run[cost] for run in own if run[cost] is not None]
+            middle = max if cost == "peak_memory_bytes" else statistics.median
+            row[cost] = middle(known) if known else None
+        rows.append(row)
+    return rows
+
+
+def checks(rows: Sequence[Row], splits: Sequence[str]) -> list[report.Check]:
+    """Checks that, once trained, FAVOR# is no worse than FAVOR++ at any M, and all backends beat the mean over time."""
+    found = []
+    values = {
+        (row["backend"], row["num_features"]): {name: of["mean"] for name, of in row["scores"]["trained"].items()}
+        for row in rows
+    }
+    sharp = [name for name in dict.fromkeys(row["backend"] for row in rows) if name.startswith("favor#")]
+    for split in splits:
+        for metric in METRICS:
+            name, shown = f"{split}_{metric}", f"{split}, {metric.upper()} after training"
+            for backend in sharp:
+                counts = [count for other, count in values if other == backend and ("favor++", count) in values]
+                pairs = [(count, values[backend, count][name], values["favor++", count][name]) for count in counts]
+                if pairs:
+                    numbers = "; ".join(f"M = {count}: {ours:.2f} and {theirs:.2f}" for count, ours, theirs in pairs)
+                    holds = all(ours <= theirs for _, ours, theirs in pairs)
+                    found.append(report.Check(f"{shown}: {backend} is at most favor++ at every M", numbers, holds))
+            linear = {key: of[name] for key, of in values.items() if key[1] is not None}
+            if (UNIFORM, None) in values and linear:
+                worst, mean = max(linear, key=lambda key: linear[key]), values[UNIFORM, None][name]
+                numbers = f"{worst[0]} with M = {worst[1]}: {linear[worst]:.2f}, mean over time {mean:.2f}"
+                holds = linear[worst] < mean
+                found.append(report.Check(f"{shown}: every backend is below the mean over time", numbers, holds))
+    return found
+
+
+def _shown(value: Row, digits: int) -> str:
+    if value["mean"] is None:
+        return DASH
+    deviation = "" if value["std"] is None else f" ± {value['std']:.{digits}f}"
+    return f"{value['mean']:.{digits}f}{deviation}"
+
+
+def _name(row: Row) -> list[str]:
+    name = NAMES.get(row["backend"])
+    return [name or f"`{row['backend']}`", DASH if row["num_features"] is None else str(row["num_features"])]
+
+
+def score_lines(rows: Sequence[Row], splits: Sequence[str]) -> list[str]:
+    """Writes one table per stage and split: error rates in percent, and divided by those of exact attention."""
+    header = ["attention", "M", "WER %", "normalised WER", "CER %", "normalised CER"]
+    columns = [(metric, kind, digits) for metric in METRICS for kind, digits in (("scores", 2), ("normalised", 3))]
+    lines: list[str] = []
+    for stage, title in STAGES.items():
+        there = [row for row in rows if stage in row["scores"]]
+        for split in splits if there else ():
+            cells = [
+                [*_name(row), *(_shown(row[kind][stage][f"{split}_{metric}"], d) for metric, kind, d in columns)]
+                for row in there
+            ]
+            lines += ["", f"## {title}: {split}", "", *report.table(header, cells)]
+    return lines
+
+
+def cost_lines(rows: Sequence[Row]) -> list[str]:
+    """Writes the table of the costs of the training of each arm."""
+    shown = {"seconds_per_step": (1, ".3f"), "peak_memory_bytes": (2**20, ".0f")}
+    cells = []
+    for row in rows:
+        of = [(row[cost], *shown.get(cost, (1, ".0f"))) for cost in COSTS]
+        cells.append(
+            [*_name(row), *(DASH if value is None else format(value / unit, form) for value, unit, form in of)]
+        )
+    return report.table(["attention", "M", "steps", "s/step", "seconds", "peak MiB", "parameters"], cells)
+
+
+def report_lines(rows: Sequence[Row], runs: Sequence[Run], words: Sequence[str]) -> list[str]:
+    """Writes the Markdown report of all runs, which share these arguments."""
+    splits, first = runs[0]["splits"], runs[0]
+    seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
+    starts = "--model_name_or_path" in words
+    model = Path(words[words.index("--model_name_or_path") + 1]).name if starts else ""
+    text = f"fine-tuned from {model}" if starts else "trained from new weights"
+    data = ", ".join(f"{name} {hours:.2f} h ({first['utterances'][name]})" for name, hours in first["hours"].items())
+    return [
+        "# Errors of speech recognition against the number of random features",
+        "",
+        f"- Every arm with the same recipe, {text}; FAVOR arms with `exact_below` 0",
+        f"- Hours of audio (utterances): {data}",
+        f"- Seeds: {', '.join(seeds)}; mean ± sample standard deviation where there are several",
+        "- Greedy search. Normalised: over the score of exact attention with the same seed, evaluated in the same way",
+        "- Mean over time: every frame gets the mean of the values of the utterance, whatever its query",
+        *score_lines(rows, splits),
+        "",
+        "## Cost of the training",
+        "",
+        *cost_lines(rows),
+        "",
+        "Medians over steps and seeds, the greatest memory: allocated on a GPU, or resident in the arm's process on a",
+        "CPU. Seconds include loading, decoding of the audio and evaluations. The mean over time is computed with the",
+        "L x L matrix, so its times say nothing.",
+    ]
+
+
+def write(folder: Path, results: Path, name: str) -> list[str]:
+    """Writes `wer_by_features_{name}` .md, .json and .png for all finished arms of a folder; gives the report."""
+    runs = read(folder)
+    if not runs:
+        raise ValueError(f"expected finished arms below {folder}, found none: start without --report_only first")
+    rows, splits, common = summarise(runs), runs[0]["splits"], runs[0]["arguments"]
+    arms = [row["arm"] for row in rows]
+    seeds = [str(seed) for seed in sorted({run["seed"] for run in runs})]
+    words = [*common, "--backends", *arms, "--seeds", *seeds, "--name", name, "--output_dir", "OUT"]
+    lines, found = report_lines(rows, runs, common), checks(rows, splits)
+    content = {
+        "command": report.shown_command("favor.eval.papers.wer_by_features", report.local_names(words), ["--data_dir"]),
+        "machine": "; ".join(sorted({run["machine"] for run in runs})),
+        "versions": runs[0]["versions"],
+        "splits": splits,
+        **{kind: runs[0][kind] for kind in ("hours", "utterances", "device")},
+        "rows": rows,
+    }
+    report.write(results, f"wer_by_features_{name}", lines, content, found)
+    plot(rows, splits, results / f"wer_by_features_{name}.png")
+    return [*lines, "", *(check.line() for check in found)]
+
+
+def plot(rows: Sequence[Row], splits: Sequence[str], path: Path) -> None:
+    """Draws normalised error rates against M: a row of panels per stage, a column per split and metric."""
+    stages = [stage for stage in STAGES if any(stage in row["normalised"] for row in rows)]
+    columns = [(split, metric) for split in splits for metric in METRICS]
+    figure, grid = panels(len(stages), len(columns), 3.6, 3.2)
+    for axes_row, stage in zip(grid, stages, strict=True):
+        for axes, (split, metric) in zip(axes_row, columns, strict=True):
+            _panel(axes, rows, stage, f"{split}_{metric}")
+            axes.set_title(f"{STAGES[stage].split(',')[0]}: {split}", fontsize=9)
+            axes.set(ylabel=f"normalised {metric.upper()}", xlabel="random features M")
+    save(figure, path, grid[0][0])
+
+
+def _panel(axes: Any, rows: Sequence[Row], stage: str, name: str) -> None:
+    there = [(row, row["normalised"][stage][name]) for row in rows if stage in row["normalised"]]
+    known = [(row["backend"], row["num_features"], value) for row, value in there if value["mean"] is not None]
+    for backend, count, value in known:
+        if count is None:
+            line = "--" if backend == UNIFORM else "-"
+            axes.axhline(value["mean"], color="black", linestyle=line, label=NAMES.get(backend, backend))
+    linear = [entry for entry in known if entry[1] is not None]
+    for place, backend in enumerate(dict.fromkeys(entry[0] for entry in linear)):
+        points = [(count, value["mean"], value["std"] or 0.0) for other, count, value in linear if other == backend]
+        counts, means, deviations = zip(*points, strict=True)
+        axes.errorbar(counts, means, yerr=deviations, marker="o", capsize=2, color=f"C{place}", label=backend)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({count for _, count, _ in linear})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+
+
 def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Runs the unfinished arms, seed by seed, and reports after each run; returns the names of failed runs."""
     hold(arguments.output_dir)
@@ -255,9 +459,9 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     if arguments.model_name_or_path is not None:
         evaluation.speech_config(arguments.model_name_or_path)
         common = ["--model_name_or_path", arguments.model_name_or_path, *rest]
-    report.records(arguments.output_dir, common)
+    records(arguments.output_dir, common)
     for arm in arguments.backends:
-        asr_arguments.Arguments.parse([*common, *training_words(arm), "--output_dir", str(arguments.output_dir)])
+        Arguments.parse([*common, *training_words(arm), "--output_dir", str(arguments.output_dir)])
     failures = []
     cells = [(seed, arm) for seed in arguments.seeds for arm in arguments.backends]
     for number, (seed, arm) in enumerate(cells, 1):
@@ -270,21 +474,17 @@ def run_all(arguments: argparse.Namespace, rest: Sequence[str]) -> list[str]:
             continue
         print(f"{name}: {'finished' if ran else 'was finished before'}", flush=True)
         if ran and number < len(cells):
-            report.write(arguments.output_dir, arguments.results_dir, arguments.name)
+            write(arguments.output_dir, arguments.results_dir, arguments.name)
     return failures
 
 
 @releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code, 1 if an arm failed.
-
-    Raises:
-        ValueError: for arguments, a model or audio that cannot be used; the message says which and why.
-    """
+    """Runs the program; returns the exit code, 1 if an arm failed."""
     arguments, rest = parse_arguments(sys.argv[1:] if argv is None else argv)
     failures = [] if arguments.report_only else run_all(arguments, rest)
-    if arguments.report_only or report.read(arguments.output_dir):
-        print("\n".join(report.write(arguments.output_dir, arguments.results_dir, arguments.name)))
+    if arguments.report_only or read(arguments.output_dir):
+        print("\n".join(write(arguments.output_dir, arguments.results_dir, arguments.name)))
     if failures:
         print("failed: " + "; ".join(failures), file=sys.stderr)
     return 1 if failures else 0

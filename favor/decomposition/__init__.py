@@ -10,13 +10,13 @@ from favor._parts import needs
 # Imported when asked for: the estimators need scikit-learn, which takes a second to import.
 _HOMES = {
     "KLNMF": "kl_nmf",
-    "L1KernelPCA": "l1_pca",
-    "LpKernelPCA": "lp_kernel_pca",
+    "L1KernelPCA": "kernel_pca",
+    "LpKernelPCA": "kernel_pca",
     "StochasticSCIPI": "stochastic",
     "VRHeavyBallPower": "variance_reduced",
     "VRPower": "variance_reduced",
     "block_power": "power",
-    "l1_kernel_pca": "l1_pca",
+    "l1_kernel_pca": "kernel_pca",
     "mixture_proportions": "mixture",
     "scale_invariant_power": "power",
 }

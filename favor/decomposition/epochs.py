@@ -1,21 +1,30 @@
-"""Epochs of variance-reduced power steps, which all stochastic estimators of this package run."""
+"""Epochs of variance-reduced power steps, and the base of the estimators that run them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from favor.decomposition.power_rules import PowerParameters
-from favor.decomposition.rows import RowSource
+from favor.decomposition.inputs import check_integer, check_number, generator_of, tensor_of, warn_of_end
+from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
 
 # Values that differ by fewer units of rounding than this count as equal.
 ROUNDING = 64
+
+
+class PowerParameters(NamedTuple):
+    """Step eta in (0, 1], steps m of an epoch, the first of which is exact, and the weight of momentum, if any."""
+
+    eta: float
+    epoch_length: int
+    beta: float | None = None
 
 
 class Objective(ABC):
@@ -48,12 +57,12 @@ class Quadratic(Objective):
     """f_i(x) = (a_i'x)^2 / 2, whose mean has the gradient C x."""
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Gives the mean gradient over rows at x; see `Objective`."""
+        """Gives the mean gradient over rows at x."""
         return rows.T @ (rows @ x) / len(rows)
 
     def difference(self, rows: Tensor, x: Tensor, anchor: Tensor, weight: Tensor) -> Tensor:
-        """Computes the difference with one product to the rows and one back; see `Objective`."""
-        return rows.T @ (rows @ (x - weight * anchor)) / len(rows)
+        """Computes the difference with one product to the rows and one back."""
+        return self.gradient(rows, x - weight * anchor)
 
 
 class Point(NamedTuple):
@@ -108,88 +117,24 @@ class Climb(NamedTuple):
     converged: bool
 
 
+# Parameters and scale of an epoch by the point it starts from, that of the epoch before, if any, and the factor of eta.
 Rule = Callable[[Point, "Point | None", float], tuple[PowerParameters, float]]
 
 
-def anchor_weight(x: Tensor, anchor: Tensor, degree: float) -> Tensor:
-    """Gives the factor by which a gradient at the anchor becomes that at the projection of x on it, ().
+def reduced_gradient(objective: Objective, rows: Tensor, x: Tensor, anchor: Tensor, anchor_gradient: Tensor) -> Tensor:
+    """Estimates grad f(x) `[d]` from a batch: unbiased for uniform rows, and exact for x along the anchor.
 
-    sign(c) |c|^(p-1) / |anchor|^(2(p-1)) with c = x'anchor. The thesis (Algorithm 5) leaves out the sign, without which
-    noise does not vanish for x opposite to the anchor.
+    The weight makes of a gradient at the anchor that at the projection of x on it: sign(c) (|c| / |anchor|^2)^(p-1),
+    c = x'anchor. The thesis (Algorithm 5) leaves out the sign, without which noise does not vanish for x opposite to
+    the anchor.
     """
     c = torch.dot(x, anchor)
-    return c.sign() * (c.abs() / torch.dot(anchor, anchor)) ** (degree - 1)
-
-
-def reduced_gradient(objective: Objective, rows: Tensor, x: Tensor, anchor: Tensor, anchor_gradient: Tensor) -> Tensor:
-    """Estimates grad f(x) from a batch: unbiased if rows are drawn uniformly, and exact for x along the anchor.
-
-    Args:
-        objective: f.
-        rows: the batch `[b, d]`.
-        x: `[d]`.
-        anchor: x_0 `[d]`.
-        anchor_gradient: grad f(x_0) over all rows `[d]`.
-
-    Returns:
-        `[d]`.
-    """
-    weight = anchor_weight(x, anchor, objective.degree)
+    weight = c.sign() * (c.abs() / torch.dot(anchor, anchor)) ** (objective.degree - 1)
     return objective.difference(rows, x, anchor, weight) + weight * anchor_gradient
 
 
-def run_epoch(
-    estimate: Callable[[Tensor, Tensor | None], Tensor],
-    anchor: Tensor,
-    anchor_gradient: Tensor,
-    batches: Iterable[Tensor | None],
-    parameters: PowerParameters,
-    scale: float = 1.0,
-    admitted: Callable[[Tensor, Tensor], Tensor] = lambda x, after: after,
-) -> Tensor:
-    """Runs an epoch and gives its last point, a unit vector `[d]`.
-
-    x_1 = (1 - eta) x_0 + eta grad f(x_0), then x_{t+1} = (1 - eta) x_t + eta g_t, or with momentum
-    2 ((1 - eta) x_t + eta g_t) - beta x_{t-1}. Every step is divided by its norm, and with momentum the point before is
-    divided by the same norm, which does not change directions.
-
-    Args:
-        estimate: g of a unit vector `[d]` and a batch.
-        anchor: x_0, unit.
-        anchor_gradient: grad f(x_0).
-        batches: row numbers for each of the steps after the first.
-        parameters: eta and beta; the number of steps is that of `batches` plus one.
-        scale: gradients are divided by it, so that eta does not depend on the scale of the data.
-        admitted: changes steps that leave the domain of f.
-
-    References:
-        Kim (2020), Algorithms 3, 4 and 5.
-    """
-    eta, beta = parameters.eta, parameters.beta
-    # The gradient of the first step is known.
-    before, x = _normed(anchor, admitted(anchor, (1 - eta) * anchor + (eta / scale) * anchor_gradient))
-    for batch in batches:
-        after = (1 - eta) * x + (eta / scale) * estimate(x, batch)
-        if beta is not None:
-            after = 2 * after - beta * before
-        before, x = _normed(x, admitted(x, after))
-    return x
-
-
-def _normed(x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides both by the norm of the second."""
-    norm = after.norm().clamp_min(torch.finfo(after.dtype).tiny)
-    return x / norm, after / norm
-
-
 class Landscape:
-    """f on the complement of components found before, with its two costs: a pass over all rows, or a batch.
-
-    Args:
-        objective: f.
-        source: the rows.
-        found: orthonormal components `[k, d]`, k >= 0.
-    """
+    """f on the complement of components `[k, d]`, with its two costs: a pass over all rows, or a batch."""
 
     def __init__(self, objective: Objective, source: RowSource, found: Tensor) -> None:
         self.objective, self.source, self.found = objective, source, found
@@ -224,13 +169,26 @@ class Landscape:
     def epoch(
         self, point: Point, batches: Iterable[Tensor | None], parameters: PowerParameters, scale: float
     ) -> Tensor:
-        """Runs an epoch from a point and gives its end; see `run_epoch`."""
-        estimate, admitted = partial(self.estimate, point=point), self.objective.admitted
-        return run_epoch(estimate, point.x, point.gradient, batches, parameters, scale, admitted)
+        """Runs an epoch from a point x_0 and gives its last point, a unit vector `[d]`: Kim (2020), Algorithms 3 to 5.
 
-    def line(self, point: Point, eta: float, accepted: bool) -> Epoch:
-        """Gives one line of the history."""
-        return Epoch(len(self.found), self.source.passes, point.value, point.residual, eta, accepted)
+        x_1 = (1 - eta) x_0 + eta grad f(x_0), then x_{t+1} = (1 - eta) x_t + eta g_t, or with momentum
+        2 ((1 - eta) x_t + eta g_t) - beta x_{t-1}, gradients divided by `scale`, so that eta does not depend on that of
+        the data. Every step is divided by its norm, and with momentum the point before is divided by the same norm,
+        which does not change directions.
+        """
+        eta, beta = parameters.eta, parameters.beta
+        # The gradient of the first step is known.
+        before, x = self._stepped(point.x, (1 - eta) * point.x + (eta / scale) * point.gradient)
+        for batch in batches:
+            after = (1 - eta) * x + (eta / scale) * self.estimate(x, batch, point)
+            before, x = self._stepped(x, after if beta is None else 2 * after - beta * before)
+        return x
+
+    def _stepped(self, x: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Divides both by the norm of the second, as far as the objective admits it."""
+        after = self.objective.admitted(x, after)
+        norm = after.norm().clamp_min(torch.finfo(after.dtype).tiny)
+        return x / norm, after / norm
 
 
 def climb(
@@ -247,40 +205,34 @@ def climb(
 ) -> Climb:
     """Runs epochs from a start until the residual is small.
 
-    An epoch after which the value is lower is undone, and eta is halved from there on.
-
-    Args:
-        landscape: f and the rows.
-        start: `[d]`, not 0.
-        rule: parameters and scale of an epoch by the point it starts from, the point of the epoch before (None at the
-            first) and the factor of eta.
-        batch: rows of a batch; all rows if there are no more, which makes steps exact.
-        tol: of `Point.residual`; no less than the rounding of the data allows.
-        max_epochs: largest number of epochs.
-        generator: of batches, on the CPU.
-        warm_up: exact power steps before the first epoch.
-        floor: a gradient no longer than this is 0: what is left of the data is rounding.
+    An epoch after which the value is lower is undone, and eta is halved from there on. Steps on all rows are exact. The
+    tolerance is no less than the rounding of the data allows; a gradient no longer than `floor` is 0, since only
+    rounding is left of the data. `warm_up` is the number of exact power steps before the first epoch.
     """
-    rounding, n = ROUNDING * torch.finfo(start.dtype).eps, len(landscape.source)
+    rounding, source = ROUNDING * torch.finfo(start.dtype).eps, landscape.source
 
     def done(point: Point) -> bool:
         return point.residual <= max(tol, rounding) or point.gradient.norm().item() <= floor
 
     def batches(steps: int) -> Iterator[Tensor | None]:
         for _ in range(steps):
-            yield torch.randint(n, (batch,), generator=generator, device="cpu") if batch < n else None
+            exact = batch >= len(source)
+            yield None if exact else torch.randint(len(source), (batch,), generator=generator, device="cpu")
+
+    def line(point: Point, eta: float, accepted: bool) -> Epoch:
+        return Epoch(len(landscape.found), source.passes, point.value, point.residual, eta, accepted)
 
     point, last, factor = landscape.survey(start), None, 1.0
     for _ in range(warm_up):
         if done(point):
             break
         last, point = point, landscape.survey(point.gradient)
-    history = [landscape.line(point, math.nan, True)]
+    history = [line(point, math.nan, True)]
     while not done(point) and len(history) <= max_epochs:
         parameters, scale = rule(point, last, factor)
         end = landscape.survey(landscape.epoch(point, batches(parameters.epoch_length - 1), parameters, scale))
         accepted = not _fell(point, end, rounding)
-        history.append(landscape.line(end, parameters.eta, accepted))
+        history.append(line(end, parameters.eta, accepted))
         if accepted:
             point, last = end, point
         else:
@@ -295,3 +247,104 @@ def _fell(point: Point, end: Point, rounding: float) -> bool:
     if end.value is None or point.value is None:
         return False
     return not end.value >= point.value - rounding * max(abs(point.value), abs(point.multiplier))
+
+
+class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Base of the estimators that climb by variance-reduced epochs; not for use by itself."""
+
+    n_components: int
+    batch_size: float
+    eta: float
+    epoch_length: int
+    tol: float
+    max_epochs: int
+    random_state: Any
+
+    def transform(self, X: Any) -> Any:
+        """Multiplies rows `[n, n_features]` with the components, `[n, n_components]`; a file is read by blocks."""
+        check_is_fitted(self)
+        source = row_source(self, X, reset=False)
+        source.offset = self._offset(source)
+        components = tensor_of(self.components_, source.like)
+        with torch.no_grad():
+            products = torch.cat([self._transformed(block, components) for block in source.blocks()])
+        return same_kind_as_rows(products, X)
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+    @property
+    def _warm_up(self) -> int:
+        """Exact steps before the first epoch."""
+        return 0
+
+    def _transformed(self, rows: Tensor, components: Tensor) -> Tensor:
+        return rows @ components.T
+
+    def _offset(self, source: RowSource) -> Tensor | None:
+        """Gives the vector that `fit` subtracted from rows."""
+        return None
+
+    def _climb_all(self, X: Any, source: RowSource, objective: Objective) -> list[Point]:
+        """Finds components one after the other, each in the complement of those before; sets common attributes."""
+        n, d = len(source), source.width
+        if self.n_components > d:
+            raise ValueError(f"n_components must be at most the {d} features of X, got {self.n_components}.")
+        generator = generator_of(self.random_state)
+        found, climbs, floor = source.like.new_zeros(0, d), [], 0.0
+        if source.offset is not None:
+            # Only rounding is left of equal rows, less their mean.
+            floor = (8 * torch.finfo(found.dtype).eps * source.offset.norm().item()) ** 2
+        for number in range(self.n_components):
+            result = climb(
+                Landscape(objective, source, found),
+                self._start(d, generator).to(source.like),
+                self._rule(number),
+                batch=batch_rows(self.batch_size, n),
+                tol=self.tol,
+                max_epochs=self.max_epochs,
+                generator=generator,
+                warm_up=self._warm_up,
+                floor=floor,
+            )
+            x = result.point.x
+            if number == 0 and len(result.history) == 1 and result.point.gradient.norm().item() <= floor:
+                raise ValueError(
+                    f"X must have rows that {'are not zero' if source.offset is None else 'differ'}: the gradient of "
+                    "the objective at a random start is zero, and no direction is better than another."
+                )
+            found = torch.cat([found, (-x if x[x.abs().argmax()] < 0 else x).unsqueeze(0)])
+            climbs.append(result)
+            floor = max(floor, ROUNDING * torch.finfo(found.dtype).eps * abs(result.point.multiplier))
+        self.components_ = same_kind_as_rows(found, X)
+        self.history_: list[Epoch] = [line for result in climbs for line in result.history]
+        self.n_iter_ = sum(len(result.history) - 1 for result in climbs)
+        self.passes_ = source.passes
+        late = [str(number) for number, result in enumerate(climbs) if not result.converged]
+        if late:
+            worst = max(result.point.residual for result in climbs)
+            warn_of_end(
+                f"component {', '.join(late)} did not reach tol={self.tol:g} in max_epochs={self.max_epochs} (residual "
+                f"{worst:.1e}): raise max_epochs, batch_size or tol."
+            )
+        return [result.point for result in climbs]
+
+    def _rule(self, number: int) -> Rule:
+        """Gives the parameters of each epoch of a component; gradients are divided by the multiplier."""
+
+        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
+            return PowerParameters(factor * float(self.eta), int(self.epoch_length)), abs(point.multiplier)
+
+        return rule
+
+    def _start(self, d: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(d, generator=generator, dtype=torch.float64, device="cpu")
+
+    def _check_common(self) -> None:
+        """Raises ValueError for common parameters out of range."""
+        check_integer("n_components", self.n_components)
+        check_integer("max_epochs", self.max_epochs)
+        check_number("eta", self.eta, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)
+        check_integer("epoch_length", self.epoch_length)
+        check_number("tol", self.tol)

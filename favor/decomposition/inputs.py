@@ -23,14 +23,8 @@ _INNER = ("favor", "sklearn", "torch")
 def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> Tensor:
     """Checks rows `[n, n_features]` and gives a tensor: float64, or float32 if a float32 tensor was given.
 
-    Args:
-        estimator: gets `n_features_in_` (and feature names, if the data have them).
-        X: tensor, which stays on its device, or anything scikit-learn takes as dense data.
-        reset: True in `fit`; otherwise the width must be that of `fit`.
-        minimum: smallest number of rows.
-
-    Raises:
-        ValueError, TypeError: as scikit-learn's `check_array`.
+    A tensor stays on its device. The estimator gets `n_features_in_` and names if `reset`, as in `fit`; otherwise the
+    width must be that of `fit`. Errors are those of scikit-learn's `check_array`.
     """
     # Not at the top: mixture proportions do without scikit-learn, which takes a second to import.
     from sklearn.utils.validation import validate_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,13 +13,135 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, check_non_negative, validate_data
 from torch import Tensor
 
-from favor.decomposition.factors import Target, half_step, sweep
 from favor.decomposition.inputs import check_integer, generator_of, rows_of, same_kind, tensor_of, warn_of_end
 from favor.decomposition.mixture import check_options
 
 State = tuple[Tensor, Tensor, Tensor]  # W, H and their product
 # Sweeps between two checks of the objective; an odd number shows what swings from sweep to sweep.
 CHECK_EVERY = 9
+CLIP = 1e-12  # least value of WH in a denominator, relative to the mean of V
+_BLOCK = 1 << 18  # entries of temporaries for sparse V, few enough for caches
+
+
+@dataclass(frozen=True)
+class Target:
+    """The matrix V `[n, m]` that is factored.
+
+    Attributes:
+        values: V, or the entries of a sparse one that are not zero, `[nnz]`, with their rows and columns in `places`
+            and a SciPy CSR or CSC array as `pattern`, with the entries in this order.
+        column_sums, row_sums: `[m]` and `[n]`.
+        least: lower bound at which WH is clipped.
+    """
+
+    values: Tensor
+    column_sums: Tensor
+    row_sums: Tensor
+    least: float
+    pattern: Any = None
+    places: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, matrix: Any) -> Target:
+        """Takes a nonnegative matrix: a dense tensor, or a SciPy sparse matrix, which costs its nonzero entries."""
+        pattern, places, values = None, tuple[Tensor, ...](), matrix
+        if sparse.issparse(matrix):
+            # SciPy multiplies: CSR tensors of torch warn that they are in beta, and COO tensors take longer.
+            pattern = sparse.csr_array(matrix, copy=True)
+            pattern.sum_duplicates()
+            pattern.eliminate_zeros()
+            coo = pattern.tocoo()
+            places = tuple(torch.tensor(index, dtype=torch.int64, device="cpu") for index in (coo.row, coo.col))
+            values = torch.tensor(pattern.data, dtype=torch.float64, device="cpu")
+        rows, columns = matrix.shape
+        return cls(values, *_sums(values, places, rows, columns), pattern, places)
+
+    def reached(self, W: Tensor, H: Tensor) -> Target:
+        """Gives V without what WH cannot reach because of zeros in W and H; that part does not count in steps."""
+        zero = torch.zeros_like(self.values)
+        product = replace(self, values=zero, least=0.0).product((W > 0).to(W), (H > 0).to(H))
+        if bool(((product > 0) | (self.values == 0)).all()):
+            return self
+        values = torch.where(product > 0, self.values, zero)
+        sums = _sums(values, self.places, len(self.row_sums), len(self.column_sums))
+        return Target(values, *sums, self.pattern, self.places)
+
+    def t(self) -> Target:
+        """Gives V', for the other half of a sweep; the entries of a sparse one keep their order."""
+        sums = self.row_sums, self.column_sums
+        if self.pattern is None:
+            return Target(self.values.t(), *sums, self.least)
+        return Target(self.values, *sums, self.least, self.pattern.T, self.places[::-1])
+
+    def flipped(self, product: Tensor) -> Tensor:
+        """Turns a product of the shape of V, or of its entries, into one of V'."""
+        return product.t() if self.pattern is None else product
+
+    def product(self, W: Tensor, H: Tensor) -> Tensor:
+        """Gives WH, clipped, where V has entries: `[n, m]`, or `[nnz]` for a sparse V."""
+        if self.pattern is None:
+            return (W @ H).clamp_(min=self.least)
+        W, columns = W.contiguous(), H.t().contiguous()
+        blocks = zip(*(index.split(max(1, _BLOCK // W.shape[1])) for index in self.places), strict=True)
+        parts = [W.index_select(0, i).mul_(columns.index_select(0, j)).sum(-1) for i, j in blocks]
+        return torch.cat(parts).clamp_(min=self.least) if parts else W.new_zeros(0)
+
+    def pulled_back(self, W: Tensor, product: Tensor) -> Tensor:
+        """Gives W' (V / WH), `[K, m]`, given the product."""
+        ratio = self.values / product
+        if self.pattern is None:
+            return W.t() @ ratio
+        pattern = type(self.pattern)(
+            (ratio.numpy(), self.pattern.indices, self.pattern.indptr), shape=self.pattern.shape
+        )
+        return torch.from_numpy(pattern.T @ W.contiguous().numpy()).t()
+
+    def divergence(self, W: Tensor, H: Tensor, product: Tensor) -> Tensor:
+        """Gives the generalised Kullback-Leibler divergence of V from WH, given the product."""
+        logs = (self.values / product).clamp_(min=torch.finfo(product.dtype).tiny).log_()
+        return (self.values * logs).sum() - self.row_sums.sum() + W.sum(0) @ H.sum(1)
+
+
+def _sums(values: Tensor, places: tuple[Tensor, ...], rows: int, columns: int) -> tuple[Tensor, Tensor, float]:
+    """Gives the sums of columns and of rows, and the bound at which WH is clipped."""
+    if places:
+        by_column = values.new_zeros(columns).index_add_(0, places[1], values)
+        by_row = values.new_zeros(rows).index_add_(0, places[0], values)
+    else:
+        by_column, by_row = values.sum(0), values.sum(1)
+    mean = float(by_row.sum()) / (rows * columns)
+    return by_column, by_row, max(CLIP * mean, torch.finfo(values.dtype).tiny)
+
+
+def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | None) -> Tensor:
+    """Gives H after one step of scale-invariant power iteration in every column, or of MU.
+
+    With c_k the column sums of W and v_j those of V, X_kj = H_kj c_k / v_j are mixture proportions. Their normalised
+    gradient is Q_kj t_j / v_j, Q = W'(V / WH) / c the factor of MU and t the column sums of WH. Afterwards the column
+    sums of WH are those of V.
+
+    Args:
+        target: V, of which WH reaches everything (`Target.reached`).
+        W, H: `[n, K]` and `[K, m]`.
+        product: WH, from `Target.product`.
+        shift: relative to the multiplier; None for MU.
+    """
+    tiny = torch.finfo(H.dtype).tiny
+    sums = W.sum(0)
+    factor = target.pulled_back(W, product).div_(sums.clamp(min=tiny).unsqueeze(-1))
+    if shift is None:
+        return factor.mul_(H)
+    # Clipped like WH, for columns without entries.
+    before = (sums @ H).div_(target.column_sums.clamp(min=target.least))
+    H = factor.mul_(before).add_(shift).square_().mul_(H)
+    return H.mul_(target.column_sums / (sums @ H).clamp_(min=tiny))
+
+
+def sweep(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | None) -> State:
+    """Takes one step of H and then one of W; gives W, H and their product."""
+    H = half_step(target, W, H, product, shift)
+    W = half_step(target.t(), H.t(), W.t(), target.flipped(target.product(W, H)), shift).t()
+    return W, H, target.product(W, H)
 
 
 class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -45,20 +168,12 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     Attributes:
         components_: H, `[n_components, n_features]`.
-        n_components_: K.
         reconstruction_err_: sqrt(2 D), D the divergence of X from WH, as scikit-learn reports it.
         n_iter_: sweeps, those that the guard repeated counted once.
-        n_features_in_: number of columns seen by `fit`.
-        feature_names_in_: their names, if the data had names.
 
     Raises:
-        ValueError: from `fit`, for negative data or parameters out of range.
-
-    Warns:
-        ConvergenceWarning: from `fit` and `transform`, if max_iter ends the iteration and tol is above 0.
-
-    See Also:
-        sklearn.decomposition.NMF: beta_loss="kullback-leibler", solver="mu" minimises this divergence by MU.
+        ValueError: from `fit`, for negative data or parameters out of range. A ConvergenceWarning from `fit` and
+            `transform` says that max_iter ended the iteration and tol is above 0.
 
     Notes:
         X may be a dense array, a SciPy sparse matrix, whose cost depends on its nonzero entries only, or a dense
@@ -103,16 +218,10 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def fit_transform(self, X: Any, y: Any = None, W: Any = None, H: Any = None) -> Any:
-        """Finds both factors.
+        """Finds both factors of a nonnegative X `[n, n_features]`; gives W `[n, K]`, a tensor if X is one.
 
-        Args:
-            X: nonnegative `[n, n_features]`, dense or sparse.
-            y: ignored; pipelines pass it.
-            W, H: the start with init="custom", `[n, K]` and `[K, n_features]`; zeros stay zero, and a factor common to
-                all of WH changes nothing.
-
-        Returns:
-            W `[n, K]`, a tensor if X is one, else a dense array.
+        W and H are the start with init="custom", `[n, K]` and `[K, n_features]`; zeros stay zero, and a factor common
+        to all of WH changes nothing. y is ignored.
         """
         self._check_parameters()
         V = self._matrix(X, reset=True)
@@ -139,10 +248,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @torch.no_grad()
     def transform(self, X: Any) -> Any:
-        """Gives W `[n, K]` of other rows, for the H of `fit`: mixture proportions of each row, times its sum.
-
-        A convex problem, iterated until `tol` or `max_iter`. Features that no component has do not count.
-        """
+        """Gives W `[n, K]` of other rows, for the H of `fit`; features that no component has do not count."""
         check_is_fitted(self)
         self._check_parameters()
         whole = Target.of(self._matrix(X, reset=False))
@@ -179,7 +285,7 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _start(
         self, target: Target, left: tuple[int, int], right: tuple[int, int], W: Any, H: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gives the two factors to begin with, of shapes `left` and `right`."""
+        """Gives two factors of these shapes to begin with."""
         like = target.values
         if self.init == "custom":
             return _given("W", W, left, like), _given("H", H, right, like)
@@ -193,18 +299,21 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _iterate(
         self, target: Target, state: State, step: Callable[[State, float | None], State]
     ) -> tuple[State, int, bool]:
-        """Steps until the objective stands still.
+        """Steps until the objective stands still; gives the last state, the steps, and whether it stood still."""
 
-        Returns:
-            The last state, the number of steps, and whether the objective stood still.
-        """
+        def several(count: int, shift: float | None) -> tuple[State, Tensor]:
+            new = state
+            for _ in range(count):
+                new = step(new, shift)
+            return new, _error(target, new)
+
         first = previous = _error(target, state)
         slack = 64 * torch.finfo(target.row_sums.dtype).eps * target.row_sums.sum()  # rounding of the divergence
         for number in range(0, self.max_iter, CHECK_EVERY):
             count = min(CHECK_EVERY, self.max_iter - number)
-            new, reached = self._several(target, state, step, count, self.shift)
+            new, reached = several(count, self.shift)
             if self.guard and not reached.square() <= previous.square() + 2 * slack:
-                new, reached = self._several(target, state, step, count, None)
+                new, reached = several(count, None)
             change, state, previous = (previous - reached).abs(), new, reached
             if self.tol > 0 and count == CHECK_EVERY and change <= self.tol * first:
                 return state, number + count, True
@@ -213,14 +322,6 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _warn(self, stood_still: bool) -> None:
         if self.tol > 0 and not stood_still:
             warn_of_end(f"max_iter={self.max_iter} sweeps did not meet tol={self.tol}; raise one of them.")
-
-    @staticmethod
-    def _several(
-        target: Target, state: State, step: Callable[[State, float | None], State], count: int, shift: float | None
-    ) -> tuple[State, Tensor]:
-        for _ in range(count):
-            state = step(state, shift)
-        return state, _error(target, state)
 
     def _matrix(self, X: Any, *, reset: bool) -> Any:
         """Checks X and gives it as a dense tensor or, if it is sparse, as a SciPy sparse matrix."""

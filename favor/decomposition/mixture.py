@@ -91,16 +91,8 @@ def mixture_proportions(
     L, v, pi = _checked(likelihoods, counts, start)
     L, largest = _rows_of_order_one(L, v)
     tol = tol and max(tol, 32 * torch.finfo(L.dtype).eps)
-    result = fit_proportions(
-        lambda pi: _times(L, pi),
-        lambda r: _transposed_times(L, r),
-        v,
-        pi,
-        shift,
-        guard=guard,
-        tol=tol,
-        max_iter=max_iter,
-    )
+    transposed = L.t() if L.is_sparse else L.mT
+    result = fit_proportions(_product(L), _product(transposed), v, pi, shift, guard=guard, tol=tol, max_iter=max_iter)
     result = result._replace(objective=result.objective + (v / v.sum(-1, keepdim=True) * largest.log()).sum(-1))
     if isinstance(likelihoods, Tensor):
         return result
@@ -124,9 +116,7 @@ def fit_proportions(
     Args:
         times: pi `[..., K]` -> L pi `[..., n]`, in new storage.
         transposed_times: r `[..., n]` -> L' r `[..., K]`.
-        counts: v `[..., n]`.
-        start: pi `[..., K]`.
-        shift, guard, tol, max_iter: as in `mixture_proportions`.
+        counts, start, shift, guard, tol, max_iter: v `[..., n]`, pi `[..., K]`, and as in `mixture_proportions`.
     """
     total = counts.sum(-1, keepdim=True)
     share = counts / total
@@ -164,6 +154,10 @@ def check_options(shift: Any, guard: Any, tol: Any, max_iter: Any) -> None:
     check_integer("max_iter", max_iter)
 
 
+def _product(matrix: Tensor) -> Product:
+    return lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1)
+
+
 def _objective(share: Tensor, mixture: Tensor) -> Tensor:
     return (share * mixture.log()).sum(-1)
 
@@ -188,14 +182,6 @@ def _divided(L: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sparse_coo_tensor(L.indices(), values, L.shape, check_invariants=False, is_coalesced=True), largest
     largest = L.amax(-1)
     return L / torch.where(largest > 0, largest, 1.0).unsqueeze(-1), largest
-
-
-def _times(L: Tensor, pi: Tensor) -> Tensor:
-    return torch.mv(L, pi) if L.is_sparse else (L @ pi.unsqueeze(-1)).squeeze(-1)
-
-
-def _transposed_times(L: Tensor, r: Tensor) -> Tensor:
-    return torch.mv(L.t(), r) if L.is_sparse else (r.unsqueeze(-2) @ L).squeeze(-2)
 
 
 def _checked(likelihoods: Any, counts: Any, start: Any) -> tuple[Tensor, Tensor, Tensor]:

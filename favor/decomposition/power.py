@@ -5,11 +5,7 @@ then keeps its direction when x is scaled, so x <- grad f(x) / |grad f(x)| is an
 points are the stationary points on the sphere. For f = x'Cx/2 it is power iteration.
 
 Independent components are an application, not a function of this package: maximise e (E[(w'x)^4] - 3 |x|^4) over unit
-x, w whitened data and e the sign of the bracket. That is of degree 4, and its iteration is FastICA with cubes. The
-thesis maximises the sum of ((w'x)^4 - 3)^2 instead. This is not the square of the kurtosis but an eighth moment less a
-multiple of the fourth, and its maximisers need not be components: for sources with light tails, uniform or binary ones,
-mixtures of sources have more of it than any source alone, and what is found is no closer to a source than a direction
-with equal shares of all. Hence it is not offered here.
+x, w whitened data and e the sign of the bracket, which is FastICA with cubes.
 
 Source: C. Kim, Optimization Methods for Scale Invariant Problems in Machine Learning (Northwestern, 2020), chapter 3.
 """
@@ -23,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from favor.decomposition.inputs import check_flag, check_integer, check_number, same_kind, tensor_of
+from favor.decomposition.inputs import check_integer, check_number, same_kind, tensor_of
 
 
 class PowerResult(NamedTuple):
@@ -63,7 +59,6 @@ def scale_invariant_power(
     start: Any,
     *,
     shift: float = 0.0,
-    relative: bool = True,
     tol: float = 1e-10,
     max_iter: int = 1000,
 ) -> PowerResult:
@@ -75,11 +70,10 @@ def scale_invariant_power(
 
     Args:
         gradient: of f, from a unit vector `[d]` to a vector `[d]`; called with tensors if the start is one, else with
-            arrays. A positive factor that depends on x changes nothing if the shift is relative.
+            arrays. A positive factor that depends on x changes nothing.
         start: vector `[d]` of any length except zero.
         shift: s in units of the current lam, above -1. A positive one damps directions that change sign from step to
             step (lam_i near -lam); a slightly negative one may speed up slow ones. Default 0.
-        relative: if False, s is `shift` itself. For f with negative values choose this and s above -lam.
         tol: stops when 1 - |x_new'x| < tol; evaluated without cancellation, so values down to the square of the
             precision mean something. Default 1e-10.
         max_iter: largest number of steps. Default 1000. One gradient per step, and one for the result.
@@ -104,15 +98,9 @@ def scale_invariant_power(
         >>> round(result.multiplier, 6), result.x.round(6).tolist()
         (3.0, [0.707107, 0.707107])
     """
-    check_options(shift, tol, max_iter, relative=relative)
-    x = _unit(_vector(start, "start"), "start")
-    slope = _gradient(gradient, (same_kind(x, start),), x, "gradient")
-    n_iter, converged = 0, False
-    while n_iter < max_iter and not converged:
-        x, moved = _step(x, slope, shift, relative, "gradient")
-        slope = _gradient(gradient, (same_kind(x, start),), x, "gradient")
-        n_iter, converged = n_iter + 1, moved < tol
-    return PowerResult(same_kind(x, start), float(x @ slope), n_iter, converged)
+    check_options(shift, tol, max_iter)
+    found = _swept([gradient], [start], [None], [("gradient", "start")], shift, tol, max_iter)
+    return PowerResult(found.blocks[0], float(found.multipliers[0] or 0.0), found.n_iter, found.converged)
 
 
 def block_power(
@@ -161,20 +149,33 @@ def block_power(
         True
     """
     check_options(shift, tol, max_iter)
-    lengths = _lengths(gradients, blocks, steps)
-    found = [_vector(block, f"blocks[{i}]") for i, block in enumerate(blocks)]
-    found = [x if lengths[i] is not None else _unit(x, f"blocks[{i}]") for i, x in enumerate(found)]
+    names = [(f"gradients[{i}]", f"blocks[{i}]") for i in range(len(blocks))]
+    return _swept(gradients, blocks, _lengths(gradients, blocks, steps), names, shift, tol, max_iter)
+
+
+def _swept(
+    gradients: Sequence[Callable[..., Any]],
+    blocks: Sequence[Any],
+    lengths: Sequence[float | None],
+    names: Sequence[tuple[str, str]],
+    shift: float,
+    tol: float,
+    max_iter: int,
+) -> BlockPowerResult:
+    """Runs the sweeps of `block_power`, with a length per block and the names of gradients and blocks in errors."""
+    found = [_vector(block, name) for block, (_, name) in zip(blocks, names, strict=True)]
+    found = [x if lengths[i] is not None else _unit(x, names[i][1]) for i, x in enumerate(found)]
     given = [same_kind(x, block) for x, block in zip(found, blocks, strict=True)]
 
     def slope(i: int) -> Tensor:
-        return _gradient(gradients[i], given, found[i], f"gradients[{i}]", may_vanish=lengths[i] is not None)
+        return _gradient(gradients[i], given, found[i], names[i][0], may_vanish=lengths[i] is not None)
 
     n_iter, converged = 0, False
     while n_iter < max_iter and not converged:
         converged = True
         for i, length in enumerate(lengths):
             if length is None:
-                found[i], moved = _step(found[i], slope(i), shift, True, f"gradients[{i}]")
+                found[i], moved = _step(found[i], slope(i), shift, names[i][0])
             else:
                 found[i], moved = _free_step(found[i], slope(i), length, i)
             given[i] = same_kind(found[i], blocks[i])
@@ -184,11 +185,10 @@ def block_power(
     return BlockPowerResult(tuple(given), multipliers, n_iter, converged)
 
 
-def check_options(shift: Any, tol: Any, max_iter: Any, *, relative: bool = True) -> None:
+def check_options(shift: Any, tol: Any, max_iter: Any) -> None:
     """Raises ValueError for a shift, tolerance or number of steps out of range."""
-    check_flag("relative", relative)
     check_number("shift", shift, expected="a finite number", allowed=math.isfinite)
-    if relative and shift <= -1:
+    if shift <= -1:
         raise ValueError(f"shift must be above -1, at which it cancels the multiplier; got {shift!r}.")
     check_number("tol", tol)
     check_integer("max_iter", max_iter)
@@ -237,12 +237,11 @@ def _gradient(
     return slope
 
 
-def _step(x: Tensor, slope: Tensor, shift: float, relative: bool, name: str) -> tuple[Tensor, float]:
+def _step(x: Tensor, slope: Tensor, shift: float, name: str) -> tuple[Tensor, float]:
     """Gives the next unit vector, and 1 - |x_new'x|."""
     # Norms of very large or very small gradients would overflow or vanish: only their direction counts.
-    top = slope.abs().max()
-    slope = slope / top
-    move = slope + (shift * (x @ slope) if relative else shift / top) * x
+    slope = slope / slope.abs().max()
+    move = slope + shift * (x @ slope) * x
     length = move.norm()
     if not 0 < float(length) < math.inf:
         raise ValueError(f"{name} plus shift {shift!r} has no direction; choose another shift or start.")

@@ -22,15 +22,11 @@ SMALLEST_SHARE = 64
 
 
 class RowSource:
-    """Rows of X as tensors, less an offset.
+    """Rows of X as tensors, less an offset `[d]` if there is one; `read` counts the rows that were read.
 
     Args:
         rows: tensor `[n, d]`, or an object with `len` that gives rows by a rising array of numbers.
         width: d.
-
-    Attributes:
-        offset: subtracted from every row if not None, `[d]`.
-        read: rows read since the source was made.
     """
 
     def __init__(self, rows: Any, width: int) -> None:
@@ -84,17 +80,9 @@ class RowSource:
 
 
 def row_source(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> RowSource:
-    """Opens X by rows: an ordinary array is copied, and a file or another sequence is read as needed.
+    """Opens X by rows: an ordinary array is copied, and a `numpy.memmap` or another sequence is read as needed.
 
-    Args:
-        estimator: gets `n_features_in_`.
-        X: tensor `[n, d]`, anything scikit-learn takes as dense data, a `numpy.memmap`, or any object with `len` that
-            gives rows `[b, d]` for a rising array of b integers.
-        reset: True in `fit`; otherwise the width must be that of `fit`.
-        minimum: smallest number of rows.
-
-    Raises:
-        ValueError, TypeError: as scikit-learn's `check_array`; for rows that are read later, at that time.
+    Checks and errors are those of `rows_of`; for rows that are read later, at that time.
     """
     if not is_stream(X):
         rows = rows_of(estimator, X, reset=reset, minimum=minimum)

@@ -9,27 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.decomposition.epochs import Objective, Point, Rule
+from favor.decomposition.epochs import Objective, StochasticPower
 from favor.decomposition.inputs import check_number
-from favor.decomposition.power_rules import PowerParameters
 from favor.decomposition.rows import row_source, same_kind_as_rows
-from favor.decomposition.stochastic_base import StochasticPower
 
 GradientFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class PowerOfProducts(Objective):
-    """f_i(x) = |a_i'x|^p / p.
-
-    Args:
-        degree: p >= 1.
-    """
+    """f_i(x) = |a_i'x|^p / p, p >= 1 the degree."""
 
     def __init__(self, degree: float) -> None:
         self.degree = degree
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Gives the mean gradient over rows at x; see `Objective`."""
+        """Gives the mean gradient over rows at x."""
         products = rows @ x
         return rows.T @ (products.sign() * products.abs() ** (self.degree - 1)) / len(rows)
 
@@ -40,11 +34,11 @@ class MixtureLikelihood(Objective):
     degree = 0.0
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Gives the mean gradient over rows at x; see `Objective`."""
+        """Gives the mean gradient over rows at x."""
         return 2 * x * (rows.T @ (1 / (rows @ x.square()))) / len(rows)
 
     def value(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Gives the mean of f_i over rows; see `Objective`."""
+        """Gives the mean of f_i over rows."""
         return (rows @ x.square()).log().mean()
 
     def admitted(self, x: Tensor, after: Tensor) -> Tensor:
@@ -53,18 +47,13 @@ class MixtureLikelihood(Objective):
 
 
 class FromGradient(Objective):
-    """f known by the mean gradient over rows.
-
-    Args:
-        function: of rows `[b, d]` and x `[d]`, gives `[d]`.
-        degree: of f; 0 if additive.
-    """
+    """f of some degree (0 if additive), known by the mean gradient `[d]` over rows `[b, d]` at x `[d]`."""
 
     def __init__(self, function: GradientFunction, degree: float) -> None:
         self.function, self.degree = function, degree
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Gives the mean gradient over rows at x; see `Objective`."""
+        """Gives the mean gradient over rows at x."""
         found = self.function(rows, x)
         if not isinstance(found, Tensor) or found.shape != x.shape:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -107,15 +96,10 @@ class StochasticSCIPI(StochasticPower):
         passes_: rows read divided by the number of rows, the check of likelihoods included. A step on a batch takes two
             gradients of each of its rows.
         history_: `favor.decomposition.epochs.Epoch` for the start and after each epoch.
-        n_features_in_: columns seen by `fit`.
-        feature_names_in_: their names, if the data had names.
 
     Raises:
         ValueError: from `fit`, for parameters out of range, for data that are not finite or all zero, and for "mixture"
-            if an entry is negative or a row is 0.
-
-    Warns:
-        ConvergenceWarning: if tol is not reached.
+            if an entry is negative or a row is 0. A ConvergenceWarning says that tol is not reached.
 
     Notes:
         `transform` gives products with the components; for "mixture" responsibilities, the probabilities
@@ -169,21 +153,13 @@ class StochasticSCIPI(StochasticPower):
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> StochasticSCIPI:
-        """Finds the directions.
-
-        Args:
-            X: rows `[n, n_features]`, of the kinds that `VRPower.fit` takes.
-            y: ignored; pipelines pass it.
-
-        Returns:
-            The estimator itself.
-        """
+        """Finds the directions for rows `[n, n_features]`, of the kinds that `VRPower.fit` takes; y is ignored."""
         objective = self._checked_objective()
         source = row_source(self, X, reset=True)
         if self._is_mixture:
             for block in source.blocks():
                 check_likelihoods(block)
-        points = self._climb_all(X, source, objective, self._rule)
+        points = self._climb_all(X, source, objective)
         values = source.like.new_tensor([math.nan if point.value is None else point.value for point in points])
         self.values_ = same_kind_as_rows(values, X)
         if self._is_mixture:
@@ -208,12 +184,6 @@ class StochasticSCIPI(StochasticPower):
     def _start(self, d: int, generator: torch.Generator) -> Tensor:
         # Proportions must start positive, and equal ones are as good as any for a problem with one maximum.
         return torch.ones(d, dtype=torch.float64, device="cpu") if self._is_mixture else super()._start(d, generator)
-
-    def _rule(self, number: int) -> Rule:
-        def rule(point: Point, last: Point | None, factor: float) -> tuple[PowerParameters, float]:
-            return PowerParameters(factor * float(self.eta), int(self.epoch_length)), abs(point.multiplier)
-
-        return rule
 
     def _checked_objective(self) -> Objective:
         self._check_common()

@@ -11,13 +11,10 @@ from favor.optim.bound import (
     bound_row_sums,
     partition_bound,
 )
-from favor.optim.combined import CombinedOptimizer
-from favor.optim.full_batch import BBM
+from favor.optim.logistic import BBM, SBM, SPFB
 from favor.optim.low_rank import LSPFB, LowRankBound, LowRankCurvature, low_rank_bound
-from favor.optim.single import ProxBoundSGD, exact_step_
-from favor.optim.softmax_bound import SoftmaxBound
-from favor.optim.solve import bound_solve
-from favor.optim.stochastic import SBM, SPFB
+from favor.optim.single import ProxBoundSGD, bound_solve, exact_step_
+from favor.optim.softmax_bound import CombinedOptimizer, SoftmaxBound
 
 __all__ = [
     "BBM",

@@ -15,26 +15,74 @@ Kronecker product B (x) x x', where B `[n, n]` depends on the logits alone. B is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from favor.optim.scan import affine_scan
-
+Elements = tuple[Tensor, ...]
 FLOOR = 60.0
 ORDERS = ("ascending", "descending", "none")
 
 
+def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Elements) -> Elements:
+    """Computes all prefixes of an associative product: O(n) work in O(log n) vectorised steps.
+
+    Neighbours are combined in pairs, the pairs scanned by recursion, and the even places filled in from the odd ones.
+
+    Args:
+        combine: (earlier, later) -> their product, place by place.
+        elements: tensors `[..., n]` with n >= 1, which together make one element at each place.
+    """
+    n = elements[0].shape[-1]
+    if n == 1:
+        return elements
+    whole = n - n % 2
+    odd = prefix_scan(
+        combine,
+        combine(tuple(e[..., 0:whole:2] for e in elements), tuple(e[..., 1:whole:2] for e in elements)),
+    )
+    results = tuple(torch.empty_like(e) for e in elements)
+    for result, element, at_odd in zip(results, elements, odd, strict=True):
+        result[..., 0] = element[..., 0]
+        result[..., 1::2] = at_odd
+    if n > 2:
+        before = tuple(e[..., : (n - 1) // 2] for e in odd)
+        for result, even in zip(results, combine(before, tuple(e[..., 2::2] for e in elements)), strict=True):
+            result[..., 2::2] = even
+    return results
+
+
+def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
+    """Runs the recurrence h_k = factor_k h_{k-1} + term_k along `[..., n]`, with h before the first place 0.
+
+    Args:
+        factor, term: `[..., n]`; they broadcast.
+        reverse: run from the last place to the first, h_k = factor_k h_{k+1} + term_k.
+        exclusive: give at every place the h of the place before, and 0 at the first.
+    """
+    factor, term = torch.broadcast_tensors(factor, term)
+    if reverse:
+        return affine_scan(factor.flip(-1), term.flip(-1), exclusive=exclusive).flip(-1)
+
+    def combine(earlier: Elements, later: Elements) -> Elements:
+        return later[0] * earlier[0], torch.addcmul(later[1], later[0], earlier[1])
+
+    whole = prefix_scan(combine, (factor, term))[1]
+    return torch.nn.functional.pad(whole[..., :-1], (1, 0)) if exclusive else whole
+
+
 @dataclass(frozen=True)
 class PartitionBound:
-    """The bound at one point: `log_z` (), `mean` mu `[D]` and `curvature` Sigma `[D, D]`.
+    """The bound on a log-partition function, or on a sum of them, at one point.
 
     Attributes:
-        log_z: log-partition function at the point, ().
+        log_z: the value at the point, ().
         mean: mu `[D]`, its gradient.
-        curvature: Sigma `[D, D]`.
+        curvature: Sigma `[D, D]`, or a `LowRankCurvature`.
 
     Example:
         >>> import torch
@@ -45,7 +93,7 @@ class PartitionBound:
 
     log_z: Tensor
     mean: Tensor
-    curvature: Tensor
+    curvature: Any
 
 
 def partition_bound(theta: Tensor, features: Tensor, weights: Tensor | None = None) -> PartitionBound:
@@ -137,7 +185,7 @@ class BoundCoefficients:
         return torch.empty_like(values).scatter_(-1, self.order.expand(values.shape), values)
 
 
-def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> BoundCoefficients:
+def bound_coefficients(logits: Tensor, order: str = "ascending") -> BoundCoefficients:
     """Computes the coefficients of B from logits, in the log domain throughout.
 
     Logits more than 60 below the largest of their row (-inf for masked labels, for instance) are raised to this level,
@@ -146,8 +194,7 @@ def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> Bou
     Args:
         logits: `[..., n]` with n >= 1, floating point; half precisions are computed in float32.
         order: in which labels are taken in: "ascending" (likely labels last: smallest largest eigenvalue, and B is the
-            Laplacian of a graph), "descending" (smallest trace), "none" (by index), or a permutation, `[n]` or
-            `[..., n]` int64. Ties keep the order of the labels.
+            Laplacian of a graph), "descending" (smallest trace) or "none" (by index). Ties keep their order.
 
     Returns:
         The coefficients of all rows.
@@ -165,13 +212,17 @@ def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> Bou
         raise ValueError(
             f"logits must be floating point [..., n] with n >= 1, got {logits.dtype} {tuple(logits.shape)}."
         )
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}.")
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     if not bool(top.isfinite().all()):
         raise ValueError("logits must be finite, or -inf for some labels of a row; got NaN, +inf or a row of -inf.")
     # Relative to the largest: the sums below would otherwise lose the digits that large logits take.
-    logits, permutation = _sorted((logits - top).clamp_min(-FLOOR), order)
+    logits, permutation = (logits - top).clamp_min(-FLOOR), None
+    if order != "none":
+        logits, permutation = logits.sort(dim=-1, descending=order == "descending", stable=True)
     log_sums = logits.logcumsumexp(-1)
     log_z = log_sums[..., -1] + top.squeeze(-1)
     if logits.shape[-1] == 1:
@@ -185,23 +236,6 @@ def bound_coefficients(logits: Tensor, order: str | Tensor = "ascending") -> Bou
     return BoundCoefficients(beta, ratio.sigmoid(), (-ratio).sigmoid(), log_z, permutation)
 
 
-def _sorted(logits: Tensor, order: str | Tensor) -> tuple[Tensor, Tensor | None]:
-    if isinstance(order, Tensor):
-        if order.dtype != torch.int64 or order.shape not in (logits.shape, logits.shape[-1:]):
-            got = f"{order.dtype} {tuple(order.shape)}"
-            raise ValueError(f"order must be int64 {tuple(logits.shape)} or {tuple(logits.shape[-1:])}, got {got}.")
-        expanded = order.expand(logits.shape)
-        if not bool((expanded.sort(-1)[0] == torch.arange(logits.shape[-1], device=order.device)).all()):
-            raise ValueError("order must hold every label once.")
-        return logits.gather(-1, expanded), expanded
-    if order not in ORDERS:
-        raise ValueError(f"order must be a permutation or one of {', '.join(ORDERS)}; got {order!r}.")
-    if order == "none":
-        return logits, None
-    ordered, permutation = torch.sort(logits, dim=-1, descending=order == "descending", stable=True)
-    return ordered, permutation
-
-
 def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
     """Gives the shape `[..., n]` in which values by label meet the coefficients."""
     for name, values in by_label.items():
@@ -212,8 +246,7 @@ def common_shape(c: BoundCoefficients, **by_label: Tensor) -> torch.Size:
     try:
         return torch.broadcast_shapes(c.beta.shape, *(values.shape for values in by_label.values()))
     except RuntimeError as error:
-        shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in by_label.items())
-        raise ValueError(f"{shapes} must broadcast with logits {tuple(c.beta.shape)}.") from error
+        raise ValueError(f"{', '.join(by_label)} must broadcast with logits {tuple(c.beta.shape)}.") from error
 
 
 def bound_matvec(c: BoundCoefficients, v: Tensor) -> Tensor:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from favor.optim.bound import bound_coefficients, bound_factor
-from favor.optim.head import HeadOptimizer
-from favor.optim.inputs import Batch
+from favor.optim.bound import PartitionBound, bound_coefficients, bound_factor
+from favor.optim.head import Batch, HeadOptimizer
 
 RULES = ("exact", "repaired")
 
@@ -115,28 +113,11 @@ def check_rule(rank: int, rule: str) -> None:
         raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
 
 
-@dataclass(frozen=True)
-class LowRankBound:
-    """The bound on a sum of log-partition functions at one point: value `log_z` (), `mean` `[D]` and curvature.
-
-    Attributes:
-        log_z: sum of the log-partition functions, ().
-        mean: mu `[D]`.
-        curvature: of rank k plus a diagonal.
-
-    Example:
-        >>> import torch
-        >>> from favor.optim import low_rank_bound
-        >>> low_rank_bound(torch.zeros(4), torch.randn(2, 3, 4), rank=1).mean.shape
-        torch.Size([4])
-    """
-
-    log_z: Tensor
-    mean: Tensor
-    curvature: LowRankCurvature
+# Its curvature is a `LowRankCurvature`.
+LowRankBound = PartitionBound
 
 
-def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "exact") -> LowRankBound:
+def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "exact") -> PartitionBound:
     """Makes a bound on sum_j log Z_j with curvature of rank k plus a diagonal, labels in the order of the rows.
 
     Args:
@@ -146,7 +127,7 @@ def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "e
         rule: "exact" (default) or "repaired", see `LowRankCurvature`.
 
     Returns:
-        The bound at `theta`.
+        The bound at `theta`, whose curvature is a `LowRankCurvature`.
 
     Raises:
         ValueError: for shapes that do not fit, a rank below 1 or an unknown rule.
@@ -168,7 +149,7 @@ def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "e
     for r in (bound_factor(c) @ features).flatten(0, 1):
         curvature.add(r)
     mean = torch.einsum("tn,tnd->d", logits.softmax(-1), features)
-    return LowRankBound(c.log_z.sum(), mean, curvature)
+    return PartitionBound(c.log_z.sum(), mean, curvature)
 
 
 class LSPFB(HeadOptimizer):
@@ -199,13 +180,8 @@ class LSPFB(HeadOptimizer):
         >>> from favor.optim import LSPFB
         >>> head = torch.nn.Linear(4, 3)
         >>> optimizer = LSPFB(head, rank=2)
-        >>> x, y = torch.randn(4, 4), torch.randint(3, (4,))
-        >>> def closure():
-        ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
-        ...     loss.backward()
-        ...     return loss
-        >>> loss = optimizer.step(closure)
+        >>> torch.nn.functional.cross_entropy(head(torch.randn(4, 4)), torch.randint(3, (4,))).backward()
+        >>> optimizer.step()
     """
 
     def __init__(

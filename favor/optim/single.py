@@ -1,53 +1,144 @@
-"""One exact full-rank step on one example in O(n d), and ProxBoundSGD, which takes it."""
+"""Linear systems with the curvature of one example in O(n), and what takes them: `exact_step_` and ProxBoundSGD."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from favor.optim.bound import FLOOR, ORDERS, bound_coefficients
-from favor.optim.head import HeadOptimizer
-from favor.optim.inputs import Batch
-from favor.optim.solve import bound_solve, tridiagonal_solve
+from favor._parts import needs
+from favor.optim.bound import (
+    FLOOR,
+    ORDERS,
+    BoundCoefficients,
+    Elements,
+    affine_scan,
+    bound_coefficients,
+    common_shape,
+    prefix_scan,
+)
+from favor.optim.head import Batch, HeadOptimizer
+
+METHODS = ("auto", "tridiagonal", "scan")
 
 
-def single_direction(
-    logits: Tensor,
-    residual: Tensor,
-    norm2: float,
-    weight_decay: float,
-    damping: float,
-    order: str | Tensor = "none",
+def bound_solve(
+    c: BoundCoefficients, scale: Tensor | float, damping: Tensor | float, rhs: Tensor, *, method: str = "auto"
 ) -> Tensor:
-    """Gives v `[n]` of the exact step on one example: (s B + damping I) v = r + (lambda / s) a.
-
-    With a = W x, r the gradient by a and s = |x|^2 > 0, the step on the (n d) x (n d) system
-
-        W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
-
-    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x': O(n) and one update of rank one.
+    """Solves (scale B + damping I) u = rhs exactly, in float64 inside.
 
     Args:
-        logits: a `[n]`.
-        residual: r `[n]`, softmax(a) - onehot(target) for cross-entropy.
-        norm2: s.
-        weight_decay: lambda >= 0.
-        damping: > 0.
-        order: of the labels, see `bound_coefficients`. Default "none", which saves the sorting.
+        c: of logits `[..., n]`.
+        scale: s >= 0, a number or `[...]`; |x|^2 for a softmax layer and one input.
+        damping: lambda > 0, a number or `[...]`.
+        rhs: r by label, `[..., n]`; broadcasts with the coefficients over leading dimensions.
+        method: "tridiagonal" (CPU: B has a tridiagonal inverse on differences of labels, whose LDL' factorization
+            LAPACK does in one sequential pass), "scan" (any device: the LDL' recurrence of a semiseparable matrix as
+            prefix products of 2 x 2 matrices), or "auto" (default): the first on a CPU, the second elsewhere.
+
+    Returns:
+        u by label, `[..., n]`, in the dtype of `rhs`.
+
+    Raises:
+        ValueError: for a scale below 0, a damping that is not positive, or an unknown method.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import bound_coefficients, bound_dense, bound_solve
+        >>> c = bound_coefficients(torch.tensor([0.5, -1.0, 2.0]))
+        >>> u = bound_solve(c, 1.0, 0.1, torch.ones(3))
+        >>> torch.allclose(bound_dense(c) @ u + 0.1 * u, torch.ones(3), atol=1e-5)
+        True
     """
-    right = residual + (weight_decay / norm2) * logits if weight_decay else residual
-    if isinstance(order, str) and order in ORDERS and logits.device.type == "cpu" and len(logits) > 1:
-        return _on_cpu(logits, right, norm2, damping, order)
-    return bound_solve(bound_coefficients(logits, order), norm2, damping, right)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}.")
+    if method == "auto":
+        method = "tridiagonal" if rhs.device.type == "cpu" else "scan"
+    s, lam = (torch.as_tensor(value, dtype=torch.float64, device=rhs.device) for value in (scale, damping))
+    if not bool((s >= 0).all() & (lam > 0).all() & s.isfinite().all() & lam.isfinite().all()):
+        raise ValueError(f"scale must be at least 0, damping positive, both finite; got {scale} and {damping}.")
+    n = c.beta.shape[-1]
+    by_label = {name: value.unsqueeze(-1).expand(*value.shape, n) for name, value in (("scale", s), ("damping", lam))}
+    shape = common_shape(c, rhs=rhs, **by_label)
+    r = c.arrange(rhs.double().expand(shape))
+    solution = (_tridiagonal if method == "tridiagonal" else _scan)(c, s.unsqueeze(-1), lam.unsqueeze(-1), r)
+    return c.restore(solution).to(rhs.dtype)
+
+
+def _tridiagonal(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
+    if r.shape[-1] == 1 or r.numel() == 0:
+        return r / lam
+    beta, rho = c.beta[..., 1:].double().numpy(), c.rho[..., 1:].double().numpy()
+    scale = s.where(s > 0, 1.0).numpy()
+    return torch.from_numpy(tridiagonal_solve(beta, rho, scale, lam.numpy(), r.numpy())).where(s > 0, r / lam)
+
+
+def tridiagonal_solve(beta: Any, rho: Any, s: Any, lam: Any, r: Any) -> Any:
+    """Computes (s B + lambda I)^{-1} r `[..., n]` by one positive definite tridiagonal system per row, laid end to end.
+
+    beta and rho are those of all labels except the first, `[..., n - 1]` with n >= 2; s and lam are numbers or
+    `[..., 1]`. It uses numpy, whose calls cost a third of torch's on vectors of a thousand labels: this is all that a
+    step with one example adds to plain gradient descent.
+    """
+    needs("sklearn", "scipy")
+    from scipy.linalg import lapack
+
+    tau, ahead = lam / s, rho / beta
+    shape = (*r.shape[:-1], beta.shape[-1])
+    diagonal, beside = np.empty(shape), np.zeros(shape)
+    np.add(2.0, tau / beta, out=diagonal)
+    diagonal[..., 1:] += (tau * rho * ahead)[..., :-1]
+    beside[..., :-1] = (-1.0 - tau * ahead)[..., :-1]
+    *_, t, info = lapack.dptsv(
+        diagonal.ravel(),
+        # LAPACK's wrapper takes no empty array, not even for a single equation.
+        beside.ravel()[: max(1, beside.size - 1)],
+        (r[..., 1:] - r[..., :-1]).ravel(),
+        overwrite_d=True,
+        overwrite_e=True,
+        overwrite_b=True,
+    )
+    if info != 0:
+        raise FloatingPointError("the system is not positive definite: are the logits or the right side NaN?")
+    t = t.reshape(shape)
+    y = t / beta
+    y[..., :-1] -= ahead[..., :-1] * t[..., 1:]
+    u = np.zeros(r.shape)
+    u[..., 1:] = y
+    u[..., 2:] -= rho[..., :-1] * y[..., :-1]
+    u /= s
+    np.cumsum(u, axis=-1, out=u)
+    u += r.mean(-1, keepdims=True) / lam - u.mean(-1, keepdims=True)
+    return u
+
+
+def _scan(c: BoundCoefficients, s: Tensor, lam: Tensor, r: Tensor) -> Tensor:
+    """Solves by LDL' of a semiseparable matrix: its scalar state Q follows Moebius maps, substitutions affine ones."""
+    kappa, rho, g = c.kappa.double(), c.rho.double(), c.coupling.double()
+    unit = s * kappa
+    whole = lam + s * (c.beta.double() + kappa.square() * c.tail.double())
+
+    def product(earlier: Elements, later: Elements) -> Elements:
+        a, b, d, e = later
+        p, q, t, u = earlier
+        result = (a * p + b * t, a * q + b * u, d * p + e * t, d * q + e * u)
+        size = torch.stack(result).abs().amax(0)
+        return tuple(part / size for part in result)
+
+    maps = torch.broadcast_tensors(rho.square() * whole - 2 * rho * g * unit, unit.square(), -g.square(), whole)
+    _, top, _, bottom = prefix_scan(product, maps)
+    state = torch.nn.functional.pad((top / bottom)[..., :-1], (1, 0))
+    pivot = whole - g.square() * state
+    w = (unit - rho * g * state) / pivot
+    y = (r - g * affine_scan(rho - w * g, w * r, exclusive=True)) / pivot
+    return y - w * affine_scan(rho - g * w, g * y, reverse=True, exclusive=True)
 
 
 def _on_cpu(logits: Tensor, right: Tensor, scale: float, damping: float, order: str) -> Tensor:
     """Runs `bound_solve` for one row with few calls: sums exponentials between e^-60 and 1 directly, in float64."""
-    import numpy as np
-
     a, r = logits.double().numpy(), right.double().numpy()
     top = a.max()
     if not np.isfinite(top):
@@ -82,7 +173,7 @@ def exact_step_(
     lr: float = 1.0,
     weight_decay: float = 0.0,
     damping: float,
-    order: str | Tensor = "none",
+    order: str = "none",
 ) -> Tensor:
     """Takes the exact step on one example, in place, in O(n d).
 
@@ -129,19 +220,25 @@ def exact_step_(
 
 
 def rank_one_step(
-    logits: Tensor,
-    residual: Tensor,
-    norm2: float,
-    lr: float,
-    weight_decay: float,
-    damping: float,
-    order: str | Tensor,
+    logits: Tensor, residual: Tensor, norm2: float, lr: float, weight_decay: float, damping: float, order: str
 ) -> tuple[Tensor, float]:
-    """Gives the step on a weight as W <- keep W + push x': push `[n]` and keep."""
+    """Gives the step on a weight as W <- keep W + push x': push `[n]` and keep, in O(n).
+
+    With a = W x the logits `[n]`, r the gradient by a `[n]` and s = |x|^2, the step on the (n d) x (n d) system
+
+        W - eta (B (x) x x' + damping I)^{-1} (r x' + lambda W)
+
+    is W (1 - eta lambda / damping) + eta ((lambda / damping) a / s - v) x', (s B + damping I) v = r + (lambda / s) a.
+    """
     shrink = lr * weight_decay / damping
     if norm2 == 0:
         return torch.zeros_like(logits), 1 - shrink
-    push = -lr * single_direction(logits, residual, norm2, weight_decay, damping, order)
+    right = residual + (weight_decay / norm2) * logits if weight_decay else residual
+    if order in ORDERS and logits.device.type == "cpu" and len(logits) > 1:
+        direction = _on_cpu(logits, right, norm2, damping, order)
+    else:
+        direction = bound_solve(bound_coefficients(logits, order), norm2, damping, right)
+    push = -lr * direction
     return push if shrink == 0 else push + shrink / norm2 * logits, 1 - shrink
 
 
@@ -173,13 +270,8 @@ class ProxBoundSGD(HeadOptimizer):
         >>> from favor.optim import ProxBoundSGD
         >>> head = torch.nn.Linear(4, 3)
         >>> optimizer = ProxBoundSGD(head)
-        >>> x, y = torch.randn(1, 4), torch.randint(3, (1,))
-        >>> def closure():
-        ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.cross_entropy(head(x), y)
-        ...     loss.backward()
-        ...     return loss
-        >>> loss = optimizer.step(closure)
+        >>> torch.nn.functional.cross_entropy(head(torch.randn(1, 4)), torch.randint(3, (1,))).backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -192,7 +284,12 @@ class ProxBoundSGD(HeadOptimizer):
         super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "order": order})
 
     def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
-        x, rate, decay = only_row(self, batch), group["lr"], group["weight_decay"]
+        if len(batch.x) != 1 or self._world_size() > 1:
+            raise ValueError(
+                f"ProxBoundSGD takes one example per step on one process, got {len(batch.x)} on each: use SPFB or "
+                "SoftmaxBound for batches."
+            )
+        x, rate, decay = batch.x[0], group["lr"], group["weight_decay"]
         if rate == 0:
             return
         weight, *bias = group["params"]
@@ -210,13 +307,3 @@ class ProxBoundSGD(HeadOptimizer):
             weight.copy_(keep * weight.to(dtype) + torch.outer(push, inputs))
         for parameter in bias:
             parameter.mul_(keep).add_(push)
-
-
-def only_row(optimizer: HeadOptimizer, batch: Batch) -> Tensor:
-    """Gives the one input `[d]` of a batch; raises ValueError if there are more."""
-    if len(batch.x) != 1 or optimizer._world_size() > 1:
-        raise ValueError(
-            f"{type(optimizer).__name__} takes one example per step on one process, got {len(batch.x)} on each: use "
-            "SPFB or SoftmaxBound for batches."
-        )
-    return batch.x[0]

@@ -1,19 +1,18 @@
-"""SoftmaxBound: curvature for the output layer of a deep network, next to any optimizer of its body."""
+"""SoftmaxBound, curvature for the output layer of a deep network, and how to combine it with the body's optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from favor.optim.exact import Exact, exact
-from favor.optim.head import HeadOptimizer
-from favor.optim.inputs import Batch
-from favor.optim.majorizers import Blocks, Kronecker, RootKronecker, averaged, majorize, second_moment
+from favor.optim.head import Batch, Closure, HeadOptimizer
+from favor.optim.majorizers import Curvature, Exact, Kronecker, averaged, exact, majorize, second_moment
 
 CURVATURES = ("bohning", "diag", "block", "kfac", "exact", "geometric")
 # "geometric" averages over steps before it takes the root, and 512 rows per step were not better (8192 labels).
@@ -95,15 +94,8 @@ class SoftmaxBound(HeadOptimizer):
         process_group: dist.ProcessGroup | None = None,
         capture: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "damping": damping,
-            "curvature": curvature,
-            "curvature_ema": curvature_ema,
-            "max_rows": max_rows,
-            "order": order,
-        }
+        defaults = {"lr": lr, "weight_decay": weight_decay, "damping": damping, "curvature": curvature}
+        defaults |= {"curvature_ema": curvature_ema, "max_rows": max_rows, "order": order}
         super().__init__(head, defaults, process_group, capture)
 
     def _check(self, options: dict[str, Any]) -> None:
@@ -141,32 +133,29 @@ class SoftmaxBound(HeadOptimizer):
         total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
         return self._world_size() * total**2 / squares
 
-    def _curvature(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch
-    ) -> Kronecker | Blocks | Exact:
+    def _curvature(self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch) -> Curvature:
         """Gives the majorizer, its factors averaged over processes and, except for "exact", over steps."""
-        if group["curvature"] == "exact":
-            order = group["order"] or "ascending"
-            return exact(batch.x @ theta.T, batch.x, batch.weights, order=order, reduce=self._mean)
-        x, weights = batch.x, batch.weights
-        if group["curvature"] != "bohning":
-            x, weights = thinned(x, weights, group["max_rows"] or MAX_ROWS.get(group["curvature"], 512))
-        here = majorize(group["curvature"], theta, x, weights, group["order"])
-        if isinstance(here, RootKronecker) and len(x) < len(batch.x):
+        x, weights, name = batch.x, batch.weights, group["curvature"]
+        if name == "exact":
+            return exact(x @ theta.T, x, weights, group["order"] or "ascending", self._mean)
+        if name != "bohning":
+            x, weights = thinned(x, weights, group["max_rows"] or MAX_ROWS.get(name, 512))
+        here = majorize(name, theta, x, weights, group["order"])
+        if isinstance(here, Kronecker) and here.root and len(x) < len(batch.x):
             # Logits of all rows would be expensive; the second moment of their inputs is not.
             here = replace(here, inputs=second_moment(batch.x, batch.weights))
         now = averaged(here, weights.sum(), self._mean)
-        kind = CURVATURES.index(group["curvature"])
+        kind = CURVATURES.index(name)
         if state.get("curvature") != kind:
             state["curvature"], state["averaged"] = kind, 0
         state["averaged"] += 1
         keep = group["curvature_ema"]
         # Divided by the sum of all weights so far, as in Adam: the mean is not biased towards its start.
         fresh = (1 - keep) / (1 - keep ** state["averaged"])
-        for name in (names := [field.name for field in fields(now)]):
-            value = getattr(now, name)
-            state[name] = state[name].lerp_(value, fresh) if state["averaged"] > 1 else value
-        return type(now)(**{name: state[name] for name in names})
+        factors = {field: value for field, value in vars(now).items() if isinstance(value, Tensor)}
+        for field, value in factors.items():
+            state[field] = state[field].lerp_(value, fresh) if state["averaged"] > 1 else value
+        return replace(now, **{field: state[field] for field in factors})
 
 
 def thinned(x: Tensor, weights: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
@@ -175,3 +164,81 @@ def thinned(x: Tensor, weights: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
         return x, weights
     kept = torch.linspace(0, len(x) - 1, max_rows, device=x.device).long()
     return x[kept], weights[kept] * (weights.sum() / weights[kept].sum())
+
+
+class CombinedOptimizer(Optimizer):
+    """Steps several optimizers, each on parameters of its own, in turn.
+
+    Its parameter groups are those of the optimizers, in order, so that a learning rate scheduler or
+    `GradScaler.unscale_` sees all of them. GradScaler and accelerate update the loss scale after each optimizer that
+    steps, so with two separate optimizers the gradients of the second would be unscaled by another number: combine
+    them.
+
+    Args:
+        optimizers: at least one, all with different parameters.
+
+    Raises:
+        ValueError: without optimizers, or if two share a parameter.
+
+    Example:
+        >>> import torch
+        >>> from favor.optim import CombinedOptimizer, SoftmaxBound
+        >>> body, head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        >>> optimizer = CombinedOptimizer(torch.optim.AdamW(body.parameters()), SoftmaxBound(head))
+        >>> len(optimizer.param_groups)
+        2
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise ValueError("CombinedOptimizer needs at least one optimizer.")
+        self.optimizers, self._complete = optimizers, False
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        if len({id(p) for p in parameters}) < len(parameters):
+            raise ValueError(
+                "two of the optimizers hold the same parameter: leave the head out of the body's optimizer."
+            )
+        super().__init__(parameters, {})
+        self._share_groups()
+        self._complete = True
+
+    def _share_groups(self) -> None:
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Steps all optimizers; a closure is called once, before them. Returns what it returned, else None."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, at construction only: afterwards give groups to the optimizers before you combine them."""
+        if self._complete:
+            raise TypeError("add the group to one of the combined optimizers before they are combined.")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives `{"optimizers": [one state dict each]}`."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave.
+
+        Raises:
+            ValueError: if it is of another number of optimizers.
+        """
+        states = state_dict.get("optimizers", [])
+        if len(states) != len(self.optimizers):
+            raise ValueError(f"state_dict holds {len(states)} optimizers, expected {len(self.optimizers)}.")
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        self._share_groups()

@@ -90,11 +90,9 @@ EVAL = Folder(
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
         "optimizers and decompositions": {
-            "decomposition": Program("favor.eval.papers.decomposition.__main__", "compared with scikit-learn"),
-            "head_optimizer": Program("favor.eval.papers.head_optimizer.__main__", "optimizers of an output layer"),
-            "majorization": Program(
-                "favor.eval.papers.majorization.__main__", "bound majorization and other optimizers"
-            ),
+            "decomposition": Program("favor.eval.papers.decomposition", "compared with scikit-learn"),
+            "head_optimizer": Program("favor.eval.papers.head_optimizer", "optimizers of an output layer"),
+            "majorization": Program("favor.eval.papers.majorization", "bound majorization and other optimizers"),
         },
     },
     "The demo is favor demo, the report in a browser favor report.",

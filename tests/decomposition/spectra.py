@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from favor.decomposition.epochs import Quadratic, reduced_gradient, run_epoch
-from favor.decomposition.power_rules import PowerParameters, row_deviations
+from favor.decomposition.epochs import Landscape, PowerParameters, Quadratic
+from favor.decomposition.rows import RowSource
 
 GAP5 = np.r_[1.0, np.full(5, 0.95), np.linspace(0.6, 0.01, 44)]
 
@@ -44,21 +44,11 @@ def unit(x):
 
 def epoch_of(X, anchor, batches, eta, beta=None):
     """The package's epoch; batches of None are exact steps."""
-    rows, objective = tensor(X), Quadratic()
-    anchor = tensor(unit(anchor))
-    gradient = objective.gradient(rows, anchor)
-
-    def estimate(x, batch):
-        if batch is None:
-            return objective.gradient(rows, x)
-        return reduced_gradient(objective, rows[tensor(batch)], x, anchor, gradient)
-
-    return run_epoch(estimate, anchor, gradient, batches, PowerParameters(eta, len(batches) + 1, beta)).numpy()
-
-
-def deviations(X):
-    C = X.T @ X / len(X)
-    return row_deviations(tensor(X), *torch.linalg.eigh(tensor(C))).numpy()
+    rows = tensor(X)
+    landscape = Landscape(Quadratic(), RowSource(rows, rows.shape[1]), rows.new_zeros(0, rows.shape[1]))
+    numbers = [None if batch is None else tensor(batch) for batch in batches]
+    parameters = PowerParameters(eta, len(batches) + 1, beta)
+    return landscape.epoch(landscape.survey(tensor(anchor)), numbers, parameters, 1.0).numpy()
 
 
 class Lazy:

@@ -113,24 +113,9 @@ def test_a_shift_stops_alternation():
     swinging = scale_invariant_power(lambda x: matrix @ x, torch.ones(3, dtype=torch.float64), max_iter=500)
     assert not swinging.converged
     assert swinging.n_iter == 500
-    for relative in (True, False):
-        found = scale_invariant_power(
-            lambda x: matrix @ x, torch.tensor([1.0, 0.9, 0.8]).double(), shift=0.5, relative=relative, tol=1e-14
-        )
-        assert found.converged
-        assert abs(found.multiplier - 1) < 1e-5
-
-
-def test_absolute_and_relative_shift_agree_at_a_fixed_multiplier():
-    """f = sum of a_i log |x_i| is additive, so x'grad f(x) is the sum of a at every x."""
-    weights = torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
-    first = torch.tensor([0.2, 0.5, -0.8], dtype=torch.float64)
-    options = {"tol": 0, "max_iter": 5}
-    relative = scale_invariant_power(lambda x: weights / x, first, shift=1.2, **options)
-    absolute = scale_invariant_power(lambda x: weights / x, first, shift=1.2 * 5.0, relative=False, **options)
-    torch.testing.assert_close(relative.x, absolute.x, rtol=1e-12, atol=0)
-    found = scale_invariant_power(lambda x: weights / x, first, shift=1.2, tol=1e-28)
-    torch.testing.assert_close(found.x.square(), weights / 5, rtol=1e-10, atol=0)
+    found = scale_invariant_power(lambda x: matrix @ x, torch.tensor([1.0, 0.9, 0.8]).double(), shift=0.5, tol=1e-14)
+    assert found.converged
+    assert abs(found.multiplier - 1) < 1e-5
 
 
 def test_huge_and_tiny_gradients_keep_their_direction():
@@ -139,35 +124,6 @@ def test_huge_and_tiny_gradients_keep_their_direction():
     for size in (1e200, 1e-200):
         big = scale_invariant_power(lambda x, s=size: s * (matrix @ x), size * torch.ones(2).double(), shift=0.1)
         torch.testing.assert_close(big.x, expected, rtol=1e-14, atol=0)
-
-
-def test_kinds_and_types_follow_the_start():
-    matrix = np.array([[2.0, 1.0], [1.0, 3.0]])
-    seen = []
-
-    def gradient(x):
-        seen.append(type(x))
-        return matrix @ x if isinstance(x, np.ndarray) else torch.tensor(matrix, dtype=x.dtype) @ x
-
-    array = scale_invariant_power(gradient, np.array([1, 1])).x
-    single = scale_invariant_power(gradient, torch.ones(2)).x
-    assert isinstance(array, np.ndarray)
-    assert array.dtype == np.float64
-    assert single.dtype == torch.float32
-    assert set(seen) == {np.ndarray, torch.Tensor}
-    np.testing.assert_allclose(single, array, atol=1e-6)
-
-
-def test_gradient_may_use_autograd():
-    data = rows()
-
-    def gradient(x):
-        x = x.clone().requires_grad_()
-        (data @ x).abs().pow(3).mean().backward()
-        return x.grad
-
-    by_formula = scale_invariant_power(lp_problem(3.0)[1], start()).x
-    torch.testing.assert_close(scale_invariant_power(gradient, start()).x, by_formula, rtol=1e-10, atol=1e-12)
 
 
 def ones(size: int = 2) -> torch.Tensor:
@@ -180,7 +136,6 @@ def ones(size: int = 2) -> torch.Tensor:
         (lambda x: 0 * x, ones(), {}, "gradient gave zeros, which have no direction; start elsewhere"),
         (lambda x: x / 0, ones(), {}, "gradient gave NaN or infinity; rescale"),
         (lambda x: x[:1], ones(), {}, r"gradient must give shape \(2,\), got \(1,\)"),
-        (lambda x: -x, ones(), {"shift": 1.0, "relative": False}, "plus shift 1.0 has no direction"),
         (lambda x: x, 0 * ones(), {}, "start must have a direction, got zeros"),
         (lambda x: x, ones(0), {}, "start must have a direction, got zeros or no entries"),
         (lambda x: x, ones() * np.nan, {}, "start must be finite"),
@@ -291,15 +246,6 @@ def test_partially_scale_invariant_rate_on_a_quadratic_problem():
     near = (x + 1e-3 * start(2, 6), y + 1e-3 * start(3, 3))
     sweeps = int(np.log(1e-7) / np.log(expected))
     assert contraction(sweep, near, distance, sweeps) == pytest.approx(expected, rel=0.01)
-
-
-def test_one_block_is_the_plain_iteration():
-    gradient = lp_problem(3.0)[1]
-    one = scale_invariant_power(gradient, start(), shift=0.2)
-    blocks = block_power([gradient], [start()], shift=0.2)
-    torch.testing.assert_close(blocks.blocks[0], one.x, rtol=0, atol=0)
-    assert blocks.n_iter == one.n_iter
-    assert blocks.multipliers == (one.multiplier,)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch
 from spectra import rows_with, tensor
 
 from favor.decomposition import StochasticSCIPI, VRPower
-from favor.decomposition.epochs import Quadratic, anchor_weight, reduced_gradient
-from favor.decomposition.stochastic import FromGradient, MixtureLikelihood, PowerOfProducts
+from favor.decomposition.epochs import Quadratic, reduced_gradient
+from favor.decomposition.stochastic import MixtureLikelihood, PowerOfProducts
 
 OBJECTIVES = [PowerOfProducts(1.5), PowerOfProducts(2.0), PowerOfProducts(3.0), PowerOfProducts(4.0)]
 
@@ -38,14 +38,6 @@ def peaks(n=4000, d=8, seed=0):
     source = np.random.default_rng(seed)
     turn = np.linalg.qr(source.normal(size=(d, d)))[0]
     return (source.laplace(size=(n, d)) * np.r_[1.6, np.linspace(1, 0.5, d - 1)]) @ turn
-
-
-def test_t12_degree_2_has_the_gradient_of_vr_power():
-    source = np.random.default_rng(0)
-    rows, x, anchor, whole = (tensor(source.normal(size=shape)) for shape in ((20, 6), 6, 6, 6))
-    one = reduced_gradient(PowerOfProducts(2.0), rows, x, anchor, whole)
-    other = reduced_gradient(Quadratic(), rows, x, anchor, whole)
-    assert (one - other).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("eta", [1.0, 0.3])
@@ -93,12 +85,6 @@ def test_the_estimate_is_unbiased_and_exact_along_the_anchor_on_both_sides(objec
     torch.testing.assert_close(along, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_weights_of_the_anchor():
-    x, anchor = torch.tensor([-3.0, 1.0]), torch.tensor([2.0, 0.0])
-    for degree, weight in ((0.0, -2 / 3), (1.0, -1.0), (2.0, -1.5), (3.0, -2.25)):
-        assert anchor_weight(x, anchor, degree).item() == pytest.approx(weight)
-
-
 def gradients(line, n, batch, m):
     """Gradients of one row taken until an epoch ended, in units of n: a batch takes two of each of its rows."""
     return 1 + line * (1 + 2 * (m - 1) * batch / n)
@@ -121,17 +107,6 @@ def test_t12_mixture_to_1e9_in_40_passes_where_the_full_iteration_takes_200():
         proportions *= (L / (L @ proportions)[:, None]).mean(0) ** 2
         proportions /= proportions.sum()
     assert top - likelihood(L, proportions) > 1e-9 * abs(top)
-
-
-def test_the_gap_falls_by_a_factor_an_epoch():
-    L = mixture(20000)
-    estimator = StochasticSCIPI("mixture", tol=1e-7, random_state=0).fit(L)
-    gaps = np.array([estimator.values_[0] - line.value for line in estimator.history_ if line.accepted])
-    kept = gaps[gaps > 1e-12]
-    assert len(kept) >= 6
-    slope = np.polyfit(np.arange(len(kept)), np.log(kept), 1)[0]
-    assert slope < np.log(0.4)
-    assert (np.diff(gaps) <= 1e-13).all()
 
 
 def test_components_without_data_get_no_proportion():
@@ -174,13 +149,6 @@ def test_the_end_is_a_local_maximum_of_the_p_norm(degree):
     assert np.linalg.norm(gradient - (x @ gradient) * x) <= 1e-6 * (x @ gradient) * 1.01
 
 
-def test_in_the_plane_the_maximum_is_that_of_all_angles():
-    X = peaks(2000, 2)
-    angles = np.linspace(0, np.pi, 5001)
-    values = (np.abs(X @ np.stack([np.cos(angles), np.sin(angles)])) ** 3).mean(0) / 3
-    assert StochasticSCIPI(random_state=0).fit(X).values_[0] == pytest.approx(values.max(), rel=1e-6)
-
-
 def test_directions_are_orthogonal_and_best_in_their_complement():
     X = peaks()
     estimator = StochasticSCIPI(n_components=3, random_state=0).fit(X)
@@ -206,28 +174,11 @@ def test_a_function_in_place_of_a_name():
 
 
 def test_a_function_of_degree_0_without_a_value():
-    """Nothing guards its epochs; it ends where values all around are lower."""
-    source = np.random.default_rng(0)
-    scales = np.r_[2.0, 1.2, 1.0, 0.8]
-    X = source.normal(size=(5000, 4)) * scales + 0.2
-
-    def gradient(rows, x):
-        # f_i = log(|a_i|^2 |x|^2 + (a_i'x)^2), additive: f(c x) = f(x) + 2 log|c|.
-        products, norms = rows @ x, rows.square().sum(-1)
-        inside = norms * x.square().sum() + products.square()
-        return 2 * (rows.T @ (products / inside) + x * (norms / inside).sum()) / len(rows)
-
-    estimator = StochasticSCIPI(gradient, degree=0, random_state=0).fit(X)
+    """Its value is not known, so nothing guards its epochs."""
+    L = mixture(5000, apart=3.0, K=4)
+    estimator = StochasticSCIPI(MixtureLikelihood().gradient, degree=0, random_state=0).fit(L)
     assert np.isnan(estimator.values_).all()
-    x = estimator.components_[0]
-    square = np.square(X).sum(1)
-
-    def value(x):
-        return np.log(square[:, None] + np.square(X @ x.T)).mean(0)
-
-    near = x + 0.3 * source.normal(size=(500, 4))
-    near /= np.linalg.norm(near, axis=1, keepdims=True)
-    assert (value(near) <= value(x[None]) + 1e-12).all()
+    np.testing.assert_allclose(estimator.components_[0] ** 2, em(L, 2000), atol=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["lp", "mixture"])
@@ -242,37 +193,19 @@ def test_scale_of_the_data_does_not_matter(objective):
         assert abs(other.n_iter_ - one.n_iter_) <= 1
 
 
-def test_an_epoch_that_falls_is_undone_and_halves_the_step():
-    L = mixture(20000)
-    options = {"batch_size": 20, "epoch_length": 100, "max_epochs": 60, "random_state": 0}
-    noisy = StochasticSCIPI("mixture", tol=1e-4, **options).fit(L)
-    undone = [line for line in noisy.history_ if not line.accepted]
-    assert undone
-    assert noisy.history_[-1].eta == 0.5 ** sum(not line.accepted for line in noisy.history_[:-1])
-    assert (np.diff([line.value for line in noisy.history_ if line.accepted]) >= -1e-13).all()
-
-
-def test_tags():
-    assert StochasticSCIPI("mixture").__sklearn_tags__().input_tags.positive_only
-    assert not StochasticSCIPI().__sklearn_tags__().input_tags.positive_only
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "l2"}, "objective must be 'lp', 'mixture' or a function, got 'l2'"),
-        ({"objective": cube}, "degree must be given for an objective that is a function"),
-        (
-            {"objective": lambda rows, x: rows @ x, "degree": 2},
-            r"must give the mean gradient, a tensor \(3,\), got \(30,",
-        ),
-        ({"objective": lambda rows, x: 1.0, "degree": 2}, r"must give the mean gradient, a tensor \(3,\), got float"),
+        ({"objective": "l2"}, "objective must be"),
+        ({"objective": cube}, "degree must be given"),
+        ({"objective": lambda rows, x: rows @ x, "degree": 2}, r"must give the mean gradient, a tensor \(3,\)"),
+        ({"objective": lambda rows, x: 1.0, "degree": 2}, "must give the mean gradient"),
         ({"objective": "mixture", "degree": 2}, "degree of objective='mixture' is 0"),
-        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture', got 2"),
+        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture'"),
         ({"objective": "mixture"}, "Negative values in data"),
-        ({"degree": 0.5}, "degree must be at least 1 for objective='lp', got 0.5"),
-        ({"eta": "rule"}, r"eta must be in \(0, 1\], got 'rule'"),
-        ({"epoch_length": "rule"}, "epoch_length must be a positive integer, got 'rule'"),
+        ({"degree": 0.5}, "degree must be at least 1"),
+        ({"eta": "rule"}, "eta must be"),
+        ({"epoch_length": "rule"}, "epoch_length must be"),
     ],
 )
 def test_bad_parameters_are_refused_by_fit(options, message):
@@ -286,9 +219,3 @@ def test_impossible_observations_are_refused():
     L[3] = 0
     with pytest.raises(ValueError, match="row of zeros, an observation that is impossible under every component"):
         StochasticSCIPI("mixture").fit(L)
-
-
-def test_objectives_of_functions_keep_their_type():
-    rows, x = torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    found = FromGradient(lambda rows, x: torch.ones(3), 2.0).gradient(rows, x)
-    assert found.dtype == torch.float64

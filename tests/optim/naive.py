@@ -5,16 +5,11 @@ import math
 import numpy as np
 import torch
 
-ORDERS = ("ascending", "descending", "none", "random")
+ORDERS = ("ascending", "descending", "none")
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def order_argument(order, n, seed=0):
-    """What the functions take as `order`: a name, or a random permutation."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)) if order == "random" else order
 
 
 def as_array(tensor):
@@ -34,8 +29,6 @@ def relative(logits):
 
 def sequence(logits, order):
     """Labels in the order in which they are taken in, for one row of clamped logits."""
-    if isinstance(order, torch.Tensor):
-        return order.numpy()
     signs = {"ascending": 1.0, "descending": -1.0, "none": 0.0}
     return np.argsort(signs[order] * logits, kind="stable")
 
@@ -62,8 +55,7 @@ def algorithm(log_alpha, features):
 def curvature(logits, order="none"):
     """B `[..., n, n]` by label for logits `[..., n]`: Algorithm 1 with unit vectors as features."""
     if logits.ndim > 1:
-        orders = order.expand(logits.shape) if isinstance(order, torch.Tensor) else [order] * len(logits)
-        return np.stack([curvature(row, o) for row, o in zip(logits, orders, strict=True)])
+        return np.stack([curvature(row, order) for row in logits])
     rows = relative(logits)
     labels = sequence(rows, order)
     return algorithm(rows[labels], np.eye(len(rows))[labels])[2]
@@ -74,12 +66,6 @@ def layer_curvature(logits, x, order="none"):
     rows = relative(logits)
     labels = sequence(rows, order)
     return algorithm(rows[labels], np.kron(np.eye(len(rows)), as_array(x)[None])[labels])[2]
-
-
-def hessian(logits):
-    """Of the log-partition function at logits `[n]`: diag p - p p'."""
-    p = np.exp(as_array(logits) - np.logaddexp.reduce(as_array(logits)))
-    return np.diag(p) - np.outer(p, p)
 
 
 def long_matvec(logits, v, order):

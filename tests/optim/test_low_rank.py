@@ -86,23 +86,6 @@ def test_equals_its_rule(rule, rank):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("rank", [1, 3, 20])
-def test_form(rule, rank):
-    """V' S V + D with rows of V orthonormal or of no weight, S and D not negative."""
-    theta, features = randn(6).numpy(), randn(3, 5, 6, seed=1).numpy()
-    found = bound_of(theta, features, rank, rule).curvature
-    assert found.vectors.shape == (min(rank, 6), 6)
-    assert found.values.shape == (min(rank, 6),)
-    assert found.diagonal.shape == (6,)
-    assert found.values.min() >= 0
-    assert found.diagonal.min() >= 0
-    matrix = (found.vectors.T * found.values) @ found.vectors + found.diagonal.diag()
-    torch.testing.assert_close(found.dense(), matrix)
-    weighty = found.vectors[found.values > 1e-10]
-    torch.testing.assert_close(weighty @ weighty.T, torch.eye(len(weighty), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("rank", [1, 2, 5, 30])
 def test_solve(rule, rank):
     for number in range(20):
@@ -142,18 +125,6 @@ def test_the_exact_rule_is_tighter():
             traces[rule].append(np.trace(bound_of(theta, features, 3, rule).curvature.dense().numpy()) / exact)
     assert min(traces["exact"]) >= 1
     assert np.mean(traces["exact"]) < 0.75 * np.mean(traces["repaired"])
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_float32(rule):
-    theta, features = randn(6), randn(3, 5, 6, seed=1)
-    exact = low_rank_bound(theta, features, 2, rule=rule)
-    found = low_rank_bound(theta.float(), features.float(), 2, rule=rule)
-    curvature = sum_of_curvatures(theta.numpy(), features.numpy())[2]
-    assert found.curvature.dense().dtype == torch.float32
-    assert np.linalg.eigvalsh(found.curvature.dense().double().numpy() - curvature)[0] > -1e-5
-    torch.testing.assert_close(found.log_z.double(), exact.log_z, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.mean.double(), exact.mean, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from naive import ORDERS, as_array, backward_error, curvature, long_matvec, order_argument, randn, solve
+from naive import ORDERS, as_array, backward_error, curvature, long_matvec, randn, solve
 from pairwise import pairs
 
-from favor.optim.bound import bound_coefficients
-from favor.optim.solve import bound_solve
+from favor.optim import bound_coefficients, bound_solve
 
 METHODS = ["tridiagonal", "scan"]
 SIZES = [1, 2, 3, 7, 63, 100]
@@ -16,7 +15,7 @@ SIZES = [1, 2, 3, 7, 63, 100]
 @pytest.mark.parametrize(*pairs(method=METHODS, order=ORDERS, spread=(0.0, 3.0, 30.0, 1e4)))
 def test_equals_a_dense_solve(method, order, spread):
     for n in SIZES:
-        check_solve(method, order_argument(order, n), spread * randn(n), randn(n, seed=1))
+        check_solve(method, order, spread * randn(n), randn(n, seed=1))
 
 
 def check_solve(method, order, logits, r):
@@ -30,38 +29,20 @@ def check_solve(method, order, logits, r):
             np.testing.assert_allclose(u, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
 
-def test_the_method_is_chosen_by_the_device():
-    logits, r = randn(3, 9), randn(3, 9, seed=1)
-    c = bound_coefficients(logits)
-    assert torch.equal(bound_solve(c, 2.0, 0.1, r), bound_solve(c, 2.0, 0.1, r, method="tridiagonal"))
-
-
 @pytest.mark.parametrize(*pairs(method=METHODS, spread=(1.0, 8.0, 1e4), scale=(1.0, 1e2, 1e4)))
 def test_float32(method, spread, scale):
     """Logits, right side and answer in float32: residual at the level of its rounding, whatever the order."""
     for order in ORDERS:
         logits, r = (spread * randn(63)).float(), randn(63, seed=1).float()
-        order = order_argument(order, 63)
         u = bound_solve(bound_coefficients(logits, order), scale, 1.0, r, method=method)
         assert u.dtype == torch.float32
         assert backward_error(curvature(logits, order), scale, 1.0, as_array(r), as_array(u)) <= 2e-6
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_answer_has_the_precision_of_the_right_side(method, dtype):
-    logits, r = randn(20), randn(20, seed=1)
-    exact = bound_solve(bound_coefficients(logits), 2.0, 0.5, r, method=method)
-    found = bound_solve(bound_coefficients(logits), 2.0, 0.5, r.to(dtype), method=method)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_hundred_thousand_labels(method, order):
     logits, r = 2 * randn(100_000), randn(100_000, seed=1)
-    order = order_argument(order, 100_000)
     c = bound_coefficients(logits, order)
     for scale, damping in [(1.0, 1.0), (1e2, 1e-2)]:
         u = bound_solve(c, scale, damping, r, method=method).numpy()
@@ -75,19 +56,17 @@ def test_a_hundred_thousand_labels(method, order):
 def test_hidden_labels_and_ties(method, order):
     logits = randn(30).round()
     logits[[0, 3, 29]] = -torch.inf
-    order, r = order_argument(order, 30), randn(30, seed=1)
+    r = randn(30, seed=1)
     u = bound_solve(bound_coefficients(logits, order), 5.0, 0.1, r, method=method)
     np.testing.assert_allclose(u, solve(curvature(logits, order), 5.0, 0.1, r.numpy()), atol=1e-12)
 
 
-@pytest.mark.parametrize(*pairs(method=METHODS, order=("ascending", "none", "random by row"), n=(1, 2, 7)))
+@pytest.mark.parametrize(*pairs(method=METHODS, order=("ascending", "none"), n=(1, 2, 7)))
 def test_leading_dimensions(method, order, n):
     """Logits, right sides, scales (one of them 0) and dampings broadcast, as in elementwise operations."""
     logits = randn(2, 3, n)
-    orders = randn(2, 3, n, seed=5).argsort(-1)
-    c = bound_coefficients(logits, orders if order == "random by row" else order)
-    b = curvature(logits.flatten(0, 1), orders.flatten(0, 1) if order == "random by row" else order)
-    b = torch.from_numpy(b).reshape(2, 3, n, n)
+    c = bound_coefficients(logits, order)
+    b = torch.from_numpy(curvature(logits.flatten(0, 1), order)).reshape(2, 3, n, n)
     scales, dampings = torch.tensor([0.0, 1.0, 40.0]).double(), torch.tensor([[0.1], [2.0]]).double()
     for s, lam, r in [
         (scales, 0.5, randn(2, 3, n, seed=1)),
@@ -108,33 +87,16 @@ def test_an_empty_batch(method):
     assert bound_solve(c, 1.0, 1.0, torch.zeros(0, 5), method=method).shape == (0, 5)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_inputs_are_left_alone(method):
-    logits, r = randn(3, 7), randn(3, 7, seed=1)
-    scale, damping = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    c = bound_coefficients(logits, "none")
-    kept = [t.clone() for t in (c.beta, c.kappa, c.rho, scale, damping, r)]
-    bound_solve(c, scale, damping, r, method=method)
-    for now, before in zip((c.beta, c.kappa, c.rho, scale, damping, r), kept, strict=True):
-        assert torch.equal(now, before)
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"scale": -1.0}, "scale"),
-        ({"scale": torch.tensor([1.0, -1e-9])}, "scale"),
         ({"scale": torch.nan}, "scale"),
-        ({"scale": torch.inf}, "scale"),
         ({"damping": 0.0}, "damping"),
-        ({"damping": -1.0}, "damping"),
         ({"damping": torch.tensor([1.0, 0.0])}, "damping"),
         ({"damping": torch.nan}, "damping"),
-        ({"damping": torch.inf}, "damping"),
         ({"method": "cholesky"}, "method"),
-        ({"method": None}, "method"),
         ({"rhs": torch.zeros(2, 4)}, "rhs"),
-        ({"rhs": torch.zeros(2, 1)}, "rhs"),
         ({"rhs": torch.zeros(())}, "rhs"),
         ({"rhs": torch.zeros(5, 3)}, "rhs"),
         ({"scale": torch.ones(5)}, "scale"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from favor.eval.papers.head_optimizer import __main__ as head_optimizer
-from favor.eval.papers.head_optimizer import report as head_report
-from favor.eval.papers.head_optimizer import tasks as head_tasks
-from favor.eval.papers.head_optimizer.__main__ import GRIDS, Grid, Runs, config_of, train
+from favor.eval.papers import head_optimizer, head_tasks
+from favor.eval.papers.head_optimizer import GRIDS, Entry, Grid, Runs, config_of, train
 from favor.train.common.batches import EpochSampler, mix
 
 ADAMW = config_of("adamw", 1e-2, lr=1e-2)
@@ -70,15 +67,6 @@ def test_every_task_measures_its_own_parts(name, request):
     json.dumps(dict(task.settings))
 
 
-def test_every_task_trains_with_every_optimizer(task, words, sentences):
-    """A small step along the gradient of the head, for each of them."""
-    for each in (task, words, sentences):
-        for config in (config_of("adamw", 1e-3, lr=1e-2), config_of("bound", 1e-3), config_of("sgd", 1e-3, lr=0.1)):
-            found = train(each, config, 0, [4])
-            first = sum(found["steps"][:3]) / 3
-            assert found["train"]["4"] < first, (each.name, config)
-
-
 def test_words(words, text):
     inputs, labels = words.data["train"]
     assert inputs.shape == labels.shape == (20, 16)
@@ -104,11 +92,6 @@ def test_sentences_are_drawn_once_and_padding_does_not_matter(sentences, glue_fo
         alone = sentences.logits(model, short)
         together = sentences.logits(model, torch.cat((short, ids)))[:1]
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=0)
-
-
-def test_missing_images_are_named(tmp_path):
-    with pytest.raises(ValueError, match=head_tasks.IMAGES):
-        head_tasks.fashion(tmp_path)
 
 
 def test_equal_learning_rates_are_one_optimizer(task):
@@ -138,16 +121,8 @@ def test_equal_learning_rates_are_one_optimizer(task):
 def test_a_run_that_diverges_is_infinite(task):
     found = train(task, config_of("sgd", 1e-3, lr=1e38), 0, [1, 2])
     assert found["train"] == {"1": math.inf, "2": math.inf}
-    entry = head_report.Entry.of("sgd", 2, {}, [found, found], False)
+    entry = Entry.of("sgd", 2, {}, [found, found], False)
     assert entry.train == [math.inf, math.inf]
-
-
-def test_configurations_of_the_bound_hold_all_its_options():
-    config = config_of("bound", 1e-3, damping=0.5)
-    assert config["damping"] == 0.5
-    assert {"head", "body_lr", "lr", "weight_decay", "curvature", "curvature_ema"} <= set(config)
-    assert config_of("bound", 1e-3) == config_of("bound", 1e-3, lr=config["lr"])
-    json.dumps(config)
 
 
 def test_adamw_has_at_least_as_many_choices():
@@ -178,13 +153,13 @@ def test_where_a_setting_is_recommended_it_takes_the_place_of_the_defaults(task)
             return {"train": here, "test": {e: [1.0, 0.5] for e in here}, "seconds": [1.0], "steps": []}
 
     grid = replace(GRID, recommended={"curvature": "geometric", "lr": 0.3})
-    entries = head_optimizer.compare(Quick(), task, grid, ["adamw", "bound"], 2, [1, 2])
-    assert {entry.method for entry in entries} == {"adamw", "bound", "recommended"}
+    entries, _ = head_optimizer.compare(Quick(), task, grid)
+    assert {entry.method for entry in entries} == {"adamw", "sgd", "bound", "recommended"}
     for entry in entries:
         if entry.method == "recommended":
             assert entry.config == config_of("bound", 1e-3, curvature="geometric", lr=0.3)
-    statements = [check.statement for check in head_report.checks({"fashion": entries})]
-    assert sum("SoftmaxBound, recommended has a lower" in statement for statement in statements) == 2
+    statements = [check.statement for check in head_optimizer.checks({"fashion": entries})]
+    assert sum("SoftmaxBound, recommended has a lower" in statement for statement in statements) == 3
 
 
 class Made:
@@ -202,11 +177,11 @@ class Made:
 def test_each_milestone_has_its_own_winner_and_only_finalists_run_on():
     made = Made({1: (1, 5, 0), 2: (3, 1, 3), 3: (2, 2, 2), 4: (9, 9, 9)})
     grid = Grid(body=(0.1,), adamw=(1, 2, 3, 4), bound=(), finalists=2)
-    winners = head_optimizer.select(made, None, grid, "adamw", [1, 2, 5])
+    winners = head_optimizer.select(made, None, grid, "adamw")
     assert {epochs: config["lr"] for epochs, config in winners.items()} == {1: 1, 2: 2, 5: 3}
     assert {lr for lr, _, milestones in made.asked if 5 in milestones} == {2, 3}
     made = Made(made.losses)
-    winners = head_optimizer.select(made, None, replace(grid, finalists=0, seeds=2), "adamw", [1, 2, 5])
+    winners = head_optimizer.select(made, None, replace(grid, finalists=0, seeds=2), "adamw")
     assert winners[5]["lr"] == 1
     assert {seed for _, seed, _ in made.asked} == {0, 1}
 
@@ -231,8 +206,10 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
 
 def test_the_program(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(head_optimizer.GRIDS, "fashion", GRID)
+    monkeypatch.setattr(head_optimizer, "SEEDS", 2)
+    monkeypatch.setattr(head_optimizer, "MILESTONES", (1, 2))
     folder, cache = tmp_path / "out", tmp_path / "runs.jsonl"
-    words = ["--tasks", "fashion", "--images_dir", str(images), "--num_seeds", "2", "--epochs", "2", "1"]
+    words = ["--tasks", "fashion", "--images_dir", str(images)]
     words += ["--runs_file", str(cache), "--output_dir", str(folder)]
     code = head_optimizer.main(words)
     content = json.loads((folder / "head_optimizer.json").read_text())
@@ -240,7 +217,7 @@ def test_the_program(images, tmp_path, monkeypatch, capsys):
     assert code == int(not all(check["holds"] for check in content["checks"]))
     assert len(content["checks"]) == 4
     assert str(tmp_path) not in markdown
-    assert content["command"].endswith("--tasks fashion --images_dir DATA --num_seeds 2 --epochs 2 1")
+    assert content["command"].endswith("--tasks fashion --images_dir DATA")
     assert (folder / "head_optimizer.png").stat().st_size > 5000
     entries = content["tasks"]["fashion"]["entries"]
     assert {(e["method"], e["epochs"]) for e in entries} == {
@@ -260,22 +237,17 @@ def test_the_program(images, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(head_optimizer, "train", lambda *_: pytest.fail("trained again"))
     assert head_optimizer.main(words) == code
-    # A configuration's longest run serves all its rows the second time, and may have other seconds.
-    first, second = (
-        re.sub(r"\S+ \|$", "", text, flags=re.M) for text in (markdown, (folder / "head_optimizer.md").read_text())
-    )
-    assert first == second
 
 
-def test_checks_compare_means(monkeypatch):
+def test_checks_compare_means():
     def entry(method, losses):
         runs = [{"train": {"1": loss}, "test": {"1": [1.0, 0.5]}, "seconds": [1.0], "steps": []} for loss in losses]
-        return head_report.Entry.of(method, 1, config_of("adamw", 1, lr=1), runs, False)
+        return Entry.of(method, 1, config_of("adamw", 1, lr=1), runs, False)
 
     entries = [entry("adamw", [1.0, 2.0]), entry("sgd", [0.1, 0.1]), entry("bound", [1.1, 1.5])]
-    (check,) = head_report.checks({"fashion": entries})
+    (check,) = head_optimizer.checks({"fashion": entries})
     assert check.holds
     assert check.numbers == "1.3000 and 1.5000, lower in 1 of 2 seeds"
-    (check,) = head_report.checks({"fashion": [entries[0], entry("defaults", [1.5, 1.5])]})
+    (check,) = head_optimizer.checks({"fashion": [entries[0], entry("defaults", [1.5, 1.5])]})
     assert not check.holds
-    assert head_report.checks({"fashion": entries[1:]}) == []
+    assert head_optimizer.checks({"fashion": entries[1:]}) == []

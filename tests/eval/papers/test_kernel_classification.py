@@ -20,7 +20,7 @@ SCALE = 0.5
 @pytest.fixture(scope="module")
 def iris():
     """Queries, training inputs (standardised), their labels, and training labels one-hot."""
-    inputs, labels = kernel_data.split(kernel_data.load("iris", None).shuffled(0))
+    inputs, labels = program.split(kernel_data.load("iris", None).shuffled(0))
     x = torch.from_numpy(np.concatenate((inputs["validation"], inputs["test"])))
     targets = torch.from_numpy(np.concatenate((labels["validation"], labels["test"])))
     onehot = torch.nn.functional.one_hot(torch.from_numpy(labels["train"]), 3).float()
@@ -49,8 +49,9 @@ def test_scores_are_those_of_the_estimated_kernel(method, iris):
     """Up to a factor of each query, at the largest M and at a smaller one that shares its draw."""
     x, y, _, onehot = iris
     x, y = SCALE * x, SCALE * y
-    make = program.positive_scores if method in program.POSITIVE else program.signed_scores
-    large, small = make(method, x, y, onehot, 32)(3, [program.columns_of(method, count, 32) for count in (32, 8)])
+    large, small = program.scorer(method, x, y, onehot, 32)(
+        3, [program.columns_of(method, count, 32) for count in (32, 8)]
+    )
     expected = naive_scores(method, x, y, onehot, 32, 3)
     if method in program.POSITIVE:
         large, small = large / large.sum(-1, keepdim=True), small / small.sum(-1, keepdim=True)
@@ -67,7 +68,7 @@ def test_the_first_features_are_a_draw_of_their_own(method, iris):
     x, y, _, onehot = iris
     x, y = SCALE * x, SCALE * y
     pick = program.columns_of(method, 8, 32)
-    (scores,) = program.positive_scores(method, x, y, onehot, 32)(3, [pick])
+    (scores,) = program.scorer(method, x, y, onehot, 32)(3, [pick])
     rf = features.get(method, alpha=-0.5)
     omega = rf.draw(32, 4, generator=torch.Generator().manual_seed(3))[pick]
     if rf.antithetic:
@@ -91,26 +92,19 @@ def test_accuracy_of_the_exact_kernel(iris):
 @pytest.mark.parametrize("scale", [1e-2, 100.0, 1e4])
 def test_any_scale_gives_finite_scores(method, scale, iris):
     x, y, _, onehot = iris
-    make = program.positive_scores if method in program.POSITIVE else program.signed_scores
-    for scores in make(method, scale * x, scale * y, onehot, 16)(0, [torch.arange(16), torch.arange(4)]):
+    for scores in program.scorer(method, scale * x, scale * y, onehot, 16)(0, [torch.arange(16), torch.arange(4)]):
         assert scores.isfinite().all()
         if method in program.POSITIVE:
             assert (scores.sum(-1) > 0.1).all()
 
 
-def test_accuracies_hold_a_row_a_count_and_a_column_a_seed(iris):
-    x, y, targets, onehot = iris
-    found = program.accuracies("sderf", SCALE * x, SCALE * y, targets, onehot, [8, 64], [0, 5])
-    assert found.shape == (2, 2)
-    scores = naive_scores("sderf", SCALE * x, SCALE * y, onehot, 64, 5)
-    assert found[1, 1] == pytest.approx((scores.argmax(-1) == targets).double().mean().item())
-
-
-def test_evaluate_chooses_the_scale_on_validation_and_tests_on_fresh_draws():
+def test_evaluate_chooses_the_scale_on_validation_and_tests_on_fresh_draws(monkeypatch):
+    scales, counts = (0.01, 0.5, 2.0), (8, 32)
+    for name, value in {"SCALES": scales, "COUNTS": counts, "DRAWS": 4, "METHODS": ("gerf", "trig")}.items():
+        monkeypatch.setattr(program, name, value)
     dataset = kernel_data.load("iris", None).shuffled(1)
-    scales, counts = [0.01, 0.5, 2.0], [8, 32]
-    result = program.evaluate(dataset, scales, counts, 4, ["gerf", "trig"])
-    inputs, labels = kernel_data.split(dataset)
+    result = program.evaluate(dataset)
+    inputs, labels = program.split(dataset)
     x, y, held = (torch.from_numpy(inputs[part]) for part in ("validation", "train", "test"))
     onehot = torch.nn.functional.one_hot(torch.from_numpy(labels["train"]), 3).float()
     targets = {part: torch.from_numpy(values) for part, values in labels.items()}
@@ -120,12 +114,10 @@ def test_evaluate_chooses_the_scale_on_validation_and_tests_on_fresh_draws():
             for s in scales
         ]
         for i, count in enumerate(counts):
-            best = int(np.argmax([row[i] for row in by_scale]))
+            s = scales[int(np.argmax([row[i] for row in by_scale]))]
             cell = result["methods"][method][str(count)]
-            assert cell["scale"] == scales[best]
-            assert cell["validation"] == pytest.approx(by_scale[best][i])
+            assert cell["scale"] == s
             seeds = range(program.FIRST_TEST_SEED, program.FIRST_TEST_SEED + 4)
-            s = scales[best]
             test = program.accuracies(method, s * held, s * y, targets["test"], onehot, counts, seeds)
             assert cell["test"] == pytest.approx(test[i].mean())
             assert cell["std"] == pytest.approx(test[i].std(ddof=1))
@@ -161,14 +153,14 @@ def test_bad_data_are_refused(tmp_path):
         kernel_data.load("ragged", tmp_path)
     few = kernel_data.Dataset("few", np.zeros((9, 2)), np.zeros(9, dtype=int), 1)
     with pytest.raises(ValueError, match="at least 10 are needed"):
-        kernel_data.split(few)
+        program.split(few)
 
 
 def test_split_is_90_5_5_and_standardised_on_the_training_part():
     source = np.random.default_rng(0)
     x = np.concatenate((source.normal(5, 3, (200, 2)), np.ones((200, 1))), axis=1)
     dataset = kernel_data.Dataset("x", x, np.arange(200), 200)
-    inputs, labels = kernel_data.split(dataset.shuffled(0))
+    inputs, labels = program.split(dataset.shuffled(0))
     assert [len(inputs[part]) for part in ("train", "validation", "test")] == [180, 10, 10]
     assert sorted(np.concatenate(list(labels.values()))) == list(range(200))
     np.testing.assert_allclose(inputs["train"].mean(0), 0, atol=1e-12)
@@ -180,47 +172,38 @@ def test_split_is_90_5_5_and_standardised_on_the_training_part():
     assert (dataset.shuffled(0).labels != dataset.shuffled(1).labels).any()
 
 
-def test_the_program(tmp_path, capsys):
-    rows = np.random.default_rng(0).normal(size=(60, 3))
+def test_the_program(tmp_path, capsys, monkeypatch):
+    for name, value in {"SCALES": (0.3, 1.0), "COUNTS": (4, 16), "DRAWS": 3}.items():
+        monkeypatch.setattr(program, name, value)
+    rows = np.random.default_rng(0).normal(size=(50, 3))
     lines = [",".join([*map(str, row), "yes" if row.sum() > 0 else "no"]) for row in rows]
     (tmp_path / "mine.csv").write_text("\n".join(lines))
     out = tmp_path / "out"
-    words = ["--data_dir", str(tmp_path), "--datasets", "mine", "iris", "--num_features", "16", "4"]
-    words += ["--feature_seeds", "3", "--scales", "0.3", "1", "--shuffles", "2", "--max_rows", "50"]
+    words = ["--data_dir", str(tmp_path), "--datasets", "mine", "iris", "--shuffles", "2"]
     code = program.main([*words, "--output_dir", str(out), "--name", "kc"])
     content = json.loads((out / "kc.json").read_text())
     markdown = (out / "kc.md").read_text()
     assert code == int(not all(check["holds"] for check in content["checks"]))
     assert str(tmp_path) not in markdown + json.dumps(content)
-    assert content["command"].startswith(
-        "python -m favor.eval.papers.kernel_classification --data_dir DATA --datasets mine"
-    )
-    assert content["num_features"] == [4, 16]
-    assert list(content["datasets"]) == ["mine", "iris"]
+    command = "python -m favor.eval.papers.kernel_classification --data_dir DATA --datasets mine"
+    assert content["command"].startswith(command)
     mine = content["datasets"]["mine"]
     assert (mine["rows"], mine["dim"], mine["classes"], len(mine["splits"])) == (50, 3, 2, 2)
-    assert list(mine["splits"][0]["methods"]) == list(METHODS)
-    mean = program.mean_accuracy(content["datasets"], "cderf", 16)
     values = [split["methods"]["cderf"]["16"]["test"] for d in content["datasets"].values() for split in d["splits"]]
-    assert mean == pytest.approx(np.mean(values))
-    assert f"{100 * mean:.1f}" in markdown
-    assert "The first 50 rows after the shuffle are used." in markdown
+    assert program.curve(list(content["datasets"].values()), "cderf")[1] == pytest.approx(100 * np.mean(values))
+    assert f"{100 * np.mean(values):.1f}" in markdown
     assert (out / "kc.png").stat().st_size > 10_000
     assert "mean accuracy of sderf is at least that of gerf" in capsys.readouterr().out
 
 
-def test_checks_fail_when_the_numbers_say_so():
+def test_checks_fail_when_the_numbers_say_so(monkeypatch):
+    monkeypatch.setattr(program, "COUNTS", (16,))
+
     def result(**accuracy):
         return {"splits": [{"methods": {name: {"16": {"test": value}} for name, value in accuracy.items()}}]}
 
     results = {"one": result(gerf=0.5, sderf=0.7, cderf=0.6), "two": result(gerf=0.6, sderf=0.6, cderf=0.6)}
-    first, second = program.checks(results, [16])
+    first, second = program.checks(results)
     assert not first.holds
     assert "M = 16: 60.00 and 65.00" in first.numbers
     assert second.holds
-
-
-def test_default_data_sets(tmp_path):
-    assert program.parse_arguments([]).datasets == ["iris", "wine", "breast_cancer", "digits"]
-    assert program.parse_arguments(["--data_dir", str(tmp_path)]).datasets == list(kernel_data.UCI)
-    assert len(kernel_data.UCI) == 8

@@ -11,8 +11,7 @@ from favor.eval.papers import feature_weights
 from favor.eval.papers.feature_weights import PLAIN, REFINED, WEIGHTS, Divergences, Variant
 from favor.integrations.adapt.observe import observe
 
-SMALL = ["--max_length", "32", "--calibration_samples", "2", "--held_out_samples", "2", "--num_features", "8"]
-SMALL += ["--baselines", "8", "16", "--windows", "0", "8", "--seeds", "0"]
+SMALL = ["--max_length", "32", "--baselines", "8", "16", "--windows", "0", "8", "--seeds", "0"]
 
 
 def test_divergence_of_grouped_causal_heads(decoder_folder):
@@ -38,7 +37,9 @@ def test_divergence_of_grouped_causal_heads(decoder_folder):
         assert math.isclose(found.divergence[plain][head], total, rel_tol=1e-3)
 
 
-def test_the_report(bert_folder, text, tmp_path):
+def test_the_report(bert_folder, text, tmp_path, monkeypatch):
+    for name, value in {"CALIBRATION_SAMPLES": 2, "HELD_OUT_SAMPLES": 2, "NUM_FEATURES": 8}.items():
+        monkeypatch.setattr(feature_weights, name, value)
     words = [str(bert_folder), "--text", str(text), "--held_out", str(text), *SMALL, "--backends", "favor+", "favor#"]
     feature_weights.main([*words, "--output_dir", str(tmp_path)])
     content = json.loads((tmp_path / "feature_weights.json").read_text())

@@ -15,7 +15,6 @@ from tiny_speech import save_model, write_corpus
 
 from favor.eval import asr as evaluation
 from favor.eval.papers import wer_by_features as program
-from favor.eval.papers import wer_report as report
 from favor.eval.papers.wer_by_features import parse_arms, training_words
 from favor.models.conformer import ConformerForCTC
 
@@ -252,7 +251,7 @@ def test_unfinished_and_different_arms(tmp_path):
     with pytest.raises(ValueError, match="expected finished arms below"):
         report_only(tmp_path)
     write_arm(tmp_path, "sdpa", 0)
-    assert [run["arm"] for run in report.read(tmp_path)] == ["sdpa"]
+    assert [run["arm"] for run in program.read(tmp_path)] == ["sdpa"]
     write_arm(tmp_path, "sdpa", 1, arguments=["--max_train_steps", "3"])
     with pytest.raises(ValueError, match=r"sdpa.seed_1 has other arguments"):
         report_only(tmp_path)
@@ -352,7 +351,7 @@ def test_a_diverged_arm_does_not_stop_the_others(ctc, corpus, tmp_path, monkeypa
     printed = capsys.readouterr()
     assert "[1/2] favor++:4 seed 3: FAILED: the loss is nan" in printed.out
     assert "failed: [1/2] favor++:4 seed 3" in printed.err
-    assert [run["arm"] for run in report.read(tmp_path)] == ["sdpa"]
+    assert [run["arm"] for run in program.read(tmp_path)] == ["sdpa"]
 
 
 @pytest.mark.slow

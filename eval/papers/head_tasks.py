@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from favor.eval.common.pretrained import minilm_path
+from favor.eval.papers.datasets import read_images
 from favor.integrations.modules import evaluating
 from favor.train.text.glue_data import load_glue
 from favor.train.text.samples import read_text
@@ -28,7 +29,7 @@ IMAGES = "fashion_mnist_10k.npz"
 class HeadTask:
     """A network whose last layer is a softmax layer, and its data.
 
-    Args:
+    Attributes:
         name: name of the task.
         data: inputs and labels by part: "train", "measured" (the training samples on which the training loss is
             measured) and "test". Labels are `[n]` or, for every token, `[n, L]`.
@@ -50,13 +51,7 @@ class HeadTask:
     about: str
 
     def loss(self, model: nn.Module, rows: Tensor, part: str = "train") -> tuple[Tensor, Tensor]:
-        """Computes the mean cross entropy over the labels of some rows, and how many labels have the largest logit.
-
-        Args:
-            model: the network.
-            rows: numbers of the rows.
-            part: a key of `data`.
-        """
+        """Computes the mean cross entropy over the labels of some rows, and how many labels have the largest logit."""
         inputs, labels = (values[rows] for values in self.data[part])
         logits = self.logits(model, inputs).flatten(0, -2)
         right = (logits.detach().argmax(-1) == labels.flatten()).sum()
@@ -75,44 +70,25 @@ class HeadTask:
 
 
 def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
-    """Makes the task Fashion-MNIST, 10 labels, with a network of two hidden layers.
-
-    Args:
-        folder: holds fashion_mnist_10k.npz with x_train, y_train, x_test and y_test; images `[n, height, width]` uint8.
-        width: of the hidden layers.
-        batch_size: images of a batch.
-
-    Raises:
-        ValueError: if the file does not exist.
-    """
-    path = Path(folder) / IMAGES
-    if not path.is_file():
-        raise ValueError(f"images_dir must hold {IMAGES}; {path} does not exist.")
-    with np.load(path) as archive:
-        parts = {
-            part: (
-                torch.from_numpy(archive[f"x_{part}"]).flatten(1).float().div(255),
-                torch.from_numpy(archive[f"y_{part}"]).long(),
-            )
-            for part in ("train", "test")
-        }
-    inputs, labels = parts["train"]
-    parts["measured"] = parts["train"]
-    number = int(labels.max()) + 1
+    """Makes the task Fashion-MNIST, 10 labels, with two hidden layers of this width; `folder` holds IMAGES."""
+    arrays = read_images(folder, IMAGES, "x_train", "y_train", "x_test", "y_test")
+    x, y, x_test, y_test = map(torch.from_numpy, arrays)
+    train = (x.flatten(1).float().div(255), y.long())
+    number = int(y.max()) + 1
 
     def build() -> nn.Module:
-        layers = [nn.Linear(inputs.shape[1], width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        layers = [nn.Linear(train[0].shape[1], width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(width, number))
 
     return HeadTask(
         "fashion",
-        parts,
+        {"train": train, "measured": train, "test": (x_test.flatten(1).float().div(255), y_test.long())},
         build,
         "4",
         lambda model, rows: model(rows),
         batch_size,
-        {"samples": len(labels), "width": width, "batch_size": batch_size},
-        f"Fashion-MNIST, {len(labels)} images, {number} labels, batches of {batch_size}; hidden layers of {width} and "
+        {"samples": len(y), "width": width, "batch_size": batch_size},
+        f"Fashion-MNIST, {len(y)} images, {number} labels, batches of {batch_size}; hidden layers of {width} and "
         f"{width} units with ReLU.",
     )
 
@@ -121,8 +97,7 @@ def sst2(
     folder: Path | None,
     samples: int = 640,
     measured: int = 320,
-    test: int | None = 436,
-    max_length: int = 32,
+    test: int = 436,
     batch_size: int = 32,
     path: Path | None = None,
 ) -> HeadTask:
@@ -132,26 +107,20 @@ def sst2(
         folder: folder of GLUE; None takes the hub's copy.
         samples: sentences of the training set, drawn once.
         measured: number of these sentences on which the training loss is measured.
-        test: sentences of the development set; None takes all.
-        max_length: longer sentences are cut.
+        test: sentences of the development set.
         batch_size: sentences of a batch.
         path: folder of the pretrained model. Default: that of the package in `favor.eval.common.pretrained`.
     """
-    from transformers import AutoModelForSequenceClassification
-
     path = minilm_path() if path is None else path
     tokenizer = load_processor(str(path))
     data = load_glue("sst2", folder)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:samples]
     train, dev = data.train.select(order.tolist()), data.evaluation["validation"]
     parts = {}
-    for part, rows in (("train", train), ("test", dev.select(range(min(test or len(dev), len(dev)))))):
-        ids = tokenizer(list(rows["sentence"]), truncation=True, max_length=max_length, padding=True)["input_ids"]
+    for part, rows in (("train", train), ("test", dev.select(range(min(test, len(dev)))))):
+        ids = tokenizer(list(rows["sentence"]), truncation=True, max_length=32, padding=True)["input_ids"]
         parts[part] = (torch.tensor(ids), torch.tensor(rows["label"]))
     parts["measured"] = (parts["train"][0][:measured], parts["train"][1][:measured])
-
-    def build() -> nn.Module:
-        return load_model(AutoModelForSequenceClassification, str(path), num_labels=2)
 
     def logits(model: nn.Module, ids: Tensor) -> Tensor:
         mask = ids != tokenizer.pad_token_id
@@ -161,17 +130,11 @@ def sst2(
     return HeadTask(
         "sst2",
         parts,
-        build,
+        lambda: load_model(AutoModelForSequenceClassification, str(path), num_labels=2),
         "classifier",
         logits,
         batch_size,
-        {
-            "samples": len(train),
-            "measured": measured,
-            "test": len(parts["test"][1]),
-            "max_length": max_length,
-            "batch_size": batch_size,
-        },
+        {"samples": len(train), "measured": measured, "test": len(parts["test"][1]), "batch_size": batch_size},
         f"SST-2, {len(train)} sentences drawn once, 2 labels, batches of {batch_size}; pretrained 6-layer MiniLM with "
         f"its dropout. Training loss of {len(parts['measured'][1])} of the sentences.",
     )
@@ -207,8 +170,6 @@ def text(
     Raises:
         ValueError: if the text is too short.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     words = WORD.findall(read_text(path).lower())
     known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
     number = (tokens + test) // length

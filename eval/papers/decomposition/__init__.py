@@ -1,1 +1,0 @@
-"""The decompositions compared with those of scikit-learn: `python -m favor.eval.papers.decomposition`."""

@@ -1,1 +1,0 @@
-"""Bound majorization compared with other optimizers: `python -m favor.eval.papers.majorization`."""
