@@ -9,7 +9,7 @@ from marks import needs_search
 from speech import WORDS, write_corpus
 
 from favor.eval import asr, whisper_ctc
-from favor.eval.speech.frame_scores import check_alike, frame_scores
+from favor.eval.speech.scores import check_alike, frame_scores
 from favor.models.speech import ConformerProcessor, Pronunciations, ctc_greedy, train_tokenizer, write_arpa
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train.speech.data import read_audio

@@ -14,8 +14,8 @@ from tiny_whisper import SPECIAL, make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.language.models import load as load_language_model
-from favor.eval.speech import rescoring
-from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
+from favor.eval.speech import scores as scoring
+from favor.eval.speech.scores import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
 from favor.eval.whisper_ctc_long import WAYS
 from favor.models.speech import ConformerProcessor, WordLexicon, write_arpa
@@ -83,7 +83,7 @@ def test_all_passes(place, causal):
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, processor = load(place / "whisper")
     utterances = load_speech(place, "dev")[0][:2]
     texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
@@ -101,7 +101,7 @@ def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, tokenizer = load_language_model(str(causal))
     found = language_scores(model, tokenizer, [[("BAD CAB", -1.0), ("FACE", -2.0)], [("Ace", -1.0)]])
     for text, score in zip(["bad cab", "face", "Ace"], [*found[0], *found[1]], strict=True):
@@ -113,7 +113,7 @@ def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch,
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_a_causal_model_reads_what_was_said_before(causal, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, tokenizer = load_language_model(str(causal))
     texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
     found = language_scores(model, tokenizer, texts, [["A BED", "DAD"], []])
