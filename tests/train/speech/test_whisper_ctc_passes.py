@@ -173,9 +173,10 @@ def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
 def test_long_recordings(place, monkeypatch):
     """Every way has its row; windows and one pass of a short recording find the text of its only window."""
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
+    monkeypatch.setattr(whisper_ctc_long, "EXACT_MINUTES", 0.04)
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
-    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--selected_keys", "8", "--output_dir", str(place)]
+    words += ["--output_dir", str(place)]
     assert whisper_ctc_long.main(words) == 0
     cells = json.loads((place / "whisper_ctc_long.json").read_text())["cells"]
     assert [(cell["minutes"], cell["way"]) for cell in cells] == [(m, way) for m in (0.03, 0.05) for way in WAYS]
