@@ -65,7 +65,10 @@ def row(
     errors = edits["errors_of_pieces"]
     difference = [own - other for own, other in zip(errors, exact, strict=True)]
     return {
-        **setting(variant),
+        "attention": "exact" if variant is None else variant.label,
+        "num_features": None if variant is None else variant.num_features,
+        "window": None if variant is None else variant.window,
+        "options": {} if variant is None else dict(variant.more),
         "wer": sum(errors) / sum(words),
         "interval": interval(errors, words, speakers),
         "difference": sum(difference) / sum(words),
@@ -75,66 +78,30 @@ def row(
     }
 
 
-def setting(variant: Variant | None) -> Row:
-    """Gives the part of a row that tells its attention."""
-    if variant is None:
-        return {"attention": "exact", "num_features": None, "window": None, "options": {}}
-    options = dict(variant.more)
-    return {
-        "attention": variant.label,
-        "num_features": variant.num_features,
-        "window": variant.window,
-        "options": options,
-    }
-
-
 def edits_of(counts: Sequence[ErrorCounts]) -> Row:
     """Gives the part of a row that was counted: edits of all pieces, and the errors of each."""
     return {**asdict(sum(counts, ErrorCounts())), "errors_of_pieces": [each.errors for each in counts]}
 
 
-def known_edits(variant: Variant | None, content: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Row | None:
-    """Finds the edits of a setting in earlier results; None if they are not there.
-
-    Args:
-        variant: the attention; None is exact attention.
-        content: what this run measures on: "pieces" and "seed".
-        others: contents of result files.
-
-    Raises:
-        ValueError: if a result was measured on other pieces or with another seed.
-    """
-    names = [*asdict(ErrorCounts()), "errors_of_pieces"]
-    for other in others:
-        for name in ("pieces", "seed"):
-            if other.get(name) != content[name]:
-                raise ValueError(f"--merge: expected results with the {name} of this run, got others: {other['facts']}")
-        for own in other["rows"]:
-            if {name: own[name] for name in setting(None)} == setting(variant):
-                return {name: own[name] for name in names}
-    return None
-
-
 def lines(rows: Sequence[Row], facts: str) -> list[str]:
-    """Writes the report in Markdown."""
+    """Writes the report in Markdown, exact attention first."""
+
+    def ends(pair: Sequence[float]) -> str:
+        return f"{100 * pair[0]:.2f} to {100 * pair[1]:.2f}"
+
     head = ["attention of the encoder", "M", "window", "WER, %", "95 %", "minus exact, points", "95 %"]
-    head += ["mean head error", "p90"]
     body = []
     for each in rows:
-        name = each["attention"] if each["num_features"] is None else f"`{each['attention']}`"
-        cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-"), f"{100 * each['wer']:.2f}"]
-        cells.append(_range(each["interval"]))
-        is_exact = each["num_features"] is None
-        cells += ["-", "-"] if is_exact else [f"{100 * each['difference']:+.2f}", _range(each["difference_interval"])]
+        cells = [str(each["num_features"] or "-"), str(each["window"] or "-")]
+        cells += [f"{100 * each['wer']:.2f}", ends(each["interval"])]
+        if each is rows[0]:
+            body.append([each["attention"], *cells, "-", "-", "-", "-"])
+            continue
+        cells += [f"{100 * each['difference']:+.2f}", ends(each["difference_interval"])]
         errors = each["head_errors"]
-        cells += [f"{np.mean(errors):.3f}", f"{np.quantile(errors, 0.9):.3f}"] if errors else ["-", "-"]
-        body.append(cells)
+        body.append([f"`{each['attention']}`", *cells, f"{np.mean(errors):.3f}", f"{np.quantile(errors, 0.9):.3f}"])
     title = "# Whisper with linear attention in its encoder, nothing trained"
-    return [title, "", facts, "", *report.table(head, body)]
-
-
-def _range(ends: Sequence[float]) -> str:
-    return f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
+    return [title, "", facts, "", *report.table([*head, "mean head error", "p90"], body)]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -156,28 +123,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axis in (left, right):
         axis.axhline(100 * exact["wer"], color="black", label="exact attention")
     names = list(dict.fromkeys(row["attention"] for row in others))
-    curves = list(dict.fromkeys((row["attention"], row["window"]) for row in others))
-    for attention, window in curves:
-        own = sorted(
-            (row for row in others if (row["attention"], row["window"]) == (attention, window)),
-            key=lambda row: row["num_features"],
-        )
+    for attention, window in dict.fromkeys((row["attention"], row["window"]) for row in others):
+        own = [row for row in others if (row["attention"], row["window"]) == (attention, window)]
+        own.sort(key=lambda row: row["num_features"])
         rates = [100 * row["wer"] for row in own]
-        ends = [
-            [abs(100 * row["interval"][end] - rate) for row, rate in zip(own, rates, strict=True)] for end in (0, 1)
-        ]
+        ends = np.abs(100 * np.array([row["interval"] for row in own]).T - rates)
         style = {"color": f"C{names.index(attention)}", "linestyle": "--" if window else "-", "marker": "o"}
         label = f"{attention}, window {window}" if window else attention
-        if own[0]["num_features"]:
-            left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
-        else:  # layers have numbers of their own
-            left.axhline(rates[0], color=style["color"], linestyle=":", label=label)
-        points = [
-            (np.mean(row["head_errors"]), rate) for row, rate in zip(own, rates, strict=True) if row["head_errors"]
-        ]
-        if points:
-            right.plot(*zip(*points, strict=True), **(style | {"linestyle": ""}))
-    marks = sorted({row["num_features"] for row in others if row["num_features"]})
+        left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
+        right.plot([np.mean(row["head_errors"]) for row in own], rates, **(style | {"linestyle": ""}))
+    marks = sorted({row["num_features"] for row in others})
     left.set(xscale="log", xlabel="M", ylabel="word error rate, %", xticks=marks, xticklabels=marks)
     left.minorticks_off()
     right.set(xlabel="mean relative error of the encoder's heads")
