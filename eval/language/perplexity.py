@@ -96,7 +96,8 @@ def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: s
     found: dict[tuple[str, int, str], list[list[float]]] = {}
     for path in arguments.texts:
         for length in arguments.lengths:
-            for number, ids in enumerate(samples(path, tokenizer, length, arguments.samples, arguments.seed).split(1)):
+            pieces = samples(path, tokenizer, length, arguments.samples, arguments.seed)
+            for number, ids in enumerate(pieces.split(1)):
                 digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
                 for variant in arguments.variants:
                     of = {"model": called, "sample": digest, "variant": variant.label}

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import favor
-from favor.eval.language.answers import answer
+from favor.eval.language.needle import answer
+from favor.eval.language.program import Variant
 from favor.eval.language.tasks import HIDDEN
-from favor.eval.language.variants import Variant
 
 
 class Copies:

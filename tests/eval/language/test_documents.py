@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from favor.eval.language.documents import NEAR
-from favor.eval.language.tasks import COMMON, HIDDEN, OFTEN, SELDOM, TASKS
+from favor.eval.language.tasks import COMMON, HIDDEN, NEAR, OFTEN, SELDOM, TASKS
 
 GROUPS = [*([task] for task in TASKS), [*HIDDEN]]
 

@@ -8,22 +8,26 @@ import pytest
 from favor.eval.language import models, perplexity
 
 
-def test_files_are_joined_in_order(tmp_path):
-    parts = [tmp_path / f"x.part0{number}" for number in range(4)]
-    for part, text in zip(parts, (b"ab", b"c", b"", b"def"), strict=True):
-        part.write_bytes(text)
-    whole = models.join(parts, tmp_path / "x", hashlib.sha256(b"abcdef").hexdigest())
-    assert whole.read_bytes() == b"abcdef"
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Four packages that cannot be imported, with a part each."""
+    for number, content in enumerate((b"ab", b"c", b"", b"def")):
+        data = tmp_path / f"{models.MODULE}_part{number + 1}" / "data"
+        data.mkdir(parents=True)
+        (data / f"some.gguf.part0{number}").write_bytes(content)
+    monkeypatch.setattr(models, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / name / "__init__.py")))
+    return tmp_path
 
 
-def test_a_damaged_file_is_refused_and_removed(tmp_path):
-    parts = [tmp_path / f"x.part0{number}" for number in range(2)]
-    for part in parts:
-        part.write_bytes(b"ab")
-    parts[1].write_bytes(b"aB")
-    with pytest.raises(ValueError, match=r"x\.part00, x\.part01 together to have sha256 .*--force-reinstall"):
-        models.join(parts, tmp_path / "x", hashlib.sha256(b"abab").hexdigest())
-    assert not (tmp_path / "x").exists()
+def test_parts_are_joined_in_order_and_checked(packages):
+    models.join_parts(packages / "x", hashlib.sha256(b"abcdef").hexdigest())
+    assert (packages / "x").read_bytes() == b"abcdef"
+    (packages / f"{models.MODULE}_part2" / "data" / "some.gguf.part01").write_bytes(b"d")
+    with pytest.raises(ValueError, match=r"part00, .*part03 together to have sha256 .*--force-reinstall"):
+        models.join_parts(packages / "x", hashlib.sha256(b"abcdef").hexdigest())
+    (packages / f"{models.MODULE}_part3" / "data" / "some.gguf.part02").unlink()
+    with pytest.raises(ValueError, match="not installed"):
+        models.join_parts(packages / "x")
 
 
 def test_an_absent_package_is_named_with_the_commands_that_install_it(tmp_path, monkeypatch):
@@ -34,18 +38,6 @@ def test_an_absent_package_is_named_with_the_commands_that_install_it(tmp_path, 
     assert "\n" not in str(error.value)
     assert "terms of use" in str(error.value)
     assert not any((tmp_path / "favor").glob("*"))
-
-
-def test_parts_are_found_in_order_without_importing_the_packages(tmp_path, monkeypatch):
-    for number in range(1, 5):
-        data = tmp_path / f"{models.MODULE}_part{number}" / "data"
-        data.mkdir(parents=True)
-        (data / f"some.gguf.part0{number - 1}").write_bytes(b"")
-    monkeypatch.setattr(models, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / name / "__init__.py")))
-    assert [part.suffix for part in models.gemma_parts()] == [".part00", ".part01", ".part02", ".part03"]
-    (tmp_path / f"{models.MODULE}_part3" / "data" / "some.gguf.part02").unlink()
-    with pytest.raises(ValueError, match="not installed"):
-        models.gemma_parts()
 
 
 def test_any_folder_is_loaded_in_float32_and_another_is_refused(folder, tmp_path):

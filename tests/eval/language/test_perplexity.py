@@ -76,8 +76,8 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same(words, monkeypatch):
     first = contents(words)
     records = perplexity.Path(words[-1]) / "perplexity.jsonl"
     lines = records.read_text().splitlines()
-    assert len(lines) == 12
-    records.write_text("\n".join([*lines[:5], lines[5][:20]]))  # torn in the sixth
+    assert len(lines) == 13  # the first is empty
+    records.write_text("\n".join([*lines[:6], lines[6][:20]]))  # torn in the sixth result
     measured, real = [], perplexity.token_nats
     monkeypatch.setattr(perplexity, "token_nats", lambda *given: measured.append(1) or real(*given))
     perplexity.main(words)
