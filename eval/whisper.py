@@ -143,20 +143,13 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
             waiting = []
     pieces = [piece for own in found.values() for piece in own[:number]]
     if not pieces:
-        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --seconds")
+        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --piece_seconds")
     return pieces
 
 
 @torch.no_grad()
 def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], batch_size: int) -> list[str]:
-    """Transcribes each piece with the model.
-
-    Args:
-        model: a Whisper.
-        processor: that of the model.
-        pieces: the audio.
-        batch_size: pieces that are transcribed together.
-    """
+    """Transcribes each piece with the model."""
     texts = []
     for start in range(0, len(pieces), batch_size):
         sounds = [piece.audio() for piece in pieces[start : start + batch_size]]
@@ -170,15 +163,7 @@ def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], batch_size: 
 def head_errors(
     model: Any, processor: Any, pieces: Sequence[Piece], variants: Sequence[Variant], seed: int
 ) -> dict[Variant, list[float]]:
-    """Measures the relative error of the attention output of every head of the encoder, the mean over pieces.
-
-    Args:
-        model: a Whisper; its encoder has exact attention meanwhile.
-        processor: that of the model.
-        pieces: the audio.
-        variants: the attentions to measure.
-        seed: of random directions.
-    """
+    """Measures the relative error of the attention output of every head of the encoder, the mean over pieces."""
     heads = HeadErrors(variants, seed)
     with observe(model.model.encoder, heads):
         for piece in pieces:
@@ -197,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = variants_of(arguments.backends, arguments.num_features, arguments.windows)
     variants = [variant for variant in variants if variant.is_backend]
     model, processor = load(arguments.model)
-    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], *arguments.piece_seconds, arguments.pieces)
+    least, most = arguments.piece_seconds
+    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
     numbers = [len(reference.split()) for reference in references]

@@ -138,13 +138,6 @@ def time_errors(
 
     If the tokens are phonemes, a word is found if its phonemes are; transcripts with unknown words do not count.
 
-    Args:
-        logits: of each utterance.
-        utterances: with their transcripts.
-        processor: of the model.
-        config: of the model.
-        spoken: pronunciations of words, if the tokens are phonemes. Default None: they are not.
-
     Returns:
         "words": how many words of the transcripts are found; "within": the part of them whose start and end both
         differ by at most 80 ms.
@@ -173,15 +166,7 @@ def best_texts(texts: Texts) -> list[str]:
 def choose_words(
     logits: Sequence[Tensor], utterances: Sequence[Utterance], blank: int, words: WordLexicon, arguments: Any
 ) -> WordLexicon:
-    """Finds the weight of the language model and the score of a word with the fewest errors.
-
-    Args:
-        logits: of each utterance.
-        utterances: to choose on.
-        blank: its token.
-        words: with any weights.
-        arguments: of the program.
-    """
+    """Finds the weight of the language model and the score of a word with the fewest errors."""
     rates: dict[tuple[float, float], float] = {}
     places = asr.evenly_spaced(range(len(utterances)), arguments.choose_samples)
     few, said = [logits[place] for place in places], [utterances[place] for place in places]

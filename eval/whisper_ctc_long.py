@@ -64,15 +64,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 @torch.no_grad()
 def text_of(model: Any, processor: Any, recording: Recording, way: str, arguments: argparse.Namespace) -> str:
-    """Finds the text of a recording.
-
-    Args:
-        model: a `WhisperForCTC` in evaluation mode.
-        processor: that of the model.
-        recording: the audio.
-        way: one of the ways of the program.
-        arguments: of the program.
-    """
+    """Finds the text of a recording."""
     spoken = lexicon_of(None, arguments.model)
     scorer = None
     if arguments.language_model is not None:

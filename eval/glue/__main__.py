@@ -136,10 +136,6 @@ def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
 def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
     """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures.
 
-    Args:
-        arguments: of the program.
-        rest: arguments of `favor.train.glue`.
-
     Raises:
         ValueError: if a folder holds a finished run with other arguments.
     """

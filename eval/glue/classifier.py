@@ -88,11 +88,9 @@ class Row:
     note: str = ""
 
     def compared(self, first: Row, is_regression: bool) -> dict[str, Any]:
-        """Gives the row as data, with its differences from exact attention.
+        """Gives the row as data, with its differences from exact attention, whose row is `first`.
 
-        Args:
-            first: the row of exact attention.
-            is_regression: whether a logit is a score: its mean change counts, in the place of changed predictions.
+        "changed" is the part of the samples with another prediction, in a regression the mean change of a score.
         """
         own, exact = (torch.cat(list(row.logits.values())) for row in (self, first))
         changed = (own - exact).abs() if is_regression else (own.argmax(-1) != exact.argmax(-1)).float()
@@ -207,11 +205,6 @@ def evaluate(model: Any, samples: Samples, name: str) -> Row:
 
     Samples of about the same length share a batch, and no batch has both samples that run exact attention because they
     are short and samples that do not.
-
-    Args:
-        model: the classifier.
-        samples: of the task.
-        name: of the row.
     """
     is_exact = model.config._attn_implementation == EXACT
     bound, note = (0, "") if is_exact else shortness(model, samples.all_lengths, name)
@@ -242,11 +235,7 @@ def batches(lengths: Sequence[int], bound: int, size: int) -> list[list[int]]:
 def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]]) -> tuple[torch.Tensor, float]:
     """Computes the logits `[samples, labels]` of a split, in its order, and gives the seconds that this takes.
 
-    Args:
-        model: the classifier.
-        samples: gives tokenizer and labels.
-        encoded: token numbers of the split.
-        groups: the samples of each batch.
+    The samples of each group share a batch.
 
     Raises:
         FloatingPointError: if a logit is not finite.
@@ -313,13 +302,7 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
 
 
 def report_lines(arguments: argparse.Namespace, samples: Samples, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Writes the report: model, data and lengths, what short samples run, and one line per attention.
-
-    Args:
-        arguments: of the program.
-        samples: of the task.
-        rows: of `Row.compared`, exact attention first.
-    """
+    """Writes the report: model, data and lengths, what short samples run, and one line per attention."""
     data, lengths, is_regression = samples.data, samples.all_lengths, samples.data.task.is_regression
     cut = sum(length >= arguments.max_length for length in lengths)
     numbers = ", ".join(f"{split} {len(part)}" for split, part in samples.encoded.items())

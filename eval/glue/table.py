@@ -82,18 +82,12 @@ class Run:
 
     @classmethod
     def of(cls, results: Mapping[str, Any], backend: str, machine: str) -> Run:
-        """Makes a record from the `all_results.json` of one seed.
-
-        Args:
-            results: the content of the file.
-            backend: name of the row.
-            machine: machine of the training.
-        """
+        """Makes a record from the `all_results.json` of one seed."""
         own, seeds = column(results["task_name"]), results["seeds"]
         if len(seeds) != 1:
             raise ValueError(f"expected the results of one seed, got seeds {seeds}; give a folder of one seed")
-        scores = (results[name][own.metric] for name in ("metrics", "baseline"))
-        return cls(own.task, backend, seeds[0], *scores, machine, results)
+        score, baseline = results["metrics"][own.metric], results["baseline"][own.metric]
+        return cls(own.task, backend, seeds[0], score, baseline, machine, results)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -236,9 +230,6 @@ def cost_lines(runs: Sequence[Run]) -> list[str]:
 def read_adapted(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Reads what `favor.train.distill` wrote into its folders.
 
-    Args:
-        folders: finished ones.
-
     Returns:
         by label of the row: command, minutes since the run began or was resumed, relative error of the hidden states
         after each stage, number of key heads that are exact, and the losses of each stage of ten steps or more, as
@@ -264,11 +255,7 @@ def read_adapted(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def adaptation_lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Writes the section about adaptation; none for no models.
-
-    Args:
-        adapted: from `read_adapted`.
-    """
+    """Writes the section about adaptation; none for no models."""
     if not adapted:
         return []
     errors, curves = [], []

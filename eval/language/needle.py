@@ -66,12 +66,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> dict[str, Any]:
     """Generates all answers of a document, greedy and token by token.
 
-    Args:
-        model: a causal language model; its attention is switched.
-        tokenizer: that of the model.
-        variant: attention and cache.
-        document: a document with its prompts.
-
     Returns:
         "seconds" of the document and of all answers, and "answers": for each question its task, depth, generated text,
         "score" (the fraction of the expected parts that it contains, more is better) and "nats" (per token of the
@@ -129,12 +123,6 @@ def measure(
 ) -> tuple[dict[Key, Cell], dict[tuple[str, int], list[float]]]:
     """Measures all documents; what is in the records is not measured again.
 
-    Args:
-        model: the language model.
-        haystack: makes the documents.
-        arguments: of the program.
-        called: name of the model.
-
     Returns:
         The means of each task, variant and length, and for each variant and length the mean seconds of reading a
         document and of all its answers.
@@ -178,14 +166,7 @@ def report_lines(
     context: Mapping[str, Any],
     arguments: argparse.Namespace,
 ) -> list[str]:
-    """Writes the Markdown report.
-
-    Args:
-        cells: of `measure`.
-        seconds: of `measure`.
-        context: model, command and versions.
-        arguments: of the program.
-    """
+    """Writes the Markdown report."""
     how = "the facts of all tasks but common words in one document" if arguments.together else "one for each task"
     found = [
         "# What is found in a long text",

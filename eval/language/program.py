@@ -138,13 +138,7 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 
 def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Gives command, machine, versions, model and variants.
-
-    Args:
-        program: module name.
-        words: the command line.
-        arguments: of the program.
-    """
+    """Gives command, machine, versions, model and variants."""
     command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
     facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
     return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}

@@ -38,14 +38,6 @@ SPARE = 4
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A sentence of a document, and its place: depth 0 is the beginning, 1 the end."""
-
-    text: str
-    depth: float
-
-
-@dataclass(frozen=True)
 class Question:
     """A question about a document, as a text to complete.
 
@@ -93,13 +85,15 @@ class Document:
         return hashlib.sha256(repr(tokens).encode()).hexdigest()[:12]
 
 
+# A sentence of a document, and its place: depth 0 is the beginning, 1 the end.
+Fact = tuple[float, str]
 Made = tuple[list[Fact], list[Question]]
 
 
 def single(source: Random, depths: Sequence[float]) -> Made:
     """Makes one pass key, at the first of the depths, and a question."""
     number = _number(source)
-    fact = Fact(f"The pass key is {number}. Remember it. {number} is the pass key.", depths[0])
+    fact = (depths[0], f"The pass key is {number}. Remember it. {number} is the pass key.")
     text = "What is the pass key? The pass key is"
     return [fact], [Question("single", text, f" {number}", (number,), depths[0])]
 
@@ -110,7 +104,7 @@ def multikey(source: Random, depths: Sequence[float]) -> Made:
     for city, depth in zip(source.sample(CITIES.split(), KEYS), depths, strict=False):
         number = _number(source)
         hidden = f"The special number of {city} is {number}. Remember it. {number} is the special number of {city}."
-        facts.append(Fact(hidden, depth))
+        facts.append((depth, hidden))
         text = f"What is the special number of {city}? The special number of {city} is"
         questions.append(Question("multikey", text, f" {number}", (number,), depth))
     return facts, questions
@@ -119,10 +113,8 @@ def multikey(source: Random, depths: Sequence[float]) -> Made:
 def multivalue(source: Random, depths: Sequence[float]) -> Made:
     """Makes four codes of one city, and a question for all of them."""
     city, numbers = source.choice(CITIES.split()), tuple(_number(source) for _ in range(VALUES))
-    facts = [
-        Fact(f"One of the secret codes of {city} is {n}.", d)
-        for n, d in zip(numbers, _places(source, VALUES), strict=True)
-    ]
+    places = _places(source, VALUES)
+    facts = [(d, f"One of the secret codes of {city} is {n}.") for n, d in zip(numbers, places, strict=True)]
     text = f"What are all {VALUES} secret codes of {city}? The {VALUES} secret codes of {city} are"
     return facts, [Question("multivalue", text, f" {', '.join(numbers)}.", numbers)]
 
@@ -132,7 +124,7 @@ def tracking(source: Random, depths: Sequence[float]) -> Made:
     value, names = _number(source), tuple(source.sample(NAMES.split(), HOPS + 1))
     given = (value, *(f"VAR {name}" for name in names))
     places = _places(source, len(names))
-    facts = [Fact(f"VAR {n} = {g}.", depth) for n, g, depth in zip(names, given, places, strict=False)]
+    facts = [(depth, f"VAR {n} = {g}.") for n, g, depth in zip(names, given, places, strict=False)]
     text = f"The {len(names)} variables that have the value {value} are VAR"
     return facts, [Question("tracking", text, f" {', VAR '.join(names)}.", names)]
 
@@ -155,21 +147,18 @@ def common(source: Random, words: Sequence[str], room: int, count: Callable[[str
     while seldom:
         listed = [*often] * OFTEN + [*seldom] * SELDOM
         source.shuffle(listed)
-        fact = Fact(f"A list of words: {', '.join(listed)}.", 1.0)
-        taken = count(fact.text) + count(ask)
+        text = f"A list of words: {', '.join(listed)}."
+        taken = count(text) + count(ask)
         if taken <= room:
             target = '", "'.join(often) + '".'
-            return [fact], [Question("common", ask, target, tuple(often))]
+            return [(1.0, text)], [Question("common", ask, target, tuple(often))]
         seldom = seldom[: min(len(seldom) - 1, len(seldom) * room // taken)]
     raise ValueError(f"a list of words for the task common needs more than {room} tokens: take longer documents")
 
 
 # Tasks whose facts are hidden in a novel, so that several tasks fit into one document.
 HIDDEN: dict[str, Callable[[Random, Sequence[float]], Made]] = {
-    "single": single,
-    "multikey": multikey,
-    "multivalue": multivalue,
-    "tracking": tracking,
+    make.__name__: make for make in (single, multikey, multivalue, tracking)
 }
 TASKS = (*HIDDEN, "common")
 
@@ -219,7 +208,8 @@ class Haystack:
         places = [((case + key * depths // KEYS) % depths + 0.5) / depths for key in range(KEYS)]
         facts, questions = self._facts(tasks, source, length, places)
         prompts = [self._prompt(question) for question in questions]
-        needles = [(fact.depth, self._tokens(f"\n{fact.text}\n")) for fact in sorted(facts, key=lambda f: f.depth)]
+        facts.sort(key=lambda fact: fact[0])
+        needles = [(depth, self._tokens(f"\n{text}\n")) for depth, text in facts]
         longest = max(len(prompt.ids) for prompt in prompts)
         number = length - len(self.before) - longest - sum(len(ids) for _, ids in needles)
         if number < 0:

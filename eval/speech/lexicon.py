@@ -120,13 +120,7 @@ def read_dictionary(path: Path) -> Spoken:
 
 
 def add_words(spoken: Spoken, words: Iterable[str], network: LetterToSound | None) -> list[str]:
-    """Adds words that are not known; gives those that stay unknown.
-
-    Args:
-        spoken: pronunciations of words, which gets more.
-        words: in capitals.
-        network: for words that are no possessives of known ones; with None they stay unknown.
-    """
+    """Adds possessives of known words, and what the network says of others; gives those that stay unknown."""
     left = []
     for word in sorted({*words} - spoken.keys()):
         stem = spoken.get(word.removesuffix("'S")) if word.endswith("'S") else None

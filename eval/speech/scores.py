@@ -73,36 +73,29 @@ def frame_scores(folders: Sequence[str], parts: Parts) -> tuple[dict[str, list[T
 def check_alike(folders: Sequence[str], lexicon: Path | None) -> None:
     """Raises ValueError for models whose scores have no mean, since their frames or tokens differ.
 
-    Args:
-        folders: of the models.
-        lexicon: pronunciations for all of them. Default None: those that are saved with each model must be equal.
+    Their pronunciations must be equal too, unless a lexicon is given for all of them.
     """
     first, *others = (_traits(folder, lexicon) for folder in folders)
     for folder, own in zip(folders[1:], others, strict=True):
-        for expected, got in zip(first, own, strict=False):  # counts come first, so lists of other lengths differ
-            if expected != got:
+        for name, expected in first.items():
+            if own[name] != expected:
                 raise ValueError(
                     "models whose log probabilities are averaged must have the same frames, blank, tokens and "
-                    f"pronunciations: {folders[0]} has {expected}, {folder} has {got}. Leave one of them out, or train "
+                    f"pronunciations, but {folder} has other {name} than {folders[0]}. Leave one of them out, or train "
                     "it with the tokenizer of the other; --lexicon names one file of pronunciations for all."
                 )
 
 
-def _traits(folder: str, lexicon: Path | None) -> list[str]:
-    """Lists in words what models must share: frames, blank, tokens and pronunciations, counts before their items."""
+def _traits(folder: str, lexicon: Path | None) -> dict[str, Any]:
+    """Gives what models must share."""
     config, processor = asr.speech_config(folder), load_processor(folder, ConformerProcessor)
-    rate, count = processor.feature_extractor.sampling_rate, len(processor.tokenizer)
-    tokens = processor.tokenizer.convert_ids_to_tokens(range(count))
+    tokens = processor.tokenizer.convert_ids_to_tokens(range(len(processor.tokenizer)))
     pronunciations = lexicon_of(lexicon, folder)
-    spoken = {} if pronunciations is None else pronunciations.spoken
-    return [
-        f"frames of {config.samples_per_frame} samples at {rate} Hz",
-        f"token {config.pad_token_id} as blank",
-        f"{count} tokens",
-        *(f"{token!r} as token {place}" for place, token in enumerate(tokens)),
-        f"pronunciations of {len(spoken)} words",
-        *(f"{word} spoken {', '.join(map(' '.join, own))}" for word, own in spoken.items()),
-    ]
+    return {
+        "frames": (config.samples_per_frame, processor.feature_extractor.sampling_rate),
+        "tokens": (tokens, config.pad_token_id),
+        "pronunciations": pronunciations and pronunciations.spoken,
+    }
 
 
 def texts_before(utterances: Sequence[Utterance], texts: Sequence[str], most: int) -> list[list[str]]:
@@ -169,12 +162,6 @@ def text_scores(model: Any, processor: Any, utterances: Sequence[Utterance], tex
 
     Texts in capitals alone become small letters, since Whisper has few tokens for words in capitals. Audio after 30
     seconds is not heard.
-
-    Args:
-        model: a Whisper.
-        processor: that of the model.
-        utterances: the audio.
-        texts: of each utterance, with the scores of the search, which are not used.
     """
     extractor, start = processor.feature_extractor, model.config.decoder_start_token_id
     found = []

@@ -141,35 +141,24 @@ def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return found
 
 
-def layers_of(variables: dict[str, np.ndarray], side: str) -> int:
-    """Counts the layers of the encoder or decoder."""
-    return sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/bias") for name in variables)
-
-
 def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, Any]) -> Any:
-    """Makes the model's configuration from the shapes of its weights and the tokenizer's special tokens.
-
-    Args:
-        variables: arrays of `model.bin`.
-        weights: under transformers' names.
-        special: numbers of special tokens.
-    """
+    """Makes the model's configuration from the shapes of its weights and the tokenizer's special tokens."""
     vocabulary, width = weights["proj_out.weight"].shape
+    sizes: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        sizes[f"{side}_layers"] = sum(f"{side}.layers." in name and "fc1.bias" in name for name in weights)
+        sizes[f"{side}_attention_heads"] = int(variables[f"{side}/num_heads"])
+        sizes[f"{side}_ffn_dim"] = len(weights[f"model.{side}.layers.0.fc1.bias"])
     return WhisperConfig(
         vocab_size=vocabulary,
         d_model=width,
         num_mel_bins=weights["model.encoder.conv1.weight"].shape[1],
-        encoder_layers=layers_of(variables, "encoder"),
-        decoder_layers=layers_of(variables, "decoder"),
-        encoder_attention_heads=int(variables["encoder/num_heads"]),
-        decoder_attention_heads=int(variables["decoder/num_heads"]),
-        encoder_ffn_dim=len(weights["model.encoder.layers.0.fc1.bias"]),
-        decoder_ffn_dim=len(weights["model.decoder.layers.0.fc1.bias"]),
         max_source_positions=len(weights["model.encoder.embed_positions.weight"]),
         max_target_positions=len(weights["model.decoder.embed_positions.weight"]),
         dropout=0.0,
         suppress_tokens=None,
         begin_suppress_tokens=None,
+        **sizes,
         **special,
     )
 

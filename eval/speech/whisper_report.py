@@ -35,12 +35,8 @@ def interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[str
     places = np.array([own.index(speaker) for speaker in speakers])
     totals = [np.bincount(places, np.asarray(numbers, float), len(own)) for numbers in (errors, words)]
 
-    def rate(errors: np.ndarray, words: np.ndarray, axis: int = -1) -> np.ndarray:
-        return errors.sum(axis) / words.sum(axis)
-
-    found = stats.bootstrap(
-        totals, rate, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(seed)
-    )
+    options = {"paired": True, "vectorized": True, "method": "percentile", "rng": np.random.default_rng(seed)}
+    found = stats.bootstrap(totals, lambda errors, words, axis=-1: errors.sum(axis) / words.sum(axis), **options)
     return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
 
 
@@ -56,10 +52,8 @@ def row(
 
     Args:
         variant: the attention; None is exact attention.
-        edits: the errors of each piece ("errors_of_pieces"), and the counts of all, see `edits_of`.
-        exact: errors of each piece with exact attention.
-        words: of each piece.
-        speakers: of each piece.
+        edits: of `edits_of`.
+        exact, words, speakers: errors with exact attention, number of words, and speaker of each piece.
         heads: relative error of the attention output of each head.
     """
     errors = edits["errors_of_pieces"]
@@ -105,12 +99,7 @@ def lines(rows: Sequence[Row], facts: str) -> list[str]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws word error rates over M with their intervals, and over the mean error of the heads.
-
-    Args:
-        rows: exact attention first.
-        path: of the PNG file.
-    """
+    """Draws word error rates over M, with intervals, and over the mean errors of heads; exact attention is first."""
     import matplotlib
 
     matplotlib.use("Agg")
