@@ -53,31 +53,28 @@ def rows_of(lines: list[str]) -> dict[str, list[str]]:
 def test_values_stand_in_their_columns():
     runs = [run(task, "favor+", 0, 0.1 + 0.01 * i, baseline=0.3 + 0.01 * i) for i, task in enumerate(TASKS)]
     rows = rows_of(table.score_lines(runs))
-    assert rows["System"] == [
-        "MNLI(m) acc", "QQP acc", "QNLI acc", "SST-2 acc", "CoLA MCC", "STS-B Spearman", "MRPC F1", "RTE acc", "mean",
-    ]  # fmt: skip
+    assert rows["System"][::4] == ["MNLI(m) acc", "CoLA MCC", "mean"]
     assert rows["`favor+`"] == [*(f"**{10 + i}.00**" for i in range(8)), "13.50"]
     assert rows["majority baseline"] == [*(f"{30 + i}.00" for i in range(8)), "33.50"]
     assert rows["training rows"] == [*["1234"] * 8, "-"]
 
 
-def test_mean_and_deviation_over_seeds():
-    values = [0.61, 0.64, 0.70]
-    runs = [run("rte", "favor#:saderf", seed, value) for seed, value in enumerate(values)]
-    cell = rows_of(table.score_lines(runs))["`favor#:saderf`"][7]
+def test_mean_and_deviation_over_seeds_and_costs():
+    values, seconds, peaks = [0.61, 0.64, 0.70], [0.1, 0.5, 0.2], [300, 200, 100]
+    runs = [
+        run("rte", "landmark", seed, value, seconds_per_step=seconds[seed], peak_memory_bytes=peaks[seed] * 2**20)
+        for seed, value in enumerate(values)
+    ]
+    cell = rows_of(table.score_lines(runs))["`landmark`"][7]
     assert cell == f"**{100 * np.mean(values):.2f}** ± {100 * np.std(values, ddof=1):.2f}"
-    assert table.summarise(runs)["favor#:saderf"]["rte"]["seeds"] == [0, 1, 2]
+    assert table.summarise(runs)["landmark"]["rte"]["seeds"] == [0, 1, 2]
+    assert rows_of(table.cost_lines(runs))["`landmark`"] == ["0.200 s, 300 MB"]
 
 
 def test_bold_is_the_best_linear_backend_of_a_column():
-    runs = [
-        run("cola", "sdpa", 0, 0.9),
-        run("cola", "favor+", 0, 0.4),
-        run("cola", "favor#", 0, 0.6),
-        run("rte", "favor+", 0, 0.8),
-        run("rte", "favor#", 0, 0.7),
-    ]
-    rows = rows_of(table.score_lines(runs))
+    scores = {("cola", "sdpa"): 0.9, ("cola", "favor+"): 0.4, ("cola", "favor#"): 0.6}
+    scores |= {("rte", "favor+"): 0.8, ("rte", "favor#"): 0.7}
+    rows = rows_of(table.score_lines([run(*key, 0, value) for key, value in scores.items()]))
     assert rows["`sdpa`"] == ["-"] * 4 + ["90.00"] + ["-"] * 4  # no mean without RTE
     assert rows["`favor+`"] == ["-"] * 4 + ["40.00"] + ["-"] * 2 + ["**80.00**", "60.00"]
     assert rows["`favor#`"] == ["-"] * 4 + ["**60.00**"] + ["-"] * 2 + ["70.00", "65.00"]
@@ -89,13 +86,8 @@ def test_paper_rows():
     for name, mean in PAPER_MEANS.items():
         assert statistics.fmean(table.PAPER[name]) == pytest.approx(mean, abs=0.0051)
     rows = rows_of(table.score_lines([run("rte", "favor+", 0, 0.5)]))
-    assert rows["*paper: FAVOR#*"] == [
-        "**82.69**", "90.68", "**90.01**", "**92.53**", "**59.33**", "85.48", "87.99", "**69.68**",
-    ]  # fmt: skip
     bold = [sum(cell.startswith("**") for cell in rows[f"*paper: {name}*"]) for name in PAPER_MEANS]
     assert bold == [0, 2, 0, 1, 5]
-    assert rows["*paper: FAVOR+*"][4] == "54.87"
-    assert rows["*paper: training rows*"][0] == "392k"
 
 
 def test_the_other_half_of_mnli_has_a_line():
@@ -106,18 +98,6 @@ def test_the_other_half_of_mnli_has_a_line():
     (line,) = table.mismatched_lines([*runs, run("rte", "sdpa", 0, 0.5)])
     assert line == "- MNLI, mismatched half (accuracy): `sdpa` 71.00 ± 1.41, `favor+` 60.00"
     assert table.mismatched_lines([run("rte", "sdpa", 0, 0.5)]) == []
-
-
-def test_costs():
-    runs = [
-        run("rte", "sdpa", seed, 0.5, seconds_per_step=seconds, peak_memory_bytes=peak * 2**20)
-        for seed, (seconds, peak) in enumerate([(0.1, 300), (0.5, 200), (0.2, 100)])
-    ]
-    assert rows_of(table.cost_lines(runs)) == {
-        "Backend": ["RTE"],
-        "---": ["---:"],
-        "`sdpa`": ["0.200 s, 300 MB"],
-    }
 
 
 def test_contradictions_are_errors():
@@ -136,27 +116,23 @@ def test_command_line_errors():
         glue.parse_arguments(["--backends", "favor+", *words])
         with pytest.raises(ValueError, match="--num_features is set by"):
             glue.parse_arguments(["--backends", "favor+:64", *words])
-    with pytest.raises(ValueError, match="TASK:NAME=VALUE"):
-        glue.parse_task_options(["learning_rate=1"])
-    with pytest.raises(ValueError, match="task must be one of"):
-        glue.parse_task_options(["wnli:learning_rate=1"])
-    for text in ("favr+", "favor*:sderf"):
-        with pytest.raises(ValueError, match="backend must be one of"):
+    for text, message in (("learning_rate=1", "TASK:NAME=VALUE"), ("wnli:learning_rate=1", "task must be one of")):
+        with pytest.raises(ValueError, match=message):
+            glue.parse_task_options([text])
+    for text, message in (
+        ("favr+", "backend must be one of"),
+        ("favor*:sderf", "backend must be one of"),
+        ("sdpa:64", "takes no features"),
+        ("favor+:0", "at least 1"),
+        ("favor#:sderf:saderf", r"NAME\[:FEATURES\]\[:NUMBER\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
             Backend.parse(text)
-    for text in ("sdpa:sderf", "sdpa:64"):
-        with pytest.raises(ValueError, match="takes no features"):
-            Backend.parse(text)
-    with pytest.raises(ValueError, match="at least 1"):
-        Backend.parse("favor+:0")
-    with pytest.raises(ValueError, match=r"NAME\[:FEATURES\]\[:NUMBER\]"):
-        Backend.parse("favor#:sderf:saderf")
 
 
 def test_backends_as_arguments_and_folders():
-    sharp = Backend.parse("favor#:saderf")
-    assert sharp.arguments() == ["--attn_implementation", "favor#", "--features", "saderf"]
-    numbered = Backend.parse("favor+:64")
-    assert numbered.arguments() == ["--attn_implementation", "favor+", "--num_features", "64"]
+    words = Backend.parse("favor#:saderf:64").arguments()
+    assert words == ["--attn_implementation", "favor#", "--features", "saderf", "--num_features", "64"]
     names = ("sdpa", "favor+", "favor++", "favor#", "favor#:sderf", "favor_relu", "favor+:64", "favor#:sderf:8")
     assert all(Backend.parse(name).label == name for name in names)
     slugs = {Backend.parse(name).slug for name in names}
@@ -164,23 +140,16 @@ def test_backends_as_arguments_and_folders():
     assert all(slug.replace("_", "").replace("-", "").isalnum() for slug in slugs)
 
 
-def test_an_adapted_model_is_a_row(tmp_path):
-    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 64, "window": 32}
-    (tmp_path / "all_results.json").write_text(json.dumps({"arguments": arguments}))
-    adapted = Backend.adapted(str(tmp_path))
-    assert adapted.label == f"favor#:sderf:64, window 32, adapted: {tmp_path.name}"
-    assert adapted.slug == f"favor_sharp-sderf-64-window_32-adapted_{tmp_path.name}"
-    assert adapted.arguments() == []
-    (tmp_path / "all_results.json").write_text(json.dumps({"arguments": {"seed": 0}}))
-    for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(ValueError, match=r"expected a finished folder of favor\.train\.distill"):
-            Backend.adapted(str(folder))
-
-
-def test_the_report_says_how_models_were_adapted(tmp_path):
-    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 8, "window": 0, "exact_heads": 3}
+def test_an_adapted_model_is_a_row_and_the_report_says_how_it_was_adapted(tmp_path):
+    arguments = {
+        "attn_implementation": "favor#",
+        "features": "sderf",
+        "num_features": 8,
+        "window": 32,
+        "exact_heads": 3,
+    }
     results = {
-        "arguments": arguments,
+        "arguments": {**arguments, "exact_heads": 3},
         "command": "python -m favor.train.distill --num_features 8",
         "seconds": 120.0,
         "errors": {"closed form": 0.3, "attention": 0.2, "exact heads": 0.1},
@@ -189,12 +158,19 @@ def test_the_report_says_how_models_were_adapted(tmp_path):
         "layers": {"a": {"key_heads": 4, "exact_heads": [1, 2, 3]}, "b": {"key_heads": 4}},
     }
     (tmp_path / "all_results.json").write_text(json.dumps(results))
+    adapted = Backend.adapted(str(tmp_path))
+    name = f"favor#:sderf:8, window 32, 3 exact heads, adapted: {tmp_path.name}"
+    slug = f"favor_sharp-sderf-8-window_32-3_exact_heads-adapted_{tmp_path.name}"
+    assert (adapted.label, adapted.slug, adapted.arguments()) == (name, slug, [])
     lines = table.adaptation_lines(table.read_adapted([str(tmp_path)]))
-    name = f"favor#:sderf:8, 3 exact heads, adapted: {tmp_path.name}"
     assert f"- `{name}`: `{results['command']}`" in lines
     assert f"| `{name}` | 2 | 3 | 0.3000 | 0.2000 | 0.1000 |  |" in lines
     tenths = " | ".join(f"{2 * part + 0.5:.4f}" for part in range(10))
     assert lines[-1] == f"| `{name}`, attention | {tenths} |"
+    (tmp_path / "all_results.json").write_text(json.dumps({"arguments": {"seed": 0}}))
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ValueError, match=r"expected a finished folder of favor\.train\.distill"):
+            Backend.adapted(str(folder))
 
 
 @pytest.mark.slow
