@@ -88,12 +88,10 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
 def _add_classifier(parser: Parser) -> None:
     """Adds the options of a classifier; without `--task_name` those that remain belong to `favor.train.glue`."""
     add = parser.add_argument_group("a classifier that was fine-tuned before").add_argument
-    text = "evaluate --model_name_or_path on its task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli"
-    add("--task_name", help=text)
+    add("--task_name", help="task of --model_name_or_path: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli")
     text = "a row for each: backends run exact attention on fewer tokens than this; 0: never; auto (default): by speed"
     add("--exact_below", nargs="+", metavar="N", help=text)
-    text = "names of the model's outputs, in order, if its own do not say"
-    add("--label_names", nargs="+", metavar="NAME", help=text)
+    add("--label_names", nargs="+", metavar="NAME", help="names of the model's outputs in order, if its own do not say")
     add("--max_length", type=int, default=128, help="greatest number of tokens of a sample; the rest is cut off")
     add("--max_eval_samples", type=int, help="evaluate on this number of samples only, the first ones")
     add("--per_device_eval_batch_size", type=int, default=64, help="samples of a forward pass")
@@ -176,21 +174,19 @@ def write_report(runs: Sequence[table.Run], arguments: argparse.Namespace, adapt
     command = "python -m favor.eval.glue " + shlex.join(arguments.command)
     facts = [(run, run.details) for run in runs]
     constant = [f"`{run.backend}` on {run.task}, seed {run.seed}" for run, own in facts if own["constant_predictions"]]
-
-    def different(texts: Any) -> list[str]:
-        return sorted(set(texts))
-
+    models = sorted({own["model"] for _, own in facts})
+    data = sorted({f"{run.task}: {', '.join(own['sources'].values())}" for run, own in facts})
     lines = [
         "# GLUE, development sets, x 100",
         "",
-        f"- Model: {'; '.join(different(own['model'] for _, own in facts))}; fine-tuned by favor.train.glue",
+        f"- Model: {'; '.join(models)}; fine-tuned by favor.train.glue",
         f"- Seeds: {', '.join(map(str, arguments.seeds))}; mean ± sample standard deviation where there are several",
-        f"- Data: {'; '.join(different(f'{run.task}: ' + ', '.join(own['sources'].values()) for run, own in facts))}",
+        f"- Data: {'; '.join(data)}",
         *table.mismatched_lines(runs),
-        *different(f"- Backend `{run.backend}`: {json.dumps(own['options'])}" for run, own in facts if own["options"]),
+        *sorted({f"- Backend `{run.backend}`: {json.dumps(own['options'])}" for run, own in facts if own["options"]}),
         *([f"- Warning: constant predictions of {', '.join(constant)}"] if constant else []),
-        *different(f"- Machine: {run.machine}" for run in runs),
-        *different("- Versions: " + ", ".join(f"{k} {v}" for k, v in own["versions"].items()) for _, own in facts),
+        *sorted({f"- Machine: {run.machine}" for run in runs}),
+        *sorted({"- Versions: " + ", ".join(f"{k} {v}" for k, v in own["versions"].items()) for _, own in facts}),
         f"- Command: `{command}`",
         "",
         *table.score_lines(runs),

@@ -92,12 +92,14 @@ class Run:
     @property
     def details(self) -> dict[str, Any]:
         """The facts about the run in the JSON file."""
-        names = {"versions": "versions", "all_metrics": "metrics", "steps": "steps", "options": "favor"}
-        names |= {"sources": "sources", "constant_predictions": "constant_prediction_seeds"}
-        facts = {name: self.results[own] for name, own in names.items()}
-        model = model_in_words(self.results["model_name_or_path"])
-        constant = bool(facts["constant_predictions"])
-        return {"machine": self.machine, "model": model, **facts, "constant_predictions": constant}
+        return {
+            "machine": self.machine,
+            "model": model_in_words(self.results["model_name_or_path"]),
+            "all_metrics": self.results["metrics"],
+            "options": self.results["favor"],
+            "constant_predictions": bool(self.results["constant_prediction_seeds"]),
+            **{name: self.results[name] for name in ("versions", "steps", "sources")},
+        }
 
 
 def column(task: str) -> Column:
@@ -129,6 +131,8 @@ def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
             seeds, values = [run.seed for run in cell], [run.value for run in cell]
             if len(set(seeds)) != len(seeds):
                 raise ValueError(f"expected one run per seed for {col.task} with {backend}, got seeds {seeds}")
+            # A run that was resumed at its end has no time of a step.
+            steps = [run.results["seconds_per_step"] for run in cell if run.results["seconds_per_step"] is not None]
             if cell:
                 row[col.task] = {
                     "metric": col.metric,
@@ -136,7 +140,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
                     "std": statistics.stdev(values) if len(values) > 1 else None,
                     "values": values,
                     "seeds": seeds,
-                    "seconds_per_step": statistics.median(run.results["seconds_per_step"] for run in cell),
+                    "seconds_per_step": statistics.median(steps) if steps else None,
                     "peak_memory_mb": max(run.results["peak_memory_bytes"] for run in cell) / 2**20,
                     "details": [run.details for run in cell],
                 }
@@ -222,7 +226,8 @@ def cost_lines(runs: Sequence[Run]) -> list[str]:
     rows = []
     for backend, row in summary.items():
         cells = (row.get(col.task) for col in columns)
-        shown = (f"{c['seconds_per_step']:.3f} s, {c['peak_memory_mb']:.0f} MB" if c else DASH for c in cells)
+        timed = (cell if cell and cell["seconds_per_step"] is not None else None for cell in cells)
+        shown = (f"{c['seconds_per_step']:.3f} s, {c['peak_memory_mb']:.0f} MB" if c else DASH for c in timed)
         rows.append([f"`{backend}`", *shown])
     return table(["Backend", *(col.heading for col in columns)], rows)
 

@@ -69,6 +69,9 @@ def test_mean_and_deviation_over_seeds_and_costs():
     assert cell == f"**{100 * np.mean(values):.2f}** ± {100 * np.std(values, ddof=1):.2f}"
     assert table.summarise(runs)["landmark"]["rte"]["seeds"] == [0, 1, 2]
     assert rows_of(table.cost_lines(runs))["`landmark`"] == ["0.200 s, 300 MB"]
+    resumed = run("rte", "landmark", 3, 0.5, seconds_per_step=None)
+    assert rows_of(table.cost_lines([resumed]))["`landmark`"] == ["-"]
+    assert rows_of(table.cost_lines([*runs, resumed]))["`landmark`"] == ["0.200 s, 512 MB"]
 
 
 def test_bold_is_the_best_linear_backend_of_a_column():
